@@ -1,0 +1,68 @@
+"""The store of shards: where this rank's chunks live between uses.
+
+A *chunk* is C elements of one param group's shard; for each object kind (weight, gradient, master
+weight, moments) the store keeps that chunk's bytes on some tier. Who calls what, in order:
+
+1. ``register(layouts)`` once (or a few times: staging under ``Init``), before the first step. Space is
+   reserved here; what cannot fit raises ``BudgetError`` or ``SwapSpaceError`` now, not later.
+2. ``acquire(chunk, read=…, write=…)`` issues a lease and returns at once.
+3. ``lease.wait()`` blocks until every kind is resident, then ``lease.pieces(kind)`` gives typed tensor views
+   of the chunk's elements, in order, cut at frame boundaries. Kinds acquired for write only hold
+   undefined contents; a kind never written reads as zero.
+4. ``lease.release(dirty=…, dead=…)``. After it the views must not be touched: under the debug mode a store
+   poisons what it may.
+5. ``mark(trace_id)`` when a pass begins; ``set_trace`` once the order of a pass is known.
+
+All masks are ``1 << ObjectKind``. Issue and wait are always separate; leases are granted in the order of issue
+whenever frames are short, so a caller may hold one lease and have later ones queued without deadlock, as long as
+it can finish with what it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from io_daemon.protocol import Access
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChunkLayout:
+    """Shape of one chunk: ``numel`` elements, and the dtype of each kind it has (by ObjectKind)."""
+
+    numel: int
+    dtypes: dict[int, torch.dtype]
+
+
+class Lease(Protocol):
+    chunk: int
+
+    def wait(self) -> None:
+        """Block until granted. Raises the store's typed error, never waits for ever."""
+
+    def pieces(self, kind: int) -> list[torch.Tensor]:
+        """1-D views in element order; sum of numel equals the chunk's numel."""
+
+    def release(self, *, dirty: int = 0, dead: int = 0) -> None:
+        """Give back. ``dirty``: kinds written; ``dead``: kinds whose contents nobody needs again.
+        A lease that was never waited for may be released too: it is abandoned."""
+
+
+class ShardStore(Protocol):
+    def register(self, layouts: Sequence[ChunkLayout]) -> range:
+        """Chunk ids of the new chunks, consecutive."""
+
+    def unregister(self, chunks: range) -> None: ...
+
+    def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease: ...
+
+    def mark(self, trace_id: int) -> None: ...
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None: ...
+
+    def stats(self) -> dict[str, float]: ...
+
+    def close(self) -> None: ...

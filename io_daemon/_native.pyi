@@ -1,0 +1,114 @@
+"""The compiled core (csrc/). It moves bytes and decides nothing; no torch, no policy."""
+
+from collections.abc import Sequence
+from typing import Final, TypedDict, final
+
+import numpy as np
+from numpy.typing import NDArray
+
+ENGINES: Final[tuple[str, ...]]
+"""Engines compiled in, best first: a subset of ("io_uring", "libaio", "posix")."""
+WIRE_LAYOUT: Final[dict[str, dict[str, tuple[int, int]]]]
+"""struct -> field -> (offset, size); the key "" holds (sizeof, alignof)."""
+WIRE_CONSTANTS: Final[dict[str, int]]
+
+def probe_engine(engine: str) -> str | None:
+    """None if the engine works on this machine, else one line that says why not."""
+
+def checksum(buffer: NDArray[np.uint8]) -> int:
+    """The 32-bit block checksum of contiguous bytes. GIL released."""
+
+@final
+class Region:
+    """A shared mapping of a memfd (or any mappable fd). Raises OSError. Unmapped when the last user is gone."""
+    def __init__(self, fd: int, region_bytes: int, *, writable: bool = True) -> None: ...
+    @property
+    def address(self) -> int: ...
+    @property
+    def region_bytes(self) -> int: ...
+    @property
+    def writable(self) -> bool: ...
+    def array(self) -> NDArray[np.uint8]:
+        """1-D view; keeps the mapping alive; read-only if the mapping is."""
+    def prefault(self, num_threads: int) -> None:
+        """Touch every page in parallel (MADV_POPULATE_WRITE where the kernel has it)."""
+    def lock(self) -> None:
+        """mlock; OSError with errno EPERM or ENOMEM where the limit forbids it."""
+    def dont_fork(self) -> None:
+        """MADV_DONTFORK: children do not inherit the mapping."""
+    def advise_huge(self) -> bool: ...
+    def zero(self, offset: int, num_bytes: int) -> None:
+        """memset to 0, bounds-checked, GIL released."""
+
+@final
+class SubmissionRing:
+    """SPSC ring of wire::Sqe at ``offset`` of a region. ``create`` formats it; otherwise magic,
+    version and geometry are verified (ValueError). The producer side takes a lock: several threads may push."""
+    @staticmethod
+    def bytes_required(num_entries: int) -> int: ...
+    def __init__(self, region: Region, offset: int, num_entries: int, event_fd: int, *, create: bool) -> None: ...
+    def push(self, seq: int, opcode: int, flags: int, read_mask: int, write_mask: int, chunk: int, arg: int) -> bool:
+        """False if the ring is full. Wakes a sleeping consumer through event_fd."""
+    def pop(self) -> tuple[int, int, int, int, int, int, int] | None: ...
+    def pop_batch(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int]]: ...
+    def prepare_sleep(self) -> bool:
+        """Arm the wake-up; True if the ring is still empty and the caller may sleep on event_fd."""
+    def wait(self, timeout_ms: int, other_fd: int = -1) -> int:
+        """Sleep until an entry is there: 0 ready, 1 timed out, 2 other_fd readable or hung up. GIL released."""
+    def __len__(self) -> int: ...
+
+@final
+class CompletionRing:
+    """SPSC ring of wire::Cqe; the same verbs."""
+    @staticmethod
+    def bytes_required(num_entries: int) -> int: ...
+    def __init__(self, region: Region, offset: int, num_entries: int, event_fd: int, *, create: bool) -> None: ...
+    def push(self, seq: int, status: int, error_number: int, chunk: int, file: int, kind: int,
+             born_mask: int, offset: int, expected: int, actual: int) -> bool: ...
+    def pop(self) -> tuple[int, int, int, int, int, int, int, int, int, int] | None: ...
+    def pop_batch(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int, int, int, int]]: ...
+    def prepare_sleep(self) -> bool: ...
+    def wait(self, timeout_ms: int, other_fd: int = -1) -> int: ...
+    def __len__(self) -> int: ...
+
+class ReactorStats(TypedDict):
+    bytes_read: int
+    bytes_written: int
+    num_reads: int
+    num_writes: int
+    num_short: int
+    num_in_flight: int
+
+@final
+class Reactor:
+    """One I/O thread over one engine: cuts requests into blocks, keeps ``queue_depth`` of them in
+    flight, computes or verifies block checksums, reads every completion's result."""
+    READ: Final[int]
+    WRITE: Final[int]
+    FSYNC: Final[int]
+    def __init__(self, engine: str, queue_depth: int, block_bytes: int, *,
+                 faults: Sequence[tuple[str, int, int]] = ()) -> None:
+        """faults, for tests: (what, nth block I/O from 0, value) with what in
+        "errno_read" | "errno_write" (value = errno), "short_read" | "short_write" (value = bytes
+        transferred), "flip_read" | "flip_write" (value = byte index), "delay" (value = microseconds).
+        Raises OSError if the engine cannot start."""
+    @property
+    def event_fd(self) -> int:
+        """Readable when completions wait; read it (8 bytes) before reap()."""
+    @property
+    def engine(self) -> str: ...
+    def add_file(self, fd: int) -> int: ...
+    def remove_file(self, index: int) -> None: ...
+    def add_buffer(self, region: Region) -> int:
+        """Registers the region with the engine where it has registered buffers (pieces of at most 1 GiB)."""
+    def remove_buffer(self, index: int) -> None: ...
+    def submit(self, tag: int, op: int, file: int, offset: int, buffer: int, buffer_offset: int, num_bytes: int,
+               checksums: Region | None = None, checksums_offset: int = 0, verify: bool = False) -> None:
+        """Queue one request; never blocks. WRITE stores one uint32 per block at checksums_offset, READ verifies
+        against them if ``verify``. Bounds are checked (ValueError)."""
+    def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
+        """(tag, status, error_number, offset, expected, actual); status as protocol.Status: OK, IO_ERROR,
+        SHORT_IO or INTEGRITY. One entry per request, after its last block."""
+    def stats(self) -> ReactorStats: ...
+    def close(self, timeout_ms: int = 10_000) -> bool:
+        """Refuse new requests, wait for those in flight, end the thread. False if it timed out."""

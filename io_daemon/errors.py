@@ -1,0 +1,74 @@
+"""Typed errors. The world's faults carry errno, path, offset, expected and actual; a user's mistake carries key,
+value and remedy. Nothing here is raised through ``assert``."""
+
+from __future__ import annotations
+
+import os
+
+
+class ConfigError(ValueError):
+    """A setting that cannot work. ``key`` is the dotted path in the JSON, ``remedy`` what to write instead."""
+
+    def __init__(self, key: str, value: object, remedy: str) -> None:
+        self.key, self.value, self.remedy = key, value, remedy
+        super().__init__(f"{key} = {value!r}: {remedy}")
+
+
+class WorldError(RuntimeError):
+    """Base of faults that no configuration caused."""
+
+
+class DeviceIOError(WorldError):
+    """An I/O failed or was short."""
+
+    def __init__(
+        self, *, errno: int, path: str, offset: int, expected_bytes: int, actual_bytes: int, operation: str
+    ) -> None:
+        self.errno, self.path, self.offset = errno, path, offset
+        self.expected_bytes, self.actual_bytes, self.operation = expected_bytes, actual_bytes, operation
+        cause = f"{os.strerror(errno)} (errno {errno})" if errno else "short transfer"
+        super().__init__(
+            f"{operation} of {path} at offset {offset}: {cause}; {actual_bytes} of {expected_bytes} bytes moved"
+        )
+
+
+class IntegrityError(WorldError):
+    """Bytes read back are not the bytes that were written."""
+
+    def __init__(self, *, path: str, offset: int, expected_checksum: int, actual_checksum: int) -> None:
+        self.path, self.offset = path, offset
+        self.expected_checksum, self.actual_checksum = expected_checksum, actual_checksum
+        super().__init__(
+            f"checksum mismatch in {path} at offset {offset}: "
+            f"expected {expected_checksum:#010x}, found {actual_checksum:#010x}"
+        )
+
+
+class SwapSpaceError(WorldError):
+    """The swap directory cannot hold what the job needs; found before step 0."""
+
+    def __init__(self, *, path: str, needed_bytes: int, free_bytes: int, errno: int = 0, remedy: str = "") -> None:
+        self.path, self.needed_bytes, self.free_bytes, self.errno = path, needed_bytes, free_bytes, errno
+        super().__init__(
+            f"swap space in {path}: needs {needed_bytes} bytes, {free_bytes} bytes are free"
+            + (f" ({os.strerror(errno)})" if errno else "")
+            + (f"; {remedy}" if remedy else "")
+        )
+
+
+class BudgetError(WorldError):
+    """A memory budget too small for the model. ``smallest_bytes`` is the least that works."""
+
+    def __init__(self, *, key: str, budget_bytes: int, smallest_bytes: int, reason: str) -> None:
+        self.key, self.budget_bytes, self.smallest_bytes = key, budget_bytes, smallest_bytes
+        super().__init__(
+            f"{key} = {budget_bytes} is too small: {reason}; the smallest that works is {smallest_bytes} bytes"
+        )
+
+
+class DaemonLostError(WorldError):
+    """The I/O daemon is gone or does not answer. The message holds what was being waited for."""
+
+
+class ProtocolError(WorldError):
+    """The two sides do not speak the same protocol, or one of them sent what it must not."""
