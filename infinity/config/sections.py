@@ -1,0 +1,233 @@
+"""The configuration as the engine reads it: frozen, keyword-only, every value already checked.
+
+One class per section of the JSON. A key that has no field here is never read by the engine: it is subsumed or refused,
+see ``dialect.py``.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+Device = Literal["none", "cpu", "nvme"]
+WarmupType = Literal["log", "linear"]
+
+SUB_GROUP_NUMEL_MIN = 16_384
+BLOCK_ALIGNMENT_BYTES = 4096
+BLOCK_BYTES_MAX = 1 << 30
+QUEUE_DEPTH_MAX = 4096
+_SPELLINGS = {"adam": "Adam", "adamw": "AdamW"}
+
+
+def _whole(value: object) -> object:
+    """DeepSpeed's JSON writes element counts as 5e7: a float that is a whole number is that number."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _never_is_zero(value: object) -> object:
+    """Accelerate writes ``steps_per_print: inf`` for never."""
+    return 0 if isinstance(value, float) and math.isinf(value) else _whole(value)
+
+
+def _tuple(value: object) -> object:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _spelt(value: object) -> object:
+    """DeepSpeed takes optimizer names in any case."""
+    return _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
+Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
+BlockBytes = Annotated[
+    int,
+    BeforeValidator(_whole),
+    Field(ge=BLOCK_ALIGNMENT_BYTES, le=BLOCK_BYTES_MAX, multiple_of=BLOCK_ALIGNMENT_BYTES),
+]
+QueueDepth = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=QUEUE_DEPTH_MAX)]
+Beta = Annotated[float, Field(ge=0, lt=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonNegative = Annotated[float, Field(ge=0)]
+NonEmpty = Annotated[str, Field(min_length=1)]
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Bf16(Section):
+    """16-bit weights with fp32 master weights and moments."""
+
+    enabled: bool = False
+
+
+class Fp16(Section):
+    enabled: bool = False
+
+
+class AdamParams(Section):
+    """Defaults are those of DeepSpeed's Adam (weight decay 0, not torch's 0.01)."""
+
+    lr: NonNegative = 1e-3
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_tuple)] = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    adam_w_mode: bool = True
+
+
+class Optimizer(Section):
+    type: Annotated[Literal["Adam", "AdamW"], BeforeValidator(_spelt)]
+    params: AdamParams = AdamParams()
+
+    @property
+    def decoupled_weight_decay(self) -> bool:
+        """AdamW's decay. As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false."""
+        return self.type == "AdamW" or self.params.adam_w_mode
+
+
+class WarmupLRParams(Section):
+    warmup_min_lr: NonNegative = 0.0
+    warmup_max_lr: NonNegative = 1e-3
+    warmup_num_steps: Positive = 1000
+    warmup_type: WarmupType = "log"
+
+
+class WarmupDecayLRParams(WarmupLRParams):
+    total_num_steps: Positive
+
+
+class WarmupCosineLRParams(Section):
+    """Ratios of each param group's own learning rate."""
+
+    total_num_steps: Positive
+    warmup_min_ratio: Fraction = 0.0
+    warmup_num_steps: Positive = 1000
+    cos_min_ratio: Fraction = 1e-4
+    warmup_type: WarmupType = "log"
+
+
+class WarmupLRSchedule(Section):
+    type: Literal["WarmupLR"]
+    params: WarmupLRParams = WarmupLRParams()
+
+
+class WarmupDecayLRSchedule(Section):
+    type: Literal["WarmupDecayLR"]
+    params: WarmupDecayLRParams
+
+
+class WarmupCosineLRSchedule(Section):
+    type: Literal["WarmupCosineLR"]
+    params: WarmupCosineLRParams
+
+
+Scheduler = Annotated[
+    WarmupLRSchedule | WarmupDecayLRSchedule | WarmupCosineLRSchedule,
+    Field(discriminator="type"),
+]
+
+
+class OffloadParam(Section):
+    """Where the shards of the weights live between uses."""
+
+    device: Device = "none"
+    nvme_path: NonEmpty | None = None
+    pin_memory: bool = False
+    """The arena is page-locked wherever the memlock limit allows it; true: refuse to run where it is not."""
+
+
+class OffloadOptimizer(Section):
+    """Where the master weights and the moments live between updates."""
+
+    device: Device = "none"
+    nvme_path: NonEmpty | None = None
+    pin_memory: bool = False
+
+
+class ZeroOptimization(Section):
+    """Thresholds count elements, not bytes."""
+
+    stage: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=3)] = 0
+    sub_group_size: Annotated[int, BeforeValidator(_whole), Field(ge=SUB_GROUP_NUMEL_MIN)] = 1_000_000_000
+    stage3_prefetch_bucket_size: Count = 50_000_000
+    stage3_param_persistence_threshold: Count = 100_000
+    stage3_max_live_parameters: Count = 1_000_000_000
+    stage3_max_reuse_distance: Count = 1_000_000_000
+    offload_param: OffloadParam = OffloadParam()
+    offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+
+
+class Aio(Section):
+    """DeepSpeed's names for two settings of ``io_daemon``; already merged into it."""
+
+    block_size: BlockBytes | None = None
+    queue_depth: QueueDepth | None = None
+
+
+class IoDaemon(Section):
+    socket: NonEmpty = "auto"
+    """"auto" or the path of the daemon's Unix socket."""
+    host_budget_bytes: Positive = 2 << 30
+    """Bound on the arenas of all ranks of the job on the node together."""
+    swap_dirs: Annotated[tuple[NonEmpty, ...], BeforeValidator(_tuple)] = ()
+    engine: Literal["auto", "require:io_uring", "require:libaio", "require:posix"] = "auto"
+    block_size: BlockBytes = 1 << 20
+    """Bytes per I/O; also the unit of checksums."""
+    queue_depth: QueueDepth = 32
+    commit_every_n_steps: Count = 0
+    update_in_backward: bool = False
+    verify_checksums: bool = True
+    start: Literal["auto", "never"] = "auto"
+    """"auto": local rank 0 starts a private daemon where none is reachable."""
+
+
+class Config(Section):
+    train_batch_size: Positive
+    train_micro_batch_size_per_gpu: Positive
+    gradient_accumulation_steps: Positive
+    gradient_clipping: NonNegative = 0.0
+    """Largest global gradient norm; 0 = off."""
+    steps_per_print: Annotated[int, BeforeValidator(_never_is_zero), Field(ge=0)] = 10
+    """0 = never."""
+    communication_data_type: Literal["fp32", "bf16"] | None = None
+    """dtype of the gradients' reduce-scatter; None = the dtype they have."""
+    bf16: Bf16 = Bf16()
+    fp16: Fp16 = Fp16()
+    optimizer: Optimizer | None = None
+    scheduler: Scheduler | None = None
+    zero_optimization: ZeroOptimization = ZeroOptimization()
+    aio: Aio = Aio()
+    io_daemon: IoDaemon = IoDaemon()
+    subsumed: tuple[str, ...] = ()
+    """Dotted paths of the keys that were given and that the engine needs no setting for."""
+
+    @property
+    def offloads(self) -> bool:
+        """Whether any shard leaves the device: only then is a daemon needed."""
+        zero = self.zero_optimization
+        return zero.offload_param.device != "none" or zero.offload_optimizer.device != "none"
+
+    @property
+    def pin_memory(self) -> bool:
+        zero = self.zero_optimization
+        return zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
+
+    @property
+    def swap_dirs(self) -> tuple[Path, ...]:
+        """Every directory that swap files may be put in, absolute, in the order written, each once."""
+        return tuple(dict.fromkeys(Path(os.path.abspath(text)) for _, text in self.swap_dir_keys()))
+
+    def swap_dir_keys(self) -> list[tuple[str, str]]:
+        """(dotted key, path as written) of each swap directory."""
+        zero = self.zero_optimization
+        keys = [
+            ("zero_optimization.offload_param.nvme_path", zero.offload_param.nvme_path),
+            ("zero_optimization.offload_optimizer.nvme_path", zero.offload_optimizer.nvme_path),
+            *((f"io_daemon.swap_dirs.{i}", path) for i, path in enumerate(self.io_daemon.swap_dirs)),
+        ]
+        return [(key, path) for key, path in keys if path is not None]
