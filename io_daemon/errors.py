@@ -56,6 +56,17 @@ class SwapSpaceError(WorldError):
         )
 
 
+class SwapBusyError(WorldError):
+    """A dead daemon's swap file stays locked: its I/O may still be landing, so nothing may be handed out yet."""
+
+    def __init__(self, *, path: str, owner_pid: int, timeout_s: float) -> None:
+        self.path, self.owner_pid, self.timeout_s = path, owner_pid, timeout_s
+        super().__init__(
+            f"{path} of dead daemon {owner_pid} is still locked after {timeout_s:g} s: its I/O has not landed, "
+            "or a daemon in another container serves this directory; wait, or name another directory"
+        )
+
+
 class BudgetError(WorldError):
     """A memory budget too small for the model. ``smallest_bytes`` is the least that works."""
 
