@@ -92,13 +92,18 @@ class Optimizer(Section):
 
 class WarmupLRParams(Section):
     warmup_min_lr: NonNegative = 0.0
-    warmup_max_lr: NonNegative = 1e-3
+    warmup_max_lr: NonNegative | None = None
+    """None = each param group's own rate."""
     warmup_num_steps: Positive = 1000
     warmup_type: WarmupType = "log"
 
 
-class WarmupDecayLRParams(WarmupLRParams):
+class WarmupDecayLRParams(Section):
     total_num_steps: Positive
+    warmup_min_lr: NonNegative = 0.0
+    warmup_max_lr: NonNegative = 1e-3
+    warmup_num_steps: Positive = 1000
+    warmup_type: WarmupType = "log"
 
 
 class WarmupCosineLRParams(Section):
