@@ -248,8 +248,8 @@ _ZERO_REFUSED = tuple(
 )
 
 _AIO = (
-    _works("aio.block_size", "bytes per I/O; the same as io_daemon.block_size"),
-    _works("aio.queue_depth", "I/Os in flight; the same as io_daemon.queue_depth"),
+    _works("aio.block_size", "the same as io_daemon.block_size"),
+    _works("aio.queue_depth", "the same as io_daemon.queue_depth"),
     _subsumed("aio.intra_op_parallelism", "whole number", "one I/O thread holds the whole queue depth"),
     _subsumed("aio.thread_count", "whole number", "one I/O thread holds the whole queue depth"),
     _subsumed("aio.single_submit", "boolean", "requests are submitted in batches"),
@@ -261,9 +261,16 @@ _IO_DAEMON = (
     _works("io_daemon.socket", '"auto" ($INFINITY_IO_SOCKET, then the per-user socket) or a path', auto="value"),
     _works("io_daemon.host_budget_bytes", "bound on the arenas of all ranks of the job on the node"),
     _works("io_daemon.swap_dirs", "directories of swap files, besides nvme_path"),
-    _works("io_daemon.engine", '"auto" or "require:io_uring", "require:libaio", "require:posix"', auto="value"),
-    _works("io_daemon.block_size", "bytes per I/O and per checksum, a multiple of 4096"),
-    _works("io_daemon.queue_depth", "I/Os in flight per engine"),
+    _works(
+        "io_daemon.engine",
+        '"auto" or "require:io_uring", "require:libaio", "require:posix"; a running daemon keeps its own',
+        auto="value",
+    ),
+    _works(
+        "io_daemon.block_size",
+        "bytes per I/O and checksum, a multiple of 4096; a running daemon keeps its own",
+    ),
+    _works("io_daemon.queue_depth", "I/Os in flight per engine; a running daemon keeps its own"),
     _refused(
         "io_daemon.commit_every_n_steps",
         "durable commits are not built yet: a job that dies restarts from its last checkpoint",
@@ -276,7 +283,7 @@ _IO_DAEMON = (
         "write false",
         accepts=(False,),
     ),
-    _works("io_daemon.verify_checksums", "check every block that is read back"),
+    _works("io_daemon.verify_checksums", "check every block that is read back; a running daemon keeps its own"),
     _works("io_daemon.start", '"auto": start a private daemon where none is reachable; "never"', auto="value"),
 )
 

@@ -1,0 +1,320 @@
+"""What this machine offers for training out of core: each "no" with its remedy.
+
+Findings are gathered first and shown after, as a table or as JSON.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import platform
+import resource
+import shutil
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+
+from io_daemon.errors import ConfigError
+
+CAP_IPC_LOCK = 14
+GIB = 1 << 30
+FREE_BYTES_WARNED = 10 * GIB
+MEMLOCK_BYTES_WARNED = 1 * GIB
+
+
+class Verdict(Enum):
+    OK = "ok"
+    ABSENT = "absent"
+    """Not here; training works without."""
+    FAILED = "failed"
+    """Training out of core does not work like this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One line of the report. ``value``: what was found, for people; ``remedy``: empty for OK."""
+
+    subject: str
+    verdict: Verdict
+    value: str
+    remedy: str = ""
+
+
+def examine(directories: Sequence[str]) -> list[Finding]:
+    """Every finding. ``directories``: where swap files would go."""
+    findings = [*_software(), *_engines(), *_limits(), *_memory(), *_devices()]
+    for directory in directories:
+        findings += _directory(directory)
+    return findings
+
+
+def doctor(directories: Sequence[str], *, as_json: bool) -> int:
+    """Print the report; 0 if nothing failed, else 1."""
+    findings = examine(directories)
+    if as_json:
+        rows = [{**asdict(finding), "verdict": finding.verdict.value} for finding in findings]
+        print(json.dumps({"ok": not _failed(findings), "findings": rows}, indent=2))
+    else:
+        _show(findings)
+    return 1 if _failed(findings) else 0
+
+
+def _failed(findings: Sequence[Finding]) -> list[Finding]:
+    return [finding for finding in findings if finding.verdict is Verdict.FAILED]
+
+
+def _show(findings: Sequence[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    colours = {Verdict.OK: "green", Verdict.ABSENT: "yellow", Verdict.FAILED: "red"}
+    table = Table(title="infinity doctor", show_lines=False)
+    for heading in ("subject", "", "found", "remedy"):
+        table.add_column(heading, overflow="fold")
+    for finding in findings:
+        colour = colours[finding.verdict]
+        table.add_row(finding.subject, f"[{colour}]{finding.verdict.value}[/]", finding.value, finding.remedy)
+    console = Console()
+    console.print(table)
+    failed = _failed(findings)
+    console.print(
+        f"{len(failed)} of {len(findings)} findings keep training out of core from working"
+        if failed
+        else "training out of core works on this machine"
+    )
+
+
+def _ok(subject: str, value: str) -> Finding:
+    return Finding(subject=subject, verdict=Verdict.OK, value=value)
+
+
+def _absent(subject: str, value: str, remedy: str) -> Finding:
+    return Finding(subject=subject, verdict=Verdict.ABSENT, value=value, remedy=remedy)
+
+
+def _fail(subject: str, value: str, remedy: str) -> Finding:
+    return Finding(subject=subject, verdict=Verdict.FAILED, value=value, remedy=remedy)
+
+
+def _software() -> list[Finding]:
+    findings = [_ok("python", platform.python_version()), _ok("kernel", platform.release())]
+    if importlib.util.find_spec("torch") is None:
+        return [*findings, _fail("torch", "not installed", "pip install 'torch>=2.6'")]
+    import torch
+
+    version = ".".join(torch.__version__.split(".")[:2])
+    if tuple(int(part) for part in version.split(".")) < (2, 6):
+        return [*findings, _fail("torch", torch.__version__, "pip install 'torch>=2.6'")]
+    return [*findings, _ok("torch", torch.__version__)]
+
+
+def _engines() -> list[Finding]:
+    try:
+        from io_daemon import _native
+    except ImportError as error:
+        return [_fail("I/O core", f"cannot be loaded: {error}", "build it: make build, or pip install .")]
+    headers = {"io_uring": "liburing-dev", "libaio": "libaio-dev"}
+    findings = []
+    for engine in ("io_uring", "libaio", "posix"):
+        subject = f"engine {engine}"
+        if engine not in _native.ENGINES:
+            package = headers.get(engine, "")
+            findings.append(_absent(subject, "not compiled in", f"apt-get install {package}, then make build"))
+            continue
+        reason = _native.probe_engine(engine)
+        if reason is None:
+            findings.append(_ok(subject, "works"))
+        elif engine == "posix":
+            findings.append(_fail(subject, reason, "it needs only threads: look at ulimit -u"))
+        else:
+            findings.append(_absent(subject, reason, _engine_remedy(engine)))
+    return findings
+
+
+def _engine_remedy(engine: str) -> str:
+    if engine == "io_uring":
+        disabled = _read("/proc/sys/kernel/io_uring_disabled")
+        if disabled not in ("", "0"):
+            return "sysctl kernel.io_uring_disabled=0; until then the next engine is used"
+        return "allow the io_uring system calls in the container's seccomp profile; until then the next engine is used"
+    return "raise fs.aio-max-nr; until then the next engine is used"
+
+
+def _limits() -> list[Finding]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if _may_lock_all():
+        memlock = _ok("memlock limit", "CAP_IPC_LOCK: unlimited")
+    elif soft == resource.RLIM_INFINITY:
+        memlock = _ok("memlock limit", "unlimited")
+    elif soft >= MEMLOCK_BYTES_WARNED:
+        memlock = _ok("memlock limit", f"{_size(soft)}; a larger arena stays unlocked")
+    else:
+        memlock = _absent(
+            "memlock limit",
+            f"{_size(soft)}: arenas stay unlocked, and pin_memory: true is refused",
+            "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit",
+        )
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    open_files = (
+        _ok("open files limit", str(files))
+        if files >= 1024
+        else _absent("open files limit", str(files), "ulimit -n 65536")
+    )
+    findings = [memlock, open_files]
+    if maximum := _read("/proc/sys/fs/aio-max-nr"):
+        used, most = int(_read("/proc/sys/fs/aio-nr") or 0), int(maximum)
+        value = f"{used} of {most} in use"
+        findings.append(
+            _ok("aio-max-nr", value)
+            if most - used >= 4096
+            else _absent("aio-max-nr", value, "sysctl fs.aio-max-nr=1048576 (only libaio needs it)")
+        )
+    return findings
+
+
+def _may_lock_all() -> bool:
+    for line in _read("/proc/self/status").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1)
+    return False
+
+
+def _memory() -> list[Finding]:
+    meminfo = {
+        name: int(rest.split()[0])
+        for name, _, rest in (line.partition(":") for line in _read("/proc/meminfo").splitlines())
+        if rest.split()
+    }
+    total, available = meminfo.get("MemTotal", 0) << 10, meminfo.get("MemAvailable", 0) << 10
+    findings = [_ok("memory", f"{_size(available)} of {_size(total)} available")]
+    bound = _read("/sys/fs/cgroup/memory.max")
+    if bound.isdigit():
+        findings.append(_ok("memory of this cgroup", _size(int(bound))))
+    pages = meminfo.get("HugePages_Total", 0)
+    page_bytes = meminfo.get("Hugepagesize", 0) << 10
+    transparent = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    chosen = transparent.partition("[")[2].partition("]")[0]
+    if chosen in ("always", "within_size", "advise", "force"):
+        findings.append(_ok("huge pages for arenas", f"transparent, {chosen}"))
+    else:
+        findings.append(
+            _absent(
+                "huge pages for arenas",
+                f"transparent: {chosen or 'not in this kernel'}; reserved: {pages} of {_size(page_bytes)}",
+                "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; until then pages of 4 KiB are used",
+            )
+        )
+    return findings
+
+
+def _devices() -> list[Finding]:
+    cores = len(os.sched_getaffinity(0))
+    findings = [_ok("cores", f"{cores} of {os.cpu_count()}")]
+    nodes = _read("/sys/devices/system/node/online")
+    findings.append(_ok("NUMA nodes", nodes or "one"))
+    accelerator = None
+    if importlib.util.find_spec("torch") is not None:
+        import torch
+
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        findings.append(_absent("accelerator", "none", "training runs on the CPU"))
+    else:
+        findings.append(_ok("accelerator", f"{torch.accelerator.device_count()} x {accelerator.type}"))
+    findings.append(_kvikio(accelerator is not None))
+    if shutil.which("torchrun") is None and importlib.util.find_spec("torch") is None:
+        findings.append(_fail("torchrun", "not found", "pip install 'torch>=2.6'"))
+    return findings
+
+
+def _kvikio(has_gpu: bool) -> Finding:
+    subject = "GPUDirect Storage"
+    if importlib.util.find_spec("kvikio") is None:
+        return _absent(subject, "kvikio is not installed", "pip install kvikio-cu13 (only a GPU machine gains)")
+    if not has_gpu:
+        return _absent(subject, "kvikio is installed, but there is no GPU", "nothing: transfers go through the host")
+    if not os.path.exists("/proc/driver/nvidia-fs/stats"):
+        return _absent(subject, "nvidia-fs is not loaded", "modprobe nvidia-fs; kvikio works without, through the host")
+    return _ok(subject, "kvikio and nvidia-fs")
+
+
+def _directory(text: str) -> list[Finding]:
+    try:
+        from io_daemon.swap_dir import MEMORY_FILESYSTEMS, THIN_FILESYSTEMS, check_swap_dir, probe_direct
+    except ImportError:
+        return [_fail(text, "cannot be examined without the I/O core", "build it: make build, or pip install .")]
+    path = Path(text)
+    try:
+        swap_dir = check_swap_dir(path)
+    except ConfigError as error:
+        return [_fail(text, "cannot hold swap files", error.remedy)]
+    findings = []
+    filesystem = swap_dir.filesystem
+    if filesystem in MEMORY_FILESYSTEMS:
+        findings.append(
+            _fail(f"{text}: filesystem", f"{filesystem} lies in memory: swapping to it saves none", "name a disk")
+        )
+    elif filesystem in THIN_FILESYSTEMS:
+        findings.append(
+            _absent(
+                f"{text}: filesystem",
+                f"{filesystem}: reserving space guarantees nothing",
+                "use ext4 or xfs, or keep free space",
+            )
+        )
+    else:
+        findings.append(_ok(f"{text}: filesystem", f"{filesystem}; reserved space is there when it is written"))
+    if swap_dir.direct:
+        findings.append(_ok(f"{text}: O_DIRECT", "works"))
+    else:
+        findings.append(
+            _absent(
+                f"{text}: O_DIRECT",
+                f"{probe_direct(path)}: I/O goes through the page cache",
+                "use ext4 or xfs on a local disk",
+            )
+        )
+    findings += _block_device(text)
+    free = swap_dir.free_bytes()
+    findings.append(
+        _ok(f"{text}: free space", f"{_size(free)}, {free // 18 / 1e6:,.0f} M parameters at 18 bytes")
+        if free >= FREE_BYTES_WARNED
+        else _absent(f"{text}: free space", _size(free), "free some: a parameter takes up to 18 bytes")
+    )
+    return findings
+
+
+def _block_device(text: str) -> list[Finding]:
+    """Logical block size and kind of the device below, where the filesystem tells its device."""
+    number = os.stat(text).st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    queue = next((place / "queue" for place in (device, device.parent) if (place / "queue").is_dir()), None)
+    if queue is None:
+        return [
+            _absent(f"{text}: block device", "not told by this filesystem", "nothing: I/O is aligned to 4096 bytes")
+        ]
+    logical_bytes = int(_read(queue / "logical_block_size") or 512)
+    kind = "rotating" if _read(queue / "rotational") == "1" else "not rotating"
+    value = f"{queue.parent.name}: logical blocks of {logical_bytes} bytes, {kind}"
+    if logical_bytes > 4096:
+        return [_fail(f"{text}: block device", value, "I/O is aligned to 4096 bytes: name a directory on another disk")]
+    return [_ok(f"{text}: block device", value)]
+
+
+def _read(path: str | Path) -> str:
+    """Contents without the last newline; the empty string if the file is not there or not ours to read."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
+
+
+def _size(num_bytes: int) -> str:
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.4g} {unit}"
+        value /= 1024
+    return f"{value:.4g} TiB"
