@@ -16,22 +16,22 @@ inline constexpr std::uint64_t kArenaMagic = 0x314e524149464e49;  // "INFIARN1"
 inline constexpr std::uint64_t kSwapMagic = 0x3150575349464e49;   // "INFISWP1"
 
 inline constexpr std::size_t kCacheLine = 64;
-inline constexpr std::size_t kPage = 4096;  // alignment of frames, extents and every direct I/O
-inline constexpr std::size_t kKindsMax = 8;           // object kinds of one chunk
+inline constexpr std::size_t kPage = 4096;   // alignment of frames, extents and every direct I/O
+inline constexpr std::size_t kKindsMax = 8;  // object kinds of one chunk
 inline constexpr std::size_t kFramesPerObjectMax = 4;  // an fp32 object over bf16 frames needs 2
 inline constexpr std::uint32_t kNoFrame = 0xffffffff;
 inline constexpr std::uint64_t kNoExtent = ~std::uint64_t{0};
 
 // Rank -> daemon.
 struct Sqe {
-  std::uint64_t seq;         // strictly increasing per tenant; names the lease an ACQUIRE asks for
-  std::uint8_t opcode;       // protocol.Opcode
-  std::uint8_t flags;        // reserved, must be 0
-  std::uint8_t read_mask;    // ACQUIRE: kinds whose contents are needed; RELEASE: kinds now dead
-  std::uint8_t write_mask;   // ACQUIRE: kinds that will be written; RELEASE: kinds that are dirty
-  std::uint32_t chunk;       // chunk id
-  std::uint64_t arg;         // RELEASE: seq of the lease; MARK: trace id
-  std::uint64_t reserved;    // must be 0
+  std::uint64_t seq;        // strictly increasing per tenant; names the lease an ACQUIRE asks for
+  std::uint8_t opcode;      // protocol.Opcode
+  std::uint8_t flags;       // reserved, must be 0
+  std::uint8_t read_mask;   // ACQUIRE: kinds whose contents are needed; RELEASE: kinds now dead
+  std::uint8_t write_mask;  // ACQUIRE: kinds that will be written; RELEASE: kinds that are dirty
+  std::uint32_t chunk;      // chunk id
+  std::uint64_t arg;        // RELEASE: seq of the lease; MARK: trace id
+  std::uint64_t reserved;   // must be 0
 };
 
 // Daemon -> rank.
@@ -40,12 +40,12 @@ struct Cqe {
   std::uint32_t status;       // protocol.Status
   std::int32_t error_number;  // errno of the failed I/O, 0 otherwise
   std::uint32_t chunk;
-  std::uint16_t file;         // index of the swap file, for the path in the error
-  std::uint8_t kind;          // object kind of the failed I/O
-  std::uint8_t born_mask;     // kinds that have never been written: the rank zero-fills them
-  std::uint64_t offset;       // of the failed I/O in the swap file
-  std::uint64_t expected;     // bytes asked for, or the expected checksum
-  std::uint64_t actual;       // bytes transferred, or the checksum found
+  std::uint16_t file;      // index of the swap file, for the path in the error
+  std::uint8_t kind;       // object kind of the failed I/O
+  std::uint8_t born_mask;  // kinds that have never been written: the rank zero-fills them
+  std::uint64_t offset;    // of the failed I/O in the swap file
+  std::uint64_t expected;  // bytes asked for, or the expected checksum
+  std::uint64_t actual;    // bytes transferred, or the checksum found
   std::uint64_t reserved[2];
 };
 
@@ -93,15 +93,15 @@ struct TableHeader {
   std::uint32_t version;
   std::uint32_t num_frames;
   std::uint64_t frame_bytes;
-  std::uint64_t block_bytes;      // I/O block and checksum granularity
+  std::uint64_t block_bytes;  // I/O block and checksum granularity
   std::uint32_t chunks_max;
   std::uint32_t num_chunks;
   std::uint64_t checksums_max;
   std::uint64_t objects_offset;
   std::uint64_t frames_offset;
   std::uint64_t checksums_offset;
-  std::uint64_t generation;       // grows each time a daemon adopts the table
-  std::uint8_t job[64];           // NUL-terminated UTF-8
+  std::uint64_t generation;  // grows each time a daemon adopts the table
+  std::uint8_t job[64];      // NUL-terminated UTF-8
   std::uint32_t rank;
   std::uint8_t pad[4096 - 148];
 };

@@ -1,0 +1,98 @@
+// Who performs the I/O. An engine moves single blocks and reports each one's result; it neither
+// cuts, orders, retries nor verifies: the reactor does.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace infinity {
+
+enum class IoOp : std::uint8_t { kRead = 0, kWrite = 1, kFsync = 2 };
+
+inline constexpr int kNotRegistered = -1;
+
+// One I/O. The caller keeps fd open and the bytes mapped until its result has been reaped.
+struct Io {
+  IoOp op = IoOp::kRead;
+  int fd = -1;
+  int file_slot = kNotRegistered;    // from register_file
+  int buffer_slot = kNotRegistered;  // from register_buffer; covers all of the bytes
+  std::byte* data = nullptr;
+  std::uint32_t num_bytes = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t token = 0;  // comes back in the result
+};
+
+struct IoResult {
+  std::uint64_t token = 0;
+  std::int64_t result = 0;  // bytes transferred, or -errno
+};
+
+// submit and reap belong to one thread; the register calls may come from another one.
+class IoEngine {
+ public:
+  IoEngine() = default;
+  IoEngine(const IoEngine&) = delete;
+  IoEngine& operator=(const IoEngine&) = delete;
+  virtual ~IoEngine() = default;
+
+  virtual std::string_view name() const noexcept = 0;
+
+  // Takes the first n I/Os of the batch and returns n. Fewer than the batch: the rest is offered
+  // again after a reap or a few milliseconds. An I/O that the kernel refuses outright counts as
+  // taken and ends with its errno. Throws only if the engine as a whole is broken.
+  virtual std::size_t submit(std::span<const Io> batch) = 0;
+
+  // Results that are there, at most results.size(); never blocks.
+  virtual std::size_t reap(std::span<IoResult> results) = 0;
+
+  // Readable (poll(2)) while results may be there. Owned by the engine.
+  virtual int completion_fd() const noexcept = 0;
+
+  // True if I/Os taken by submit could not be handed to the kernel yet: reap may find nothing until
+  // submit (an empty batch will do) has been called again.
+  virtual bool has_backlog() const noexcept { return false; }
+
+  // Give the kernel a file or a buffer ahead of its I/Os, which saves a look-up and a page pin per
+  // block. kNotRegistered where the engine has no such thing or the kernel refuses (memlock
+  // limit): the I/O then works without. A registered buffer is at most kRegisteredBytesMax.
+  virtual int register_file(int) { return kNotRegistered; }
+  virtual void unregister_file(int) {}
+  virtual int register_buffer(std::span<std::byte>) { return kNotRegistered; }
+  virtual void unregister_buffer(int) {}
+};
+
+inline constexpr std::size_t kRegisteredBytesMax = std::size_t{1} << 30;
+
+// One fault for tests: the nth I/O (from 0) of the direction that `what` names, of any direction
+// for "delay".
+struct Fault {
+  std::string what;
+  std::uint64_t nth = 0;
+  std::uint64_t value = 0;
+};
+
+std::unique_ptr<IoEngine> make_posix_engine(unsigned queue_depth);
+std::unique_ptr<IoEngine> make_uring_engine(unsigned queue_depth);
+std::unique_ptr<IoEngine> make_libaio_engine(unsigned queue_depth);
+
+// Wraps an engine so that it fails as told; see _native.pyi for the kinds of fault.
+std::unique_ptr<IoEngine> make_faulty_engine(std::unique_ptr<IoEngine> engine,
+                                             std::vector<Fault> faults);
+
+// Engines compiled in, best first.
+std::vector<std::string> engine_names();
+
+// std::invalid_argument for an unknown name, std::system_error if the engine cannot start.
+std::unique_ptr<IoEngine> make_engine(std::string_view name, unsigned queue_depth);
+
+// Starts the engine and moves a page through it: nullopt if that works, else one line of why not.
+std::optional<std::string> probe_engine(std::string_view name);
+
+}  // namespace infinity

@@ -1,0 +1,89 @@
+// The I/O thread: takes requests of any size, keeps queue_depth blocks of them in flight at one
+// engine, and reports each request once, after its last block has ended.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "engine.hpp"
+#include "region.hpp"
+
+namespace infinity {
+
+inline constexpr unsigned kQueueDepthMax = 4096;
+inline constexpr std::uint32_t kBlockBytesMax = std::uint32_t{1} << 30;
+
+// Numbered as protocol.Status.
+enum class IoStatus : std::uint32_t { kOk = 0, kIoError = 2, kShortIo = 3, kIntegrity = 4 };
+
+struct Request {
+  std::uint64_t tag = 0;
+  IoOp op = IoOp::kRead;
+  int file = -1;    // from add_file
+  int buffer = -1;  // from add_buffer
+  std::uint64_t offset = 0;
+  std::uint64_t buffer_offset = 0;
+  std::uint64_t num_bytes = 0;
+  std::shared_ptr<Region> checksums;  // one uint32 per block from checksums_offset on; or null
+  std::uint64_t checksums_offset = 0;
+  bool verify = false;
+};
+
+// Of a request that went well: its own offset and size. Of one that failed: of the block whose
+// error was the first to be seen.
+struct Completion {
+  std::uint64_t tag = 0;
+  IoStatus status = IoStatus::kOk;
+  int error_number = 0;
+  std::uint64_t offset = 0;
+  std::uint64_t expected = 0;  // bytes, or the stored checksum
+  std::uint64_t actual = 0;    // bytes, or the checksum found
+};
+
+struct ReactorStats {
+  std::uint64_t bytes_read = 0;
+  std::uint64_t bytes_written = 0;
+  std::uint64_t num_reads = 0;  // block I/Os that ended, continuations and retries included
+  std::uint64_t num_writes = 0;
+  std::uint64_t num_short = 0;      // block I/Os that moved less than was asked for
+  std::uint64_t num_in_flight = 0;  // requests accepted whose completion has not been reported
+};
+
+class ReactorCore;
+
+// Any thread may call any of these. The I/O thread shares ownership of the core (engine, duplicated
+// file descriptors, regions, eventfds), so a reactor that is dropped while a device hangs blocks
+// nobody: the thread ends by itself when the last I/O has, and frees them then.
+class Reactor {
+ public:
+  Reactor(std::unique_ptr<IoEngine> engine, unsigned queue_depth, std::uint32_t block_bytes);
+  ~Reactor();
+  Reactor(const Reactor&) = delete;
+  Reactor& operator=(const Reactor&) = delete;
+
+  // Readable while completions wait. Owned by the reactor.
+  int event_fd() const noexcept;
+  std::string engine_name() const;
+
+  int add_file(int fd);
+  void remove_file(int index);
+  int add_buffer(std::shared_ptr<Region> region);
+  void remove_buffer(int index);
+
+  void submit(Request request);
+  std::vector<Completion> reap(std::size_t completions_max);
+  ReactorStats stats() const;
+
+  // Refuses new requests and waits until those accepted have ended and the thread is gone.
+  bool close(std::chrono::milliseconds timeout);
+
+ private:
+  std::shared_ptr<ReactorCore> core_;
+  int owner_pid_;  // a forked child has the object but not the thread
+};
+
+}  // namespace infinity

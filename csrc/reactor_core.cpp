@@ -1,0 +1,470 @@
+#include "reactor_core.hpp"
+
+#include <poll.h>
+
+#include <algorithm>
+#include <array>
+#include <limits>
+
+#include "atomics.hpp"
+#include "checksum.hpp"
+#include "error.hpp"
+#include "wire.hpp"
+
+namespace infinity {
+namespace {
+
+constexpr std::size_t kRequestsMax = 65536;  // accepted and not reaped yet
+constexpr unsigned kRetriesMax = 64;         // of one block, after EINTR or EAGAIN
+constexpr int kStallMs = 10;                 // until a stalled engine is offered its I/Os again
+constexpr std::size_t kBatchMax = 16;
+// A checksum takes about as long as a submission from here on: start the device on the first block
+// before summing the second.
+constexpr std::size_t kSummedBytesPerBatch = std::size_t{1} << 18;
+
+// The first free index of a table, grown by one if there is none.
+template <typename T>
+std::size_t free_index(std::vector<std::unique_ptr<T>>& table) {
+  const auto found = std::find(table.begin(), table.end(), nullptr);
+  const auto index = static_cast<std::size_t>(found - table.begin());
+  if (found == table.end()) table.emplace_back();
+  return index;
+}
+
+template <typename T>
+T& entry(const std::vector<std::unique_ptr<T>>& table, int index, const char* what) {
+  const auto position = static_cast<std::size_t>(index);
+  if (index < 0 || position >= table.size() || table[position] == nullptr) {
+    throw std::invalid_argument("there is no " + std::string(what) + " " + std::to_string(index));
+  }
+  return *table[position];
+}
+
+template <typename T>
+std::unique_ptr<T> take_idle(std::vector<std::unique_ptr<T>>& table, int index, const char* what) {
+  if (const auto num = entry(table, index, what).num_requests; num > 0) {
+    throw std::runtime_error(std::string(what) + " " + std::to_string(index) + " is in use by " +
+                             std::to_string(num) + " requests");
+  }
+  return std::exchange(table[static_cast<std::size_t>(index)], nullptr);
+}
+
+}  // namespace
+
+ReactorCore::ReactorCore(std::unique_ptr<IoEngine> engine, unsigned queue_depth,
+                         std::uint32_t block_bytes)
+    : engine_name_(engine->name()),
+      block_bytes_(block_bytes),
+      submitted_event_(Descriptor::event()),
+      completed_event_(Descriptor::event()),
+      engine_(std::move(engine)) {
+  require(queue_depth > 0 && queue_depth <= kQueueDepthMax, "queue_depth is not in 1..4096");
+  require(block_bytes > 0 && block_bytes % wire::kPage == 0 && block_bytes <= kBlockBytesMax,
+          "block_bytes is not a multiple of 4096 up to 2**30");
+  blocks_.resize(queue_depth);
+  for (std::size_t cell = queue_depth; cell-- > 0;) free_cells_.push_back(cell);
+}
+
+// ---- The callers' side ----
+
+void ReactorCore::refuse_if_ended() const {
+  if (broken_errno_ != 0) throw_errno(broken_errno_, "the " + engine_name_ + " engine broke down");
+  if (closing_) throw std::runtime_error("the reactor is closed");
+}
+
+int ReactorCore::add_file(int fd) {
+  auto file = std::make_unique<File>();
+  file->descriptor = Descriptor::duplicate(fd);
+  const std::lock_guard registry(registry_mutex_);
+  if (engine_ != nullptr) file->slot = engine_->register_file(file->descriptor.get());
+  const std::lock_guard lock(mutex_);
+  refuse_if_ended();
+  const std::size_t index = free_index(files_);
+  files_[index] = std::move(file);
+  return static_cast<int>(index);
+}
+
+void ReactorCore::remove_file(int index) {
+  const std::lock_guard registry(registry_mutex_);
+  std::unique_ptr<File> file;
+  {
+    const std::lock_guard lock(mutex_);
+    file = take_idle(files_, index, "file");
+  }
+  if (engine_ != nullptr && file->slot != kNotRegistered) engine_->unregister_file(file->slot);
+}
+
+int ReactorCore::add_buffer(std::shared_ptr<Region> region) {
+  auto buffer = std::make_unique<Buffer>();
+  const std::lock_guard registry(registry_mutex_);
+  const std::size_t bytes = region->region_bytes();
+  for (std::size_t at = 0; engine_ != nullptr && at < bytes; at += kRegisteredBytesMax) {
+    const auto piece = region->slice(at, std::min(bytes - at, kRegisteredBytesMax));
+    // The kernel pins registered pages for writing, which a read-only mapping does not allow.
+    buffer->slots.push_back(region->writable() ? engine_->register_buffer(piece) : kNotRegistered);
+  }
+  buffer->region = std::move(region);
+  const std::lock_guard lock(mutex_);
+  refuse_if_ended();
+  const std::size_t index = free_index(buffers_);
+  buffers_[index] = std::move(buffer);
+  return static_cast<int>(index);
+}
+
+void ReactorCore::remove_buffer(int index) {
+  const std::lock_guard registry(registry_mutex_);
+  std::unique_ptr<Buffer> buffer;
+  {
+    const std::lock_guard lock(mutex_);
+    buffer = take_idle(buffers_, index, "buffer");
+  }
+  for (const int slot : buffer->slots) {
+    if (engine_ != nullptr && slot != kNotRegistered) engine_->unregister_buffer(slot);
+  }
+}
+
+std::uint32_t* ReactorCore::resolve_checksums(const Request& request) const {
+  if (request.op == IoOp::kFsync || request.checksums == nullptr) {
+    require(request.checksums == nullptr && request.checksums_offset == 0 && !request.verify,
+            "checksums_offset and verify go with checksums, and those with READ and WRITE");
+    return nullptr;
+  }
+  require(request.op == IoOp::kWrite ? !request.verify : request.verify,
+          "checksums are stored by WRITE, and used by READ only to verify");
+  require(request.op == IoOp::kRead || request.checksums->writable(),
+          "WRITE stores checksums, but their region is mapped read-only");
+  require(request.checksums_offset % sizeof(std::uint32_t) == 0,
+          "checksums_offset is not a multiple of 4");
+  const std::uint64_t num_blocks = (request.num_bytes - 1) / block_bytes_ + 1;
+  const auto bytes =
+      request.checksums->slice(request.checksums_offset, num_blocks * sizeof(std::uint32_t));
+  return reinterpret_cast<std::uint32_t*>(bytes.data());
+}
+
+ReactorCore::ActiveRequest ReactorCore::resolve(Request request) const {
+  ActiveRequest active;
+  active.file = &entry(files_, request.file, "file");
+  if (request.op == IoOp::kFsync) {
+    require(request.num_bytes == 0 && request.offset == 0 && request.buffer_offset == 0,
+            "FSYNC takes neither offsets nor bytes");
+  } else {
+    active.buffer = &entry(buffers_, request.buffer, "buffer");
+    require(request.num_bytes > 0, "num_bytes is 0");
+    constexpr auto kOffsetMax = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
+    require(request.offset <= kOffsetMax && request.num_bytes <= kOffsetMax - request.offset,
+            "offset is beyond what a file can have");
+    const Region& region = *active.buffer->region;
+    active.data = region.slice(request.buffer_offset, request.num_bytes).data();
+    require(request.op == IoOp::kWrite || region.writable(),
+            "READ into a region that is mapped read-only");
+  }
+  active.checksums = resolve_checksums(request);
+  active.completion = {request.tag,    IoStatus::kOk,     0,
+                       request.offset, request.num_bytes, request.num_bytes};
+  active.request = std::move(request);
+  return active;
+}
+
+void ReactorCore::submit(Request request) {
+  const std::lock_guard lock(mutex_);
+  refuse_if_ended();
+  if (num_unreaped_ >= kRequestsMax) {
+    throw std::runtime_error(std::to_string(kRequestsMax) + " requests have not been reaped yet");
+  }
+  ActiveRequest active = resolve(std::move(request));
+  ++active.file->num_requests;
+  if (active.buffer != nullptr) ++active.buffer->num_requests;
+  incoming_.push_back(std::move(active));
+  ++num_unreaped_;
+  wake_thread();
+}
+
+void ReactorCore::wake_thread() {
+  if (std::exchange(thread_sleeps_, false)) signal_event(submitted_event_.get());
+}
+
+std::vector<Completion> ReactorCore::reap(std::size_t completions_max) {
+  const std::lock_guard lock(mutex_);
+  const std::size_t num_reaped = std::min(completions_max, completed_.size());
+  const auto last = completed_.begin() + static_cast<std::ptrdiff_t>(num_reaped);
+  std::vector<Completion> completions(completed_.begin(), last);
+  completed_.erase(completed_.begin(), last);
+  num_unreaped_ -= num_reaped;
+  if (!completed_.empty()) signal_event(completed_event_.get());
+  return completions;
+}
+
+ReactorStats ReactorCore::stats() const {
+  const std::lock_guard lock(mutex_);
+  ReactorStats stats = stats_;
+  stats.num_in_flight = num_unreaped_ - completed_.size();
+  return stats;
+}
+
+void ReactorCore::begin_close() {
+  const std::lock_guard lock(mutex_);
+  closing_ = true;
+  wake_thread();
+}
+
+bool ReactorCore::wait_closed(std::chrono::milliseconds timeout) {
+  std::unique_lock lock(mutex_);
+  return ended_condition_.wait_for(lock, timeout, [this] { return ended_; });
+}
+
+// ---- The I/O thread's side ----
+
+void ReactorCore::run() noexcept {
+  try {
+    serve();
+  } catch (const std::system_error& error) {
+    abandon(error.code().value());
+  } catch (const std::exception&) {
+    abandon(ENOMEM);
+  }
+  free_resources();
+  const std::lock_guard lock(mutex_);
+  ended_ = true;
+  ended_condition_.notify_all();
+}
+
+void ReactorCore::serve() {
+  while (true) {
+    bool progressed = accept_requests();
+    progressed |= send_blocks();
+    progressed |= reap_blocks();
+    publish();
+    if (progressed) continue;
+    if (finished()) return;
+    sleep();
+  }
+}
+
+bool ReactorCore::accept_requests() {
+  std::deque<ActiveRequest> accepted;
+  {
+    const std::lock_guard lock(mutex_);
+    thread_sleeps_ = false;
+    accepted.swap(incoming_);
+  }
+  for (ActiveRequest& request : accepted) {
+    requests_.push_back(std::move(request));
+    if (next_to_cut_ == requests_.end()) next_to_cut_ = std::prev(requests_.end());
+  }
+  return !accepted.empty();
+}
+
+bool ReactorCore::send_blocks() {
+  bool progressed = false;
+  while (true) {
+    cut_blocks();
+    if (outgoing_.empty() && !engine_->has_backlog()) {
+      engine_is_stalled_ = false;
+      return progressed;
+    }
+    std::array<Io, kBatchMax> batch;
+    const std::size_t num_offered = std::min(outgoing_.size(), kBatchMax);
+    for (std::size_t i = 0; i < num_offered; ++i) batch[i] = describe(outgoing_[i]);
+    const std::size_t num_taken = engine_->submit({batch.data(), num_offered});
+    outgoing_.erase(outgoing_.begin(), outgoing_.begin() + static_cast<std::ptrdiff_t>(num_taken));
+    progressed |= num_taken > 0;
+    engine_is_stalled_ = num_taken < num_offered || engine_->has_backlog();
+    if (engine_is_stalled_) return progressed;
+  }
+}
+
+void ReactorCore::cut_blocks() {
+  std::size_t summed_bytes = 0;
+  while (next_to_cut_ != requests_.end() && !free_cells_.empty() && outgoing_.size() < kBatchMax &&
+         summed_bytes < kSummedBytesPerBatch) {
+    const ActiveRequest& request = *next_to_cut_;
+    const bool is_summed = request.request.op == IoOp::kWrite && request.checksums != nullptr;
+    cut_block();
+    if (is_summed) summed_bytes += block_bytes_;
+  }
+}
+
+void ReactorCore::cut_block() {
+  const RequestPosition position = next_to_cut_;
+  ActiveRequest& active = *position;
+  const std::uint64_t begin = active.bytes_cut;
+  const auto num_bytes = static_cast<std::uint32_t>(
+      std::min<std::uint64_t>(block_bytes_, active.request.num_bytes - begin));
+  if (active.request.op == IoOp::kWrite && active.checksums != nullptr) {
+    store_release(active.checksums[begin / block_bytes_], crc32c({active.data + begin, num_bytes}));
+  }
+  const std::size_t cell = free_cells_.back();
+  free_cells_.pop_back();
+  blocks_[cell] = {.request = position, .begin = begin, .num_bytes = num_bytes};
+  outgoing_.push_back(cell);
+  active.bytes_cut += num_bytes;
+  ++active.num_blocks_in_flight;
+  if (active.bytes_cut == active.request.num_bytes) {
+    active.all_cut = true;
+    ++next_to_cut_;
+  }
+}
+
+Io ReactorCore::describe(std::size_t cell) const {
+  const Block& block = blocks_[cell];
+  const ActiveRequest& active = *block.request;
+  Io io{.op = active.request.op,
+        .fd = active.file->descriptor.get(),
+        .file_slot = active.file->slot,
+        .token = cell};
+  if (active.request.op == IoOp::kFsync) return io;
+  const std::uint64_t begin = block.begin + block.resume_at;
+  io.data = active.data + begin;
+  io.num_bytes = block.num_bytes - block.resume_at;
+  io.offset = active.request.offset + begin;
+  const std::uint64_t in_buffer = active.request.buffer_offset + begin;
+  const std::uint64_t piece = in_buffer / kRegisteredBytesMax;
+  if (piece == (in_buffer + io.num_bytes - 1) / kRegisteredBytesMax) {
+    io.buffer_slot = active.buffer->slots[piece];
+  }
+  return io;
+}
+
+bool ReactorCore::reap_blocks() {
+  std::array<IoResult, kBatchMax> results;
+  const std::size_t num_reaped = engine_->reap(results);
+  for (const IoResult& result : std::span(results).first(num_reaped)) {
+    end_round(static_cast<std::size_t>(result.token), result.result);
+  }
+  return num_reaped > 0;
+}
+
+void ReactorCore::end_round(std::size_t cell, std::int64_t result) {
+  Block& block = blocks_[cell];
+  if ((result == -EINTR || result == -EAGAIN) && block.num_retries < kRetriesMax) {
+    ++block.num_retries;
+    outgoing_.push_front(cell);
+    return;
+  }
+  if (result < 0) {
+    fail(block, IoStatus::kIoError, static_cast<int>(-result), block.num_bytes, block.num_done);
+  } else if (block.request->request.op != IoOp::kFsync) {
+    count(block, result);
+    const auto reached = static_cast<std::uint32_t>(block.resume_at + result);
+    if (reached < block.num_bytes && reached > block.num_done) {
+      block.num_done = reached;
+      block.resume_at = reached - reached % std::uint32_t{wire::kPage};
+      outgoing_.push_front(cell);
+      return;
+    }
+    if (reached < block.num_bytes) {
+      fail(block, IoStatus::kShortIo, 0, block.num_bytes, block.num_done);
+    } else if (block.request->request.verify) {
+      verify(block);
+    }
+  }
+  free_block(cell);
+}
+
+void ReactorCore::count(const Block& block, std::int64_t result) {
+  const auto bytes = static_cast<std::uint64_t>(result);
+  if (block.request->request.op == IoOp::kRead) {
+    ++delta_.num_reads;
+    delta_.bytes_read += bytes;
+  } else {
+    ++delta_.num_writes;
+    delta_.bytes_written += bytes;
+  }
+  if (bytes < block.num_bytes - block.resume_at) ++delta_.num_short;
+}
+
+void ReactorCore::verify(Block& block) {
+  const ActiveRequest& active = *block.request;
+  const std::uint32_t stored = load_acquire(active.checksums[block.begin / block_bytes_]);
+  const std::uint32_t found = crc32c({active.data + block.begin, block.num_bytes});
+  if (found != stored) fail(block, IoStatus::kIntegrity, 0, stored, found);
+}
+
+// Keeps the request's first error and leaves the rest of it uncut.
+void ReactorCore::fail(Block& block, IoStatus status, int error_number, std::uint64_t expected,
+                       std::uint64_t actual) {
+  ActiveRequest& active = *block.request;
+  if (active.completion.status != IoStatus::kOk) return;
+  active.completion = {active.request.tag, status,
+                       error_number,       active.request.offset + block.begin,
+                       expected,           actual};
+  if (next_to_cut_ == block.request) ++next_to_cut_;
+  active.all_cut = true;
+}
+
+void ReactorCore::free_block(std::size_t cell) {
+  const RequestPosition request = blocks_[cell].request;
+  free_cells_.push_back(cell);
+  if (--request->num_blocks_in_flight == 0 && request->all_cut) settle(request);
+}
+
+void ReactorCore::settle(RequestPosition request) {
+  settled_.push_back(std::move(*request));
+  requests_.erase(request);
+}
+
+void ReactorCore::publish() {
+  if (settled_.empty() && delta_.num_reads == 0 && delta_.num_writes == 0) return;
+  const std::lock_guard lock(mutex_);
+  for (const ActiveRequest& active : settled_) {
+    --active.file->num_requests;
+    if (active.buffer != nullptr) --active.buffer->num_requests;
+    completed_.push_back(active.completion);
+  }
+  stats_.bytes_read += delta_.bytes_read;
+  stats_.bytes_written += delta_.bytes_written;
+  stats_.num_reads += delta_.num_reads;
+  stats_.num_writes += delta_.num_writes;
+  stats_.num_short += delta_.num_short;
+  delta_ = {};
+  if (!settled_.empty()) signal_event(completed_event_.get());
+  settled_.clear();
+}
+
+bool ReactorCore::finished() {
+  const std::lock_guard lock(mutex_);
+  return closing_ && incoming_.empty() && requests_.empty();
+}
+
+// The one place where the thread blocks.
+void ReactorCore::sleep() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (!incoming_.empty() || (closing_ && requests_.empty())) return;
+    thread_sleeps_ = true;
+  }
+  pollfd fds[2] = {{submitted_event_.get(), POLLIN, 0}, {engine_->completion_fd(), POLLIN, 0}};
+  const int num_fds = ::poll(fds, 2, engine_is_stalled_ ? kStallMs : -1);
+  if (num_fds < 0 && errno != EINTR) throw_last_errno("poll");
+  if (num_fds > 0 && fds[0].revents != 0) drain_event(submitted_event_.get());
+}
+
+// The engine as a whole is broken: whoever waits is told why, and nobody is let in any more.
+void ReactorCore::abandon(int error_number) noexcept {
+  const std::lock_guard lock(mutex_);
+  broken_errno_ = error_number;
+  for (const ActiveRequest& active : settled_) completed_.push_back(active.completion);
+  settled_.clear();
+  for (ActiveRequest& active : incoming_) requests_.push_back(std::move(active));
+  incoming_.clear();
+  for (ActiveRequest& active : requests_) {
+    if (active.completion.status == IoStatus::kOk) {
+      active.completion.status = IoStatus::kIoError;
+      active.completion.error_number = error_number;
+      active.completion.actual = 0;
+    }
+    completed_.push_back(active.completion);
+  }
+  requests_.clear();
+  signal_event(completed_event_.get());
+}
+
+void ReactorCore::free_resources() noexcept {
+  const std::lock_guard registry(registry_mutex_);
+  engine_.reset();
+  const std::lock_guard lock(mutex_);
+  files_.clear();
+  buffers_.clear();
+}
+
+}  // namespace infinity

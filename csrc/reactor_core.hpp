@@ -1,0 +1,134 @@
+// Both sides of the reactor: what its callers and its thread share (under a mutex), and what only
+// the thread touches. See reactor.hpp for the public face.
+#pragma once
+
+#include <condition_variable>
+#include <deque>
+#include <list>
+#include <mutex>
+
+#include "descriptor.hpp"
+#include "reactor.hpp"
+
+namespace infinity {
+
+class ReactorCore {
+ public:
+  ReactorCore(std::unique_ptr<IoEngine> engine, unsigned queue_depth, std::uint32_t block_bytes);
+
+  int event_fd() const noexcept { return completed_event_.get(); }
+  const std::string& engine_name() const noexcept { return engine_name_; }
+
+  int add_file(int fd);
+  void remove_file(int index);
+  int add_buffer(std::shared_ptr<Region> region);
+  void remove_buffer(int index);
+  void submit(Request request);
+  std::vector<Completion> reap(std::size_t completions_max);
+  ReactorStats stats() const;
+  void begin_close();
+  bool wait_closed(std::chrono::milliseconds timeout);
+
+  // The body of the I/O thread.
+  void run() noexcept;
+
+ private:
+  // A duplicate of the caller's descriptor, so that neither closing nor reusing the caller's
+  // redirects an I/O; it shares the open file description and with it any flock.
+  struct File {
+    Descriptor descriptor;
+    int slot = kNotRegistered;
+    std::size_t num_requests = 0;
+  };
+
+  struct Buffer {
+    std::shared_ptr<Region> region;
+    std::vector<int> slots;  // one per piece of kRegisteredBytesMax
+    std::size_t num_requests = 0;
+  };
+
+  // A request with everything it refers to resolved.
+  struct ActiveRequest {
+    Request request;
+    File* file = nullptr;
+    Buffer* buffer = nullptr;  // null: FSYNC
+    std::byte* data = nullptr;
+    std::uint32_t* checksums = nullptr;  // null: none kept
+    std::uint64_t bytes_cut = 0;
+    std::size_t num_blocks_in_flight = 0;
+    bool all_cut = false;
+    Completion completion;
+  };
+  using RequestPosition = std::list<ActiveRequest>::iterator;
+
+  // One of queue_depth cells. Its I/O may take several rounds: a short one goes on from the last
+  // page boundary reached, since direct I/O takes no other offsets.
+  struct Block {
+    RequestPosition request;
+    std::uint64_t begin = 0;  // from the request's own start
+    std::uint32_t num_bytes = 0;
+    std::uint32_t num_done = 0;
+    std::uint32_t resume_at = 0;
+    unsigned num_retries = 0;
+  };
+
+  // Callers' side; mutex_ held unless said otherwise.
+  ActiveRequest resolve(Request request) const;
+  std::uint32_t* resolve_checksums(const Request& request) const;
+  void refuse_if_ended() const;
+  void wake_thread();
+
+  // The I/O thread's side.
+  void serve();
+  bool accept_requests();
+  bool send_blocks();
+  void cut_blocks();
+  void cut_block();
+  Io describe(std::size_t cell) const;
+  bool reap_blocks();
+  void end_round(std::size_t cell, std::int64_t result);
+  void count(const Block& block, std::int64_t result);
+  void verify(Block& block);
+  void fail(Block& block, IoStatus status, int error_number, std::uint64_t expected,
+            std::uint64_t actual);
+  void free_block(std::size_t cell);
+  void settle(RequestPosition request);
+  void publish();
+  bool finished();
+  void sleep();
+  void abandon(int error_number) noexcept;
+  void free_resources() noexcept;
+
+  const std::string engine_name_;
+  const std::uint32_t block_bytes_;
+  const Descriptor submitted_event_;
+  const Descriptor completed_event_;
+
+  std::mutex registry_mutex_;  // held while the engine registers; taken before mutex_
+  std::unique_ptr<IoEngine> engine_;
+
+  mutable std::mutex mutex_;  // guards this group
+  std::condition_variable ended_condition_;
+  std::vector<std::unique_ptr<File>> files_;
+  std::vector<std::unique_ptr<Buffer>> buffers_;
+  std::deque<ActiveRequest> incoming_;
+  std::deque<Completion> completed_;
+  ReactorStats stats_;
+  std::size_t num_unreaped_ = 0;
+  bool thread_sleeps_ = false;
+  bool closing_ = false;
+  bool ended_ = false;
+  int broken_errno_ = 0;
+
+  // Only the I/O thread, from here on.
+  std::list<ActiveRequest> requests_;  // in order of submission; cut ones wait for their last block
+  RequestPosition next_to_cut_ = requests_.end();
+  std::vector<Block> blocks_;
+  std::vector<std::size_t> free_cells_;
+  std::deque<std::size_t> outgoing_;  // cells to hand to the engine
+  std::vector<ActiveRequest> settled_;
+  ReactorStats delta_;
+  bool engine_is_stalled_ = false;
+};
+
+}  // namespace infinity

@@ -1,0 +1,26 @@
+// Starts a named thread that takes no signals: they belong to the program's main thread.
+#pragma once
+
+#include <pthread.h>
+
+#include <csignal>
+#include <thread>
+#include <utility>
+
+namespace infinity {
+
+template <typename Body>
+std::thread start_thread(const char* name, Body body) {
+  sigset_t all, previous;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &previous);
+  struct Restore {
+    sigset_t* mask;
+    ~Restore() { pthread_sigmask(SIG_SETMASK, mask, nullptr); }
+  } restore{&previous};
+  std::thread thread(std::move(body));
+  pthread_setname_np(thread.native_handle(), name);
+  return thread;
+}
+
+}  // namespace infinity
