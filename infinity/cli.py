@@ -46,30 +46,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="infinity", description="Train models larger than memory from NVMe.")
+    parser = argparse.ArgumentParser(
+        prog="infinity", description="Train models larger than memory from NVMe."
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser("run", help="torchrun with an I/O daemon for this node", add_help=False)
-    commands.add_parser("demo", help="train a GPT from NVMe in less memory than its state", add_help=False)
+    commands.add_parser(
+        "run", help="torchrun with an I/O daemon for this node", add_help=False
+    )
+    commands.add_parser(
+        "demo",
+        help="train a GPT from NVMe in less memory than its state",
+        add_help=False,
+    )
 
     doctor = commands.add_parser(
         "doctor",
         help="what this machine offers, and a remedy for each no",
         description="Exit code 1 if a check failed.",
     )
-    doctor.add_argument("directories", nargs="*", metavar="DIR", help="where swap files would go")
+    doctor.add_argument(
+        "directories", nargs="*", metavar="DIR", help="where swap files would go"
+    )
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(function=_doctor)
 
-    config = commands.add_parser("config", help="check a configuration, list its keys").add_subparsers(
-        required=True, metavar="COMMAND"
+    config = commands.add_parser(
+        "config", help="check a configuration, list its keys"
+    ).add_subparsers(required=True, metavar="COMMAND")
+    check = config.add_parser(
+        "check", help="check a JSON file", description="Exit code 2 if it is refused."
     )
-    check = config.add_parser("check", help="check a JSON file", description="Exit code 2 if it is refused.")
     check.add_argument("file", metavar="FILE")
-    check.add_argument("--world-size", type=_count, default=1, metavar="N", help="ranks that will run it (default 1)")
-    check.add_argument("--skip-paths", action="store_true", help="do not look for its directories on this machine")
-    check.add_argument("--json", action="store_true", help="print the configuration as resolved, as JSON")
+    check.add_argument(
+        "--world-size",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="ranks that will run it (default 1)",
+    )
+    check.add_argument(
+        "--skip-paths",
+        action="store_true",
+        help="do not look for its directories on this machine",
+    )
+    check.add_argument(
+        "--json",
+        action="store_true",
+        help="print the configuration as resolved, as JSON",
+    )
     check.set_defaults(function=_config_check)
-    keys = config.add_parser("keys", help="every key of the dialect and what becomes of it")
+    keys = config.add_parser(
+        "keys", help="every key of the dialect and what becomes of it"
+    )
     keys.add_argument("--json", action="store_true", help="print one JSON array")
     keys.set_defaults(function=_config_keys)
     return parser
@@ -85,7 +113,9 @@ def _config_check(parsed: argparse.Namespace) -> int:
     from infinity.config import parse_config
     from infinity.config.dialect import BY_PATH
 
-    config = parse_config(parsed.file, world_size=parsed.world_size, check_paths=not parsed.skip_paths)
+    config = parse_config(
+        parsed.file, world_size=parsed.world_size, check_paths=not parsed.skip_paths
+    )
     if parsed.json:
         print(config.model_dump_json(indent=2))
         return EXIT_OK
@@ -122,13 +152,27 @@ def _run_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument(
-        "--swap-dir", action="append", default=[], metavar="DIR", help="where swap files go; repeatable"
+        "--swap-dir",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="where swap files go; repeatable",
     )
-    parser.add_argument("--socket", metavar="PATH", help="the daemon's socket (default: a private one)")
-    parser.add_argument("--io-engine", default="auto", metavar="ENGINE", help="auto (default) or require:NAME")
-    parser.add_argument("--block-size", type=_count, default=1 << 20, metavar="BYTES", help="per I/O (default 1 MiB)")
-    parser.add_argument("--queue-depth", type=_count, default=32, metavar="N", help="I/Os in flight (default 32)")
-    parser.add_argument("--no-verify-checksums", action="store_true", help="do not check blocks that are read back")
+    parser.add_argument(
+        "--socket", metavar="PATH", help="the daemon's socket (default: a private one)"
+    )
+    parser.add_argument(
+        "--engine", metavar="ENGINE", help="auto (default) or require:NAME"
+    )
+    parser.add_argument("--block-size", metavar="BYTES", help="of one I/O (default 1M)")
+    parser.add_argument(
+        "--queue-depth", metavar="N", help="I/Os in flight (default 32)"
+    )
+    parser.add_argument(
+        "--no-verify-checksums",
+        action="store_true",
+        help="do not check blocks that are read back",
+    )
     return parser
 
 
@@ -139,7 +183,7 @@ def split_run_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
         {
             "--swap-dir",
             "--socket",
-            "--io-engine",
+            "--engine",
             "--block-size",
             "--queue-depth",
         },
@@ -167,25 +211,37 @@ def _run(words: list[str]) -> int:
             parser.error(f"{own[0]} has no effect without --swap-dir")
         return _torchrun(rest, socket=None)
 
-    from infinity.launch import DaemonProcess, daemon_options
+    from infinity.launch import DaemonProcess
 
-    options = daemon_options(
-        engine=parsed.io_engine,
-        block_bytes=parsed.block_size,
-        queue_depth=parsed.queue_depth,
-        verify_checksums=not parsed.no_verify_checksums,
-    )
-    with DaemonProcess(swap_dirs=parsed.swap_dir, socket=parsed.socket, options=options, private=False) as daemon:
+    options = ["--no-verify-checksums"] if parsed.no_verify_checksums else []
+    for name, value in (
+        ("--engine", parsed.engine),
+        ("--block-size", parsed.block_size),
+        ("--queue-depth", parsed.queue_depth),
+    ):
+        options += [] if value is None else [name, value]
+    with DaemonProcess(
+        swap_dirs=parsed.swap_dir, socket=parsed.socket, options=options, private=False
+    ) as daemon:
         code = _torchrun(rest, socket=str(daemon.socket))
         if (status := daemon.poll()) is not None:
-            print(f"infinity: the I/O daemon ended before the ranks did, with status {status}", file=sys.stderr)
+            print(
+                f"infinity: the I/O daemon ended before the ranks did, with status {status}",
+                file=sys.stderr,
+            )
             return code or EXIT_FAILED
     return code
 
 
 def _torchrun(words: Sequence[str], *, socket: str | None) -> int:
-    env = dict(os.environ) if socket is None else {**os.environ, "INFINITY_IO_SOCKET": socket}
-    child = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words], env=env)
+    env = (
+        dict(os.environ)
+        if socket is None
+        else {**os.environ, "INFINITY_IO_SOCKET": socket}
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-m", "torch.distributed.run", *words], env=env
+    )
     with _forwarded_signals(child):
         code = child.wait()
     return 128 - code if code < 0 else code

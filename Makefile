@@ -1,0 +1,85 @@
+# Two commands do everything: `make demo` and `make test`. Each sets up first what is missing, and nothing twice.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := build/stamps
+PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# cmake, ninja and clang-format come from pip: nothing of the kind need be on the machine
+TOOLS := PATH="$(CURDIR)/$(BIN):$$PATH"
+
+NATIVE_SOURCES := $(shell find csrc tests/csrc -name '*.[ch]pp' 2>/dev/null)
+CPP_SOURCES := $(NATIVE_SOURCES)
+TYPED := infinity io_daemon benchmarks tests
+
+SETUP := $(STAMPS)/setup
+BUILD := $(STAMPS)/build
+
+.DEFAULT_GOAL := help
+.PHONY: help setup build check lint types test test-slow demo bench parity-full stress sanitize format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
+
+setup: $(SETUP) ## virtual environment in .venv and missing system packages
+$(SETUP): constraints/development.txt packaging/system-packages.sh
+	@packaging/system-packages.sh $(PYTHON)
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "setup: installing $$(grep -c == constraints/development.txt) packages into $(VENV)"
+	@$(PIP) install --requirement constraints/development.txt
+	@mkdir -p $(STAMPS) && touch $@
+
+build: $(BUILD) ## compile csrc/ and install the two packages in place
+$(BUILD): $(SETUP) pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
+	@echo "build: compiling the I/O core"
+	@$(TOOLS) $(PIP) install --no-build-isolation --no-deps --editable .
+	@mkdir -p $(STAMPS) && touch $@
+
+check: lint types sanitize ## everything that must hold before a commit, without changing a file
+
+lint: $(SETUP) ## ruff and clang-format; `make format` fixes what it can
+	@$(BIN)/ruff check --quiet .
+	@$(BIN)/ruff format --quiet --check . || { echo "run: make format" >&2; exit 1; }
+	@$(BIN)/clang-format --dry-run -Werror $(CPP_SOURCES)
+
+format: $(SETUP) ## the fixing twin of lint
+	@$(BIN)/ruff check --quiet --fix-only .
+	@$(BIN)/ruff format --quiet .
+	@$(BIN)/clang-format -i $(CPP_SOURCES)
+
+types: $(BUILD) ## mypy --strict
+	@$(BIN)/mypy $(TYPED)
+
+sanitize: $(SETUP) ## the C++ tests under ASan and UBSan, the rings under TSan
+	@for kind in address,undefined thread; do \
+	  dir=build/sanitize-$${kind%%,*}; \
+	  $(TOOLS) cmake -S . -B $$dir -G Ninja --log-level=WARNING -DINFINITY_BUILD_MODULE=OFF -DINFINITY_BUILD_TESTS=ON \
+	    -DINFINITY_WERROR=ON -DINFINITY_SANITIZE=$$kind && \
+	  $(TOOLS) cmake --build $$dir -- --quiet && \
+	  $(TOOLS) ctest --test-dir $$dir --output-on-failure --no-tests=error --quiet || exit 1; \
+	done
+
+test: $(BUILD) ## the tests that CI runs
+	@$(BIN)/python -m pytest -q -m "not slow"
+
+test-slow: $(BUILD) ## the tests that `make test` leaves out
+	@$(BIN)/python -m pytest -q -m slow
+
+demo: $(BUILD) ## train a 100M-parameter GPT from NVMe in a third of its state's memory
+	@$(BIN)/infinity demo
+
+bench: $(BUILD) ## memory, and step time beside DeepSpeed (installs it into a virtual environment of its own)
+	@$(BIN)/python -m benchmarks.memory
+	@$(BIN)/python -m benchmarks.deepspeed_step
+
+parity-full: $(BUILD) ## every cell of the parity matrix, as a table
+	@$(BIN)/python -m tests.parity_full
+
+stress: $(BUILD) ## ten million hand-overs through the rings, without a lost wake-up
+	@$(TOOLS) cmake -S . -B build/stress -G Ninja --log-level=WARNING -DINFINITY_BUILD_MODULE=OFF -DINFINITY_BUILD_TESTS=ON
+	@$(TOOLS) cmake --build build/stress -- --quiet
+	@build/stress/csrc/tests/ring_stress
+
+clean: ## everything that was made, but the virtual environment
+	@rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis io_daemon/_native*.so
+	@find infinity io_daemon benchmarks tests -name __pycache__ -type d -prune -exec rm -rf {} +
