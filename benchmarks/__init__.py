@@ -1,0 +1,1 @@
+"""Side-by-side measurements: every figure is taken in the same run as what it is compared with."""

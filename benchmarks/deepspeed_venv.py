@@ -1,0 +1,27 @@
+"""DeepSpeed in a virtual environment of its own, so that it changes nothing in ours."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+import torch
+
+DEEPSPEED_VERSION = "0.19.8"
+
+
+def prepare_venv(directory: Path) -> str:
+    """Path of the Python of ``directory``, which is created with DeepSpeed and our torch's version if it has none.
+
+    DeepSpeed's asynchronous I/O is compiled at its first start and needs libaio's header and a C++ compiler.
+    """
+    python = directory / "bin" / "python"
+    if not python.exists():
+        print(f"installing DeepSpeed {DEEPSPEED_VERSION} into {directory}", file=sys.stderr)
+        venv.create(directory, with_pip=True)
+        packages = [f"torch=={torch.__version__.partition('+')[0]}", f"deepspeed=={DEEPSPEED_VERSION}"]
+        packages += ["numpy", "ninja", "setuptools", "wheel"]
+        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True, stdout=sys.stderr)
+    return str(python)

@@ -1,0 +1,59 @@
+"""Offload changes no bit: cells of the parity matrix, judged in processes of their own under INFINITY_DEBUG=poison.
+
+The full matrix is ``python -m tests.parity_full`` (``make parity-full``).
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.parity_full import selection
+from tests.support.matrix import Cell, full_matrix, pairs_of, pairwise
+from tests.support.parity import REPOSITORY, Verdict, launch
+
+NUM_STEPS = 10
+CELLS = sorted({*selection("pairwise"), *selection("short")})
+
+
+@pytest.fixture(scope="module")
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Verdict]:
+    """Every cell's verdict: one launch of processes for each world size."""
+    found = {}
+    for num_ranks in (1, 2):
+        directory = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+        cells = [cell for cell in CELLS if cell.num_ranks == num_ranks]
+        for verdict in launch(cells, num_steps=NUM_STEPS, num_ranks=num_ranks, directory=directory):
+            found[verdict.cell] = verdict
+    return found
+
+
+def test_pairwise_selection_covers_every_pair_of_the_full_matrix() -> None:
+    cells = full_matrix()
+    chosen = pairwise(cells)
+    assert set().union(*map(pairs_of, chosen)) == set().union(*map(pairs_of, cells))
+    assert len(chosen) < len(cells) / 10
+    assert chosen == pairwise(cells), "the selection must be the same in every run"
+
+
+@pytest.mark.parametrize("cell", CELLS, ids=str)
+def test_cell(cell: Cell, verdicts: dict[Cell, Verdict]) -> None:
+    verdict = verdicts[cell]
+    assert not verdict.failure, verdict.failure
+    assert verdict.num_steps == NUM_STEPS
+    assert (verdict.oracle_loss_bits, verdict.oracle_weight_bits) == (0, 0)
+    assert verdict.files_left == []
+    if cell.clipping:
+        assert verdict.passed, f"relative error {verdict.plain_error} against the plain loop"
+    elif cell.num_ranks == 1 or cell.dtype == "fp32":
+        assert (verdict.plain_loss_bits, verdict.plain_weight_bits) == (0, 0)
+
+
+def test_parity_holds_when_python_drops_assert_statements() -> None:
+    """Work inside ``assert`` vanishes under ``python -O``; bits would differ or hang."""
+    command = [sys.executable, "-O", "-m", "tests.parity_full", "--cells", "short", "--num-steps", "10"]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 cells pass" in done.stdout

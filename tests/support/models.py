@@ -1,0 +1,241 @@
+"""Tiny models that hold every way of using a parameter that has broken a sharding engine.
+
+A ``Part`` maps ``(rows, WIDTH)`` to the same shape; each holds one hazard. ``Tower`` stacks parts between a tied token
+embedding and its head. Sizes are odd or prime on purpose: no parameter is a multiple of a chunk, a page or a vector.
+A batch is a dict ``{"tokens": (rows, LENGTH) int64, "use_expert": bool}``; outputs differ in kind, ``loss_of`` reads
+the scalar loss out of each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+WIDTH = 211
+VOCABULARY = 509
+LENGTH = 7
+ROWS = 5
+
+Batch = dict[str, Any]
+
+
+class Scored(NamedTuple):
+    """What a part that also contributes to the loss returns."""
+
+    hidden: Tensor
+    penalty: Tensor
+
+
+class PlainPart(nn.Module):
+    """Two linears of 211×307 and a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.expand = nn.Linear(WIDTH, 307)
+        self.contract = nn.Linear(307, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.contract(F.gelu(self.expand(self.norm(x))))
+
+
+class TwicePart(nn.Module):
+    """One module called twice in one forward: its gradient is whole only after the second of two backward uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = PlainPart()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.shared(torch.tanh(self.shared(x)))
+
+
+class OddTablePart(nn.Module):
+    """A 1-D parameter of 100,003 elements (a prime), which ends in the middle of a vector, a page and a chunk."""
+
+    NUMEL = 100_003
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(self.NUMEL) * 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        phase = torch.linspace(0, 60, self.NUMEL, device=x.device).cos().to(x.dtype)
+        return x * (1 + (self.table * phase).mean())
+
+
+class CheckpointedPart(nn.Module):
+    """Activation checkpointing: forward runs again inside backward."""
+
+    def __init__(self, *, use_reentrant: bool) -> None:
+        super().__init__()
+        self.use_reentrant = use_reentrant
+        self.inner = PlainPart()
+
+    def forward(self, x: Tensor) -> Tensor:
+        result = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
+        assert isinstance(result, Tensor)
+        return result
+
+
+class BorrowingPart(nn.Module):
+    """The parent uses ``self.child.weight`` itself; the child is never called, so its hooks never run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.child = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + F.linear(torch.sin(x), self.child.weight, self.child.bias)
+
+
+class LowRankPart(nn.Module):
+    """A frozen base with a trained low-rank update (LoRA): frozen parameters have weights but no optimizer state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.Linear(WIDTH, WIDTH)
+        self.base.requires_grad_(False)
+        self.down = nn.Linear(WIDTH, 13, bias=False)
+        self.up = nn.Linear(13, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.base(x) + self.up(self.down(x))
+
+
+class NormedPart(nn.Module):
+    """Batch norm: floating and integer buffers that forward changes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.norm = nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.norm(self.mix(x))
+
+
+class ScoredPart(nn.Module):
+    """Returns a NamedTuple, so the engine must find the tensors inside a module's output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Scored:
+        hidden = self.inner(x)
+        return Scored(x + hidden, hidden.square().mean() * 1e-3)
+
+
+class ExpertPart(nn.Module):
+    """A part that a batch may skip: in some steps its gradients are None."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.expert = PlainPart()
+
+    def forward(self, x: Tensor, use_expert: bool) -> Tensor:
+        return self.expert(x) if use_expert else x
+
+
+class Tower(nn.Module):
+    """Tied embedding → parts → head. Returns the loss alone, a dict, or a NamedTuple within a dict."""
+
+    def __init__(self, parts: Sequence[nn.Module], *, output: str = "loss") -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, WIDTH)
+        nn.init.normal_(self.tokens.weight, std=0.05)
+        self.parts = nn.ModuleList(parts)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.tokens.weight
+        self.output = output
+
+    def forward(self, batch: Batch) -> Any:
+        tokens = batch["tokens"]
+        x = self.tokens(tokens[:, :-1]).flatten(0, 1)
+        penalty = x.new_zeros(())
+        for part in self.parts:
+            result = part(x, batch["use_expert"]) if isinstance(part, ExpertPart) else part(x)
+            x = result.hidden if isinstance(result, Scored) else result
+            penalty = penalty + result.penalty if isinstance(result, Scored) else penalty
+        logits = self.head(x).float()
+        loss = F.cross_entropy(logits, tokens[:, 1:].flatten()) + penalty.float()
+        match self.output:
+            case "dict":
+                return {"loss": loss, "logits": logits}
+            case "nested":
+                return {"scored": Scored(logits, loss), "batch_rows": len(tokens)}
+            case _:
+                return loss
+
+
+def loss_of(output: Any) -> Tensor:
+    """The scalar loss inside whatever a ``Tower`` returned."""
+    if isinstance(output, Mapping):
+        output = output["loss"] if "loss" in output else output["scored"].penalty
+    assert isinstance(output, Tensor)
+    return output
+
+
+@dataclass(frozen=True)
+class Case:
+    name: str
+    build: Callable[[], nn.Module]
+    ddp: bool = True
+    """Whether torch's DDP can train it (it refuses re-entrant checkpointing with unused parameters)."""
+
+
+def everything() -> nn.Module:
+    """All hazards in one model of 914,003 parameters: what the parity matrix trains."""
+    return Tower(
+        [PlainPart(), TwicePart(), OddTablePart(), CheckpointedPart(use_reentrant=False), BorrowingPart(),
+         LowRankPart(), NormedPart(), ScoredPart(), ExpertPart()],
+        output="nested",
+    )  # fmt: skip
+
+
+CASES = (
+    Case("plain", lambda: Tower([PlainPart(), PlainPart()])),
+    Case("twice", lambda: Tower([TwicePart()])),
+    Case("odd_table", lambda: Tower([OddTablePart(), PlainPart()])),
+    Case("checkpoint", lambda: Tower([CheckpointedPart(use_reentrant=False), PlainPart()])),
+    Case("checkpoint_reentrant", lambda: Tower([CheckpointedPart(use_reentrant=True), PlainPart()]), ddp=False),
+    Case("borrowing", lambda: Tower([BorrowingPart(), PlainPart()])),
+    Case("low_rank", lambda: Tower([LowRankPart(), PlainPart()])),
+    Case("normed", lambda: Tower([NormedPart(), PlainPart()])),
+    Case("scored", lambda: Tower([ScoredPart(), PlainPart()], output="dict")),
+    Case("expert", lambda: Tower([ExpertPart(), PlainPart()])),
+    Case("everything", everything),
+)
+
+
+def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """The model with the same initial values for the same seed; the caller's generator is untouched."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build()
+
+
+def batches(num_batches: int, *, rank: int = 0, seed: int = 0) -> list[Batch]:
+    """Micro-batches of one rank. The expert is skipped by both ranks in some, by one rank alone in others."""
+    generator = torch.Generator().manual_seed(seed * 1_009 + rank)
+    made = []
+    for index in range(num_batches):
+        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+        made.append({"tokens": tokens, "use_expert": index % 5 not in (0, 3) and (index + rank) % 3 != 1})
+    return made
+
+
+def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Parameter groups of different weight decay: matrices decay, vectors do not; frozen parameters in neither."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return [
+        {"params": [p for p in trained if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+    ]

@@ -1,0 +1,305 @@
+"""Judge cells of the parity matrix: run the engine, the in-memory oracle and the plain loop, and count differing bits.
+
+``launch`` starts the ranks as processes of their own, ``python -m tests.support.parity``, one launch for many cells;
+each rank prints one verdict a cell. Nothing here relies on ``assert``, so it works under ``python -O``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from datetime import timedelta
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import distributed
+
+import infinity
+from infinity.errors import BudgetError
+from tests.support.matrix import Cell
+from tests.support.models import ROWS, batches, decay_groups, everything, loss_of, seeded
+from tests.support.reference import Recipe, Run, differing_bits, train_reference
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CLIP_NORM = 0.5
+CLIPPED_ERROR_MAX = {"fp32": 1e-4, "bf16": 2e-2}
+"""Largest relative difference from the plain loop with clipping on: the norm is summed in another order."""
+CELL_TIMEOUT_S = 120
+
+
+@dataclass(kw_only=True)
+class Verdict:
+    """One cell as one rank saw it, or as all ranks together did (``merged``)."""
+
+    cell: Cell
+    num_steps: int = 0
+    oracle_loss_bits: int = 0
+    oracle_weight_bits: int = 0
+    plain_loss_bits: int | None = None
+    """None: there is no plain loop for this cell (bf16 at 2 ranks, where DDP reduces in another dtype)."""
+    plain_weight_bits: int | None = None
+    plain_error: float = 0.0
+    """Largest relative difference from the plain loop, in losses and in the norms of weights."""
+    files_left: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+    failure: str = ""
+    """Traceback, if the cell raised."""
+
+    @property
+    def passed(self) -> bool:
+        if self.failure or self.files_left or self.oracle_loss_bits or self.oracle_weight_bits:
+            return False
+        if self.cell.clipping:
+            return self.plain_error <= CLIPPED_ERROR_MAX[self.cell.dtype]
+        return not self.plain_loss_bits and not self.plain_weight_bits
+
+    def merged(self, other: Verdict) -> Verdict:
+        """Both ranks' findings in one: bits and failures add up."""
+
+        def total(left: int | None, right: int | None) -> int | None:
+            return None if left is None or right is None else left + right
+
+        return Verdict(
+            cell=self.cell,
+            num_steps=min(self.num_steps, other.num_steps),
+            oracle_loss_bits=self.oracle_loss_bits + other.oracle_loss_bits,
+            oracle_weight_bits=self.oracle_weight_bits + other.oracle_weight_bits,
+            plain_loss_bits=total(self.plain_loss_bits, other.plain_loss_bits),
+            plain_weight_bits=total(self.plain_weight_bits, other.plain_weight_bits),
+            plain_error=max(self.plain_error, other.plain_error),
+            files_left=self.files_left + other.files_left,
+            seconds=max(self.seconds, other.seconds),
+            failure="\n".join(filter(None, (self.failure, other.failure))),
+        )
+
+
+def recipe_of(cell: Cell, num_steps: int) -> Recipe:
+    return Recipe(
+        num_steps=num_steps,
+        accumulation=cell.accumulation,
+        clip_norm=CLIP_NORM if cell.clipping else None,
+        bf16=cell.dtype == "bf16",
+    )
+
+
+def engine_config(
+    recipe: Recipe, *, param_tier: str, optimizer_tier: str, swap_dir: str, host_budget_bytes: int | None = None
+) -> dict[str, Any]:
+    """A configuration under which even a tiny model streams: many param groups, the smallest chunks."""
+
+    def offload(tier: str) -> dict[str, Any]:
+        return {"device": tier, **({"nvme_path": swap_dir} if tier == "nvme" else {})}
+
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": ROWS,
+        "gradient_accumulation_steps": recipe.accumulation,
+        "gradient_clipping": recipe.clip_norm or 0.0,
+        "bf16": {"enabled": recipe.bf16},
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": recipe.learning_rate, "betas": list(recipe.betas), "eps": recipe.eps},
+        },
+        "zero_optimization": {
+            "stage": 3,
+            "sub_group_size": 16384,
+            "stage3_prefetch_bucket_size": 70_000,
+            "stage3_param_persistence_threshold": 300,
+            "stage3_max_live_parameters": 150_000,
+            "stage3_max_reuse_distance": 100_000,
+            "offload_param": offload(param_tier),
+            "offload_optimizer": offload(optimizer_tier),
+        },
+        "io_daemon": {"block_size": 65536, "queue_depth": 8},
+    }
+    if host_budget_bytes is not None:
+        config["io_daemon"]["host_budget_bytes"] = host_budget_bytes
+    return config
+
+
+def least_budget_bytes(build: Any, config: dict[str, Any]) -> int:
+    """What the BudgetError for a budget of one page names as the smallest that works."""
+    starved = {**config, "io_daemon": {**config["io_daemon"], "host_budget_bytes": 4096}}
+    model = seeded(build)
+    try:
+        engine, *_ = infinity.initialize(model=model, model_parameters=decay_groups(model), config=starved)
+    except BudgetError as error:
+        return error.smallest_bytes
+    engine.destroy()
+    raise RuntimeError("a host budget of 4096 bytes was accepted")
+
+
+def train_engine(build: Any, recipe: Recipe, config: dict[str, Any], *, rank: int = 0) -> Run:
+    """The engine's counterpart of ``train_reference``, on the same batches."""
+    model = seeded(build)
+    engine, *_ = infinity.initialize(model=model, model_parameters=decay_groups(model), config=config)
+    run = Run()
+    try:
+        for batch in batches(recipe.num_batches, rank=rank):
+            loss = loss_of(engine(batch))
+            engine.backward(loss)
+            engine.step()
+            run.losses.append(loss.detach().clone())
+        run.weights = engine.full_state_dict()
+        run.masters = engine.full_master_state_dict()
+    finally:
+        engine.destroy()
+    return run
+
+
+@lru_cache
+def _oracle(recipe: Recipe, rank: int) -> Run:
+    config = engine_config(recipe, param_tier="none", optimizer_tier="none", swap_dir="")
+    return train_engine(everything, recipe, config, rank=rank)
+
+
+@lru_cache
+def _plain(recipe: Recipe, rank: int, num_ranks: int) -> Run:
+    rank_batches = batches(recipe.num_batches, rank=rank)
+    return train_reference(seeded(everything), rank_batches, recipe, ddp=num_ranks > 1)
+
+
+def _loss_bits(left: Run, right: Run) -> int:
+    return sum(differing_bits(a, b) for a, b in zip(left.losses, right.losses, strict=True))
+
+
+def _weight_bits(left: Run, right: Run) -> int:
+    """Over weights, buffers and fp32 masters; a name that only one side has is an error."""
+    total = 0
+    for ours, theirs in ((left.weights, right.weights), (left.masters, right.masters)):
+        if ours.keys() != theirs.keys():
+            raise RuntimeError(f"the two runs hold different names: {sorted(ours.keys() ^ theirs.keys())}")
+        total += sum(differing_bits(ours[name], theirs[name]) for name in ours)
+    return total
+
+
+def _relative_error(left: Run, right: Run) -> float:
+    losses = [abs(float(a) - float(b)) / abs(float(b)) for a, b in zip(left.losses, right.losses, strict=True)]
+    norms = [
+        float((left.masters[name] - master).norm() / master.norm().clamp(min=1e-12))
+        for name, master in right.masters.items()
+    ]
+    return max(losses + norms)
+
+
+def judge(cell: Cell, num_steps: int, *, rank: int, swap_dir: Path) -> Verdict:
+    """Train the cell and compare. ``swap_dir`` is shared by the ranks and must be empty afterwards."""
+    started = time.perf_counter()
+    recipe = recipe_of(cell, num_steps)
+    config = engine_config(
+        recipe, param_tier=cell.param_tier, optimizer_tier=cell.optimizer_tier, swap_dir=str(swap_dir)
+    )
+    if not cell.in_memory:
+        least = least_budget_bytes(everything, config)
+        config["io_daemon"]["host_budget_bytes"] = least if cell.budget == "least" else 3 * least
+    run = train_engine(everything, recipe, config, rank=rank)
+    oracle = _oracle(recipe, rank)
+    verdict = Verdict(
+        cell=cell,
+        num_steps=num_steps,
+        oracle_loss_bits=_loss_bits(run, oracle),
+        oracle_weight_bits=_weight_bits(run, oracle),
+    )
+    if cell.num_ranks == 1 or cell.dtype == "fp32":
+        plain = _plain(recipe, rank, cell.num_ranks)
+        verdict.plain_loss_bits, verdict.plain_weight_bits = _loss_bits(run, plain), _weight_bits(run, plain)
+        verdict.plain_error = _relative_error(run, plain)
+    if cell.num_ranks > 1:
+        distributed.barrier()
+    if rank == 0:
+        verdict.files_left = sorted(str(path.relative_to(swap_dir)) for path in swap_dir.rglob("*"))
+    verdict.seconds = time.perf_counter() - started
+    return verdict
+
+
+def launch(
+    cells: Sequence[Cell], *, num_steps: int, num_ranks: int, directory: Path, python_flags: Sequence[str] = ()
+) -> Iterator[Verdict]:
+    """Judge cells of one world size in processes of their own, under INFINITY_DEBUG=poison; verdicts as they come.
+
+    Raises RuntimeError if a rank ends without having judged every cell.
+    """
+    orders = directory / f"cells-{num_ranks}.json"
+    orders.write_text(json.dumps([asdict(cell) for cell in cells]))
+    swap_dir = Path(tempfile.mkdtemp(prefix="swap-", dir=directory))
+    store = directory / f"store-{swap_dir.name}"
+    command = [sys.executable, *python_flags, "-m", "tests.support.parity", "--orders", str(orders)]
+    command += ["--num-steps", str(num_steps), "--swap-dir", str(swap_dir), "--store", str(store)]
+    with contextlib.ExitStack() as stack:
+        ranks = []
+        for rank in range(num_ranks):
+            environment = {
+                **os.environ,
+                "INFINITY_DEBUG": "poison",
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(num_ranks),
+                "LOCAL_WORLD_SIZE": str(num_ranks),
+            }
+            errors = stack.enter_context((directory / f"rank{rank}-of-{num_ranks}.log").open("w+"))
+            process = subprocess.Popen(
+                command, cwd=REPOSITORY, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+            )
+            stack.callback(process.kill)
+            ranks.append((process, errors))
+        for cell in cells:
+            verdict = Verdict(cell=cell)
+            for rank, (process, errors) in enumerate(ranks):
+                line = process.stdout.readline() if process.stdout else ""
+                if not line:
+                    process.wait()
+                    errors.seek(0)
+                    raise RuntimeError(
+                        f"rank {rank} ended with {process.returncode} before {cell}:\n{errors.read()[-4000:]}"
+                    )
+                found = Verdict(**{**json.loads(line), "cell": cell})
+                verdict = found if rank == 0 else verdict.merged(found)
+            yield verdict
+        for process, _ in ranks:
+            process.wait(timeout=CELL_TIMEOUT_S)
+
+
+def main() -> None:
+    """One rank of ``launch``."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--orders", type=Path, required=True)
+    parser.add_argument("--num-steps", type=int, required=True)
+    parser.add_argument("--swap-dir", type=Path, required=True)
+    parser.add_argument("--store", type=Path, required=True)
+    arguments = parser.parse_args()
+    answers_fd = os.dup(1)
+    os.dup2(2, 1)
+    torch.set_num_threads(1)
+    rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    distributed.init_process_group(
+        "gloo",
+        init_method=f"file://{arguments.store}",
+        rank=rank,
+        world_size=num_ranks,
+        timeout=timedelta(seconds=CELL_TIMEOUT_S),
+    )
+    with os.fdopen(answers_fd, "w", buffering=1) as answers:
+        for values in json.loads(arguments.orders.read_text()):
+            cell = Cell(**values)
+            try:
+                verdict = judge(cell, arguments.num_steps, rank=rank, swap_dir=arguments.swap_dir)
+            except Exception:  # noqa: BLE001 - whatever a cell raises is its verdict
+                verdict = Verdict(cell=cell, failure=traceback.format_exc())
+            print(json.dumps(asdict(verdict)), file=answers)
+            if verdict.failure and num_ranks > 1:
+                break  # the other rank may wait in a collective that this one will never enter
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
