@@ -20,7 +20,7 @@ it can finish with what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -66,3 +66,18 @@ class ShardStore(Protocol):
     def stats(self) -> dict[str, float]: ...
 
     def close(self) -> None: ...
+
+
+def spans(pieces: Sequence[torch.Tensor], offset: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The parts of ``pieces`` that hold elements [offset, offset + numel), as (elements before it, view)."""
+    done = 0
+    for piece in pieces:
+        if offset < piece.numel() and done < numel:
+            taken = min(piece.numel() - offset, numel - done)
+            yield done, piece[offset : offset + taken]
+            done += taken
+            offset = 0
+        else:
+            offset -= piece.numel()
+    if done != numel:
+        raise IndexError(f"{numel - done} of {numel} elements lie beyond the pieces")

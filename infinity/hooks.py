@@ -1,0 +1,195 @@
+"""*When* groups are used: module calls in forward, saved tensors in backward, and any other access in between.
+
+Three nets, from coarse to fine, so that every model works without being told to us:
+
+1. Forward hooks on each module that owns parameters, or anchors a group: the usual path.
+2. ``AccessGuard``, a TorchFunctionMode: an operation on a parameter that is not unsharded (a tied head, a parent
+   that uses ``self.child.weight``) unshards it first, and the innermost running module counts as its user.
+3. Saved-tensor hooks: when a backward node unpacks a view of a parameter, its group is unsharded at that moment and
+   counts as in use while the view lives. Outputs need no hooks, so any output type works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from infinity.live_set import LiveSet
+from infinity.param_group import ParamGroup
+from infinity.states import ShardedState
+
+# Reading these of a parameter needs no weights.
+METADATA = frozenset(
+    getattr(torch.Tensor, name).__get__
+    for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "grad_fn", "names")
+    + ("is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_complex", "itemsize")
+    if hasattr(getattr(torch.Tensor, name, None), "__get__")
+) | frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("size", "dim", "numel", "element_size", "is_floating_point", "requires_grad_", "register_hook")
+    + ("__hash__", "nelement", "is_complex", "get_device", "register_post_accumulate_grad_hook")
+    if hasattr(torch.Tensor, name)
+)
+
+
+unguarded = torch._C.DisableTorchFunction
+"""Around the engine's own work on parameters, which must not be taken for a use of them."""
+
+
+class AccessGuard(TorchFunctionMode):
+    """Calls ``touch`` with the managed parameters that an operation takes, before it runs."""
+
+    def __init__(
+        self, is_managed: Callable[[nn.Parameter], bool], touch: Callable[[Sequence[nn.Parameter]], None]
+    ) -> None:
+        super().__init__()
+        self._is_managed, self._touch = is_managed, touch
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func not in METADATA:
+            found: list[nn.Parameter] = []
+            self._collect(args, found)
+            if kwargs:
+                self._collect(kwargs.values(), found)
+            if found:
+                self._touch(found)
+        return func(*args, **(kwargs or {}))
+
+    def _collect(self, values: Iterable[Any], found: list[nn.Parameter]) -> None:
+        for value in values:
+            if isinstance(value, nn.Parameter):
+                if self._is_managed(value):
+                    found.append(value)
+            elif isinstance(value, (list, tuple)):
+                self._collect(value, found)
+
+
+class ModuleHooks:
+    """Registers the hooks on a model and translates what they see into uses of param groups."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        groups: Sequence[ParamGroup],
+        anchors: Mapping[nn.Module, Sequence[ParamGroup]],
+        live_set: LiveSet,
+        on_gradient: Callable[[ParamGroup], None],
+    ) -> None:
+        self._live_set = live_set
+        self._groups = groups
+        self._group_of = {id(param.param): group for group in groups for param in group.params}
+        self._group_of_storage = {param.storage_key: group for group in groups for param in group.params}
+        self._calls: list[list[ParamGroup]] = []
+        self._in_backward = False
+        self._guard = AccessGuard(self._is_sharded, self._touch)
+        self._removable: list[Any] = []
+        for module in model.modules():
+            used = dict.fromkeys(anchors.get(module, ()))
+            used |= dict.fromkeys(self._group_of[id(p)] for p in module.parameters(recurse=False))
+            if used or module is model:
+                self._hook_module(module, list(used))
+        for group in groups:
+            for param in group.params if group.placement.trainable else ():
+                hook = self._gradient_hook(group, on_gradient)
+                self._removable.append(param.param.register_post_accumulate_grad_hook(hook))
+
+    def remove(self) -> None:
+        for handle in self._removable:
+            handle.remove()
+        self._removable.clear()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        with self._guard, torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack):
+            yield
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        self._in_backward = True
+        try:
+            with self.forward():
+                yield
+        finally:
+            self._in_backward = False
+
+    def reset(self) -> None:
+        """After an exception, or at the end of backward: no module call is in progress."""
+        self._calls.clear()
+        for group in self._groups:
+            group.forget_users()
+
+    def release(self, group: ParamGroup) -> None:
+        """All gradients of the group are reduced: backward has passed it."""
+        group.held_for_backward = False
+        self._live_set.done(group)
+
+    def _hook_module(self, module: nn.Module, used: list[ParamGroup]) -> None:
+        def enter(_module: nn.Module, _args: Any) -> None:
+            call: list[ParamGroup] = []
+            self._calls.append(call)
+            with unguarded():
+                for group in used:
+                    self._begin(group, call)
+
+        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+            if self._calls:
+                with unguarded():
+                    for group in self._calls.pop():
+                        self._end(group)
+
+        self._removable.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._removable.append(module.register_forward_hook(leave, always_call=True))
+
+    def _begin(self, group: ParamGroup, call: list[ParamGroup]) -> None:
+        self._live_set.use(group)
+        group.num_users += 1
+        call.append(group)
+
+    def _end(self, group: ParamGroup) -> None:
+        group.num_users -= 1
+        if self._in_backward:
+            group.held_for_backward = True
+        self._live_set.done(group)
+
+    def _is_sharded(self, param: nn.Parameter) -> bool:
+        group = self._group_of.get(id(param))
+        return group is not None and group.state is not ShardedState.UNSHARDED
+
+    def _touch(self, params: Sequence[nn.Parameter]) -> None:
+        for group in dict.fromkeys(self._group_of[id(param)] for param in params):
+            if self._calls:
+                self._begin(group, self._calls[-1])
+            else:
+                self._live_set.use(group)
+                self._live_set.linger(group)
+
+    def _gradient_hook(
+        self, group: ParamGroup, on_gradient: Callable[[ParamGroup], None]
+    ) -> Callable[[torch.Tensor], None]:
+        def accumulated(_param: torch.Tensor) -> None:
+            with unguarded():
+                on_gradient(group)
+
+        return accumulated
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[ParamGroup, torch.Tensor]:
+        group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
+        return tensor if group is None else (group, tensor)
+
+    def _unpack(self, packed: torch.Tensor | tuple[ParamGroup, torch.Tensor]) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
+            return packed
+        group, tensor = packed
+        with unguarded():
+            self._live_set.use(group)
+            view = tensor.detach()
+            group.track_view(view)
+            self._live_set.linger(group)
+        return view

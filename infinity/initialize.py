@@ -1,0 +1,190 @@
+"""``initialize``: from a model and a configuration to an engine. Everything that cannot work is refused here."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+from infinity.collectives import Collectives
+from infinity.config import Config, parse_config, read_environment
+from infinity.engine import Engine
+from infinity.errors import BudgetError, ConfigError
+from infinity.init_context import StagingArea, staged_param
+from infinity.optimizer import ShardedAdam, adam_from_config, adam_from_torch
+from infinity.precision import Precision
+from infinity.schedules import build_schedule
+from infinity.sharded_model import Layout, ShardedModel
+from infinity.tiers.connection import DaemonConnection, NodePlace
+
+Initialized = tuple[Engine, ShardedAdam, "DataLoader[Any] | None", LRScheduler | None]
+
+
+def initialize(
+    *,
+    model: nn.Module,
+    config: Mapping[str, Any] | str | os.PathLike[str],
+    model_parameters: Iterable[Any] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    training_data: Dataset[Any] | None = None,
+) -> Initialized:
+    """Shard ``model`` and build its engine. Collective over the ranks of the default process group, if there is one.
+
+    Args:
+        model: built plainly or under ``Init``. Its parameters are sharded in place; rank 0's values are everyone's.
+        config: DeepSpeed's JSON dialect, as a dict or a path; ``infinity config keys`` lists it.
+        model_parameters: parameters, or dicts with their own hyper-parameters, for the optimizer of the config.
+        optimizer: ``torch.optim.Adam`` or ``AdamW`` instead of the config's; its groups are taken over and shared.
+        lr_scheduler: a torch scheduler on ``optimizer``, or a function from the engine's optimizer to one.
+        training_data: a dataset, to get a loader of micro-batches back.
+
+    Returns:
+        engine, optimizer, data loader or None, scheduler or None.
+
+    Raises:
+        ConfigError, BudgetError, SwapSpaceError, DaemonLostError: on every rank, before anything is trained.
+    """
+    collectives = Collectives.of_world()
+    parsed = parse_config(config, world_size=collectives.world_size)
+    sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
+    device = _device(place := NodePlace.find(collectives))
+    precision = Precision.of(parsed)
+    layout = Layout.of(model, parsed, collectives.world_size)
+    environment = read_environment()
+    areas = _staging_areas(layout)
+    connection = next((area.connection for area in areas if area.connection is not None), None)
+    if connection is None and parsed.offloads:
+        connection = DaemonConnection(parsed, environment, collectives, place)
+    try:
+        sharded = ShardedModel(
+            layout,
+            config=parsed,
+            precision=precision,
+            collectives=collectives,
+            device=device,
+            place=place,
+            connection=connection,
+            budget_bytes=_budget(parsed, areas),
+            poison=environment.poison,
+        )
+    except BaseException:
+        if connection is not None:
+            connection.close()
+        raise
+    try:
+        _broadcast_plain(layout, collectives)
+        sharded.write_initial(_values_of)
+        for param in layout.params:
+            if (staged := staged_param(param)) is not None:
+                staged.discard()
+        for area in areas:
+            area.close()
+        _move_buffers(model, device, precision.weight)
+        engine = Engine(
+            model, sharded, sharded_optimizer, config=parsed, collectives=collectives, connection=connection
+        )
+    except BaseException:
+        sharded.store.close()
+        if connection is not None:
+            connection.close()
+        raise
+    engine.lr_scheduler = _schedule(parsed, sharded_optimizer, lr_scheduler)
+    return engine, sharded_optimizer, _loader(parsed, training_data, collectives), engine.lr_scheduler
+
+
+def _optimizer(
+    model: nn.Module, config: Config, model_parameters: Iterable[Any] | None, optimizer: torch.optim.Optimizer | None
+) -> ShardedAdam:
+    if optimizer is not None:
+        if config.optimizer is not None:
+            raise ConfigError("optimizer", config.optimizer.type, "an optimizer object was passed too: remove one")
+        if model_parameters is not None:
+            raise ConfigError("model_parameters", "given", "the optimizer object has groups already: remove one")
+        return adam_from_torch(optimizer)
+    if config.optimizer is None:
+        raise ConfigError("optimizer", None, 'write {"type": "AdamW", "params": {"lr": ...}}, or pass an optimizer')
+    params = list(model_parameters) if model_parameters is not None else list(model.parameters())
+    if params and not isinstance(params[0], dict):
+        params = [param for param in params if param.requires_grad]
+    if not params:
+        raise ConfigError("model_parameters", [], "no parameter is trainable: there is nothing to optimize")
+    return adam_from_config(config.optimizer, params)
+
+
+def _device(place: NodePlace) -> torch.device:
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if accelerator is None:
+        return torch.device("cpu")
+    torch.accelerator.set_device_index(place.local_rank)
+    return torch.device(accelerator.type, place.local_rank)
+
+
+def _staging_areas(layout: Layout) -> list[StagingArea]:
+    staged = (staged_param(param) for param in layout.params)
+    return list(dict.fromkeys(s.area for s in staged if s is not None))
+
+
+def _budget(config: Config, areas: list[StagingArea]) -> int:
+    budget_bytes = config.io_daemon.host_budget_bytes
+    staging_bytes = sum(area.arena_bytes for area in areas)
+    if staging_bytes >= budget_bytes:
+        raise BudgetError(
+            key="io_daemon.host_budget_bytes",
+            budget_bytes=budget_bytes,
+            smallest_bytes=2 * staging_bytes,
+            reason=f"models under construction have {staging_bytes} bytes of staging arenas",
+        )
+    return budget_bytes - staging_bytes
+
+
+def _broadcast_plain(layout: Layout, collectives: Collectives) -> None:
+    for param in layout.params:
+        if staged_param(param) is None:
+            collectives.broadcast(param.data)
+
+
+def _values_of(param: nn.Parameter, first: int, numel: int) -> torch.Tensor:
+    """Initial values from the model as it was built: what ``Init`` staged, or the parameter itself."""
+    staged = staged_param(param)
+    if staged is not None:
+        return staged.read(first, numel)
+    return param.detach().reshape(-1)[first : first + numel]
+
+
+def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Buffers stay whole on every rank; floating ones take the weights' dtype, as ``module.to(dtype)`` would."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
+
+
+def _schedule(
+    config: Config,
+    optimizer: ShardedAdam,
+    given: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
+) -> LRScheduler | None:
+    if given is not None:
+        if config.scheduler is not None:
+            raise ConfigError("scheduler", config.scheduler.type, "a scheduler was passed too: remove one")
+        return given if isinstance(given, LRScheduler) else given(optimizer)
+    return build_schedule(config.scheduler, optimizer) if config.scheduler is not None else None
+
+
+def _loader(config: Config, data: Dataset[Any] | None, collectives: Collectives) -> DataLoader[Any] | None:
+    if data is None:
+        return None
+    sampler: DistributedSampler[Any] | None = None
+    if collectives.world_size > 1:
+        sampler = DistributedSampler(data, num_replicas=collectives.world_size, rank=collectives.rank)
+    return DataLoader(
+        data,
+        batch_size=config.train_micro_batch_size_per_gpu,
+        sampler=sampler,
+        shuffle=sampler is None,
+        drop_last=True,
+    )

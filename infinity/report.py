@@ -1,0 +1,110 @@
+"""What one step did: ``engine.io_report()``. Plain data; every count comes from the daemon or from a clock here."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from io_daemon.metrics import IoTotals, TenantStats
+from io_daemon.protocol import ObjectKind
+
+
+@dataclass(frozen=True, kw_only=True)
+class TierTraffic:
+    """Bytes between NVMe and the host arena, per object kind (``weight``, ``grad``, ``master``, ``exp_avg``, …)."""
+
+    bytes_read: dict[str, int]
+    bytes_written: dict[str, int]
+    hits: int
+    """Objects that were resident when asked for, prefetched ones included."""
+    misses: int
+    io_seconds: float
+    """In which at least one request was under way."""
+
+    @classmethod
+    def of(cls, totals: IoTotals) -> TierTraffic:
+        return cls(
+            bytes_read=_by_kind(totals.bytes_read),
+            bytes_written=_by_kind(totals.bytes_written),
+            hits=totals.hits + totals.prefetch_hits,
+            misses=totals.misses,
+            io_seconds=totals.io_s,
+        )
+
+    @property
+    def total_bytes(self) -> int:
+        return sum(self.bytes_read.values()) + sum(self.bytes_written.values())
+
+    @property
+    def hit_rate(self) -> float:
+        """1.0 where nothing was asked for."""
+        asked = self.hits + self.misses
+        return self.hits / asked if asked else 1.0
+
+    @property
+    def bytes_per_second(self) -> float:
+        return self.total_bytes / self.io_seconds if self.io_seconds else 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepTimes:
+    """Wall-clock seconds of one optimizer step, all its micro-batches together."""
+
+    forward_seconds: float = 0.0
+    backward_seconds: float = 0.0
+    update_seconds: float = 0.0
+    stall_seconds: float = 0.0
+    """Of the above, blocked on the daemon."""
+
+    @property
+    def seconds(self) -> float:
+        return self.forward_seconds + self.backward_seconds + self.update_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class IoReport:
+    step: int
+    """Number of steps done; the report is about the last of them."""
+    times: StepTimes
+    nvme: TierTraffic | None
+    """The last step; None without a daemon."""
+    nvme_total: TierTraffic | None
+    """Since ``initialize``, the writing of the initial state included."""
+    resident_bytes: dict[str, int] = field(default_factory=dict)
+    """In the host arena now, per object kind."""
+    arena_bytes: int = 0
+    swap_bytes: int = 0
+    """Reserved on NVMe by this rank."""
+    page_locked: bool = False
+    live_numel_peak: int = 0
+    """Largest number of parameters unsharded at once, persistent ones aside."""
+
+    def as_dict(self) -> dict[str, Any]:
+        """JSON-able, derived figures included."""
+        plain = asdict(self)
+        plain["times"]["seconds"] = self.times.seconds
+        for name in ("nvme", "nvme_total"):
+            traffic: TierTraffic | None = getattr(self, name)
+            if traffic is not None:
+                plain[name] |= {"hit_rate": traffic.hit_rate, "bytes_per_second": traffic.bytes_per_second}
+        return plain
+
+    @classmethod
+    def of(cls, *, step: int, times: StepTimes, live_numel_peak: int, tenant: TenantStats | None) -> IoReport:
+        if tenant is None:
+            return cls(step=step, times=times, nvme=None, nvme_total=None, live_numel_peak=live_numel_peak)
+        return cls(
+            step=step,
+            times=times,
+            nvme=TierTraffic.of(tenant.last_step) if tenant.last_step is not None else None,
+            nvme_total=TierTraffic.of(tenant.total),
+            resident_bytes=_by_kind(tenant.resident_bytes),
+            arena_bytes=tenant.arena_bytes,
+            swap_bytes=tenant.swap_bytes,
+            page_locked=tenant.page_locked,
+            live_numel_peak=live_numel_peak,
+        )
+
+
+def _by_kind(values: tuple[int, ...]) -> dict[str, int]:
+    return {kind.name.lower(): values[kind] for kind in ObjectKind if kind < len(values)}

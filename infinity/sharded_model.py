@@ -1,0 +1,244 @@
+"""A model cut up: parameters to groups, shards to chunks, chunks to a store, and the initial values written there.
+
+This is the road from a model that the user built, plainly or under ``Init``, to what the engine runs. After it no
+parameter holds its weights; the module, its buffers and its Parameter objects stay the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from infinity.collectives import Collectives
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.grouping import GroupMembers, group_params
+from infinity.memory_plan import MemoryPlan, StateShape, plan_memory
+from infinity.param import ShardedParam
+from infinity.param_group import LeaseAllowance, ParamGroup
+from infinity.precision import FP32, Precision, Tiers
+from infinity.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
+from infinity.states import ShardedState
+from infinity.streams import CopyStream
+from infinity.tiers.base import ChunkLayout, ShardStore, spans
+from infinity.tiers.connection import DaemonConnection, NodePlace
+from infinity.tiers.daemon import DaemonStore
+from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
+from infinity.tiers.memory import MemoryStore
+from io_daemon.protocol import ObjectKind
+
+ValuesOf = Callable[[nn.Parameter, int, int], torch.Tensor]
+"""(parameter, first element, numel) -> initial values of that part of the flattened parameter, 1-D."""
+
+LEASE_SHARE = 4
+"""Leases held ahead take at most this fraction (1/n) of the streamed frames; the rest stays for demand."""
+
+SUB_GROUPS_AHEAD_MAX = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """Everything about placement that is decided before any byte moves."""
+
+    members: Sequence[GroupMembers]
+    placements: Sequence[GroupPlacement]
+    params: Sequence[nn.Parameter]
+    index_of: dict[int, int]
+    """id(parameter) -> index."""
+    names: Sequence[str]
+
+    @classmethod
+    def of(cls, model: nn.Module, config: Config, world_size: int) -> Layout:
+        zero = config.zero_optimization
+        named = list(model.named_parameters())
+        if not named:
+            raise ConfigError("model", type(model).__name__, "has no parameters: there is nothing to shard")
+        for name, param in named:
+            if not param.is_floating_point():
+                raise ConfigError(f"model.{name}", str(param.dtype), "only floating-point parameters can be sharded")
+        index_of = {id(param): index for index, (_, param) in enumerate(named)}
+        members = group_params(
+            model,
+            numel_max=min(zero.stage3_prefetch_bucket_size, max(zero.stage3_max_live_parameters, 1)),
+            persistent_numel_max=zero.stage3_param_persistence_threshold,
+        )
+        placements = [
+            place_group(
+                number,
+                [(index_of[id(p)], p.numel()) for p in group.params],
+                world_size=world_size,
+                trainable=group.trainable,
+            )
+            for number, group in enumerate(members)
+        ]
+        params = [param for _, param in named]
+        return cls(
+            members=members,
+            placements=placements,
+            params=params,
+            index_of=index_of,
+            names=[name for name, _ in named],
+        )
+
+    def state_shape(self, precision: Precision, tiers: Tiers) -> StateShape:
+        dtypes = precision.dtypes(trainable=True)
+        return StateShape(
+            group_shard_numels=[placement.shard_numel for placement in self.placements],
+            group_trainable=[placement.trainable for placement in self.placements],
+            itemsizes={k: d.itemsize for k, d in dtypes.items() if tiers.host_mask >> k & 1},
+            trained_mask=~ObjectKind.WEIGHT.mask,
+            pinned_mask=tiers.pinned_mask,
+        )
+
+
+class ShardedModel:
+    def __init__(
+        self,
+        layout: Layout,
+        *,
+        config: Config,
+        precision: Precision,
+        collectives: Collectives,
+        device: torch.device,
+        place: NodePlace,
+        connection: DaemonConnection | None,
+        budget_bytes: int,
+        poison: bool,
+    ) -> None:
+        """Plan, open the store, register every chunk: after this, memory and disk space are reserved.
+
+        Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
+        """
+        self.layout, self.precision = layout, precision
+        self._collectives, self._device = collectives, device
+        tiers = Tiers.of(config, precision.dtypes(trainable=True))
+        self.plan: MemoryPlan | None = None
+        if tiers.host_mask:
+            self.plan = plan_memory(
+                layout.state_shape(precision, tiers),
+                budget_bytes=budget_bytes,
+                chunk_numel_max=config.zero_optimization.sub_group_size,
+                local_world_size=place.local_world_size,
+                budget_key="io_daemon.host_budget_bytes",
+            )
+            chunk_numel = self.plan.chunk_numel
+        else:
+            shape = layout.state_shape(precision, Tiers(device_mask=0, pinned_mask=~0, nvme_mask=0))
+            chunk_numel = plan_memory(
+                shape,
+                budget_bytes=None,
+                chunk_numel_max=config.zero_optimization.sub_group_size,
+                local_world_size=1,
+                budget_key="",
+            ).chunk_numel
+        self.chunks: list[ChunkPlacement] = [
+            chunk
+            for placement in layout.placements
+            for chunk in cut_chunks(placement, rank=collectives.rank, chunk_numel=chunk_numel)
+        ]
+        self.store = collectives.together(lambda: self._open_store(tiers, connection, poison))
+        self.params = [
+            ShardedParam(index, name, param, precision.weight, device)
+            for index, (name, param) in enumerate(zip(layout.names, layout.params, strict=True))
+        ]
+        self.groups = self._build_groups(poison)
+        self.anchors: dict[nn.Module, list[ParamGroup]] = {}
+        for members, group in zip(layout.members, self.groups, strict=True):
+            if members.anchor is not None:
+                self.anchors.setdefault(members.anchor, []).append(group)
+
+    def write_initial(self, values_of: ValuesOf) -> None:
+        """Write weights and master weights, and take each parameter's own memory away as it is done."""
+        for group in self.groups:
+            for chunk_id, chunk in group.chunks:
+                self._write_chunk(chunk_id, chunk, values_of, trainable=group.placement.trainable)
+            for param in group.params:
+                param.param.data = param.placeholder
+                param.param.grad = None
+
+    def refresh_persistent(self) -> None:
+        for group in self.groups:
+            if group.persistent and group.state is ShardedState.SHARDED:
+                group.wait_for_unshard()
+
+    @property
+    def sub_groups_ahead(self) -> int:
+        """Chunks whose leases the update issues while it steps one, within a quarter of the streamed frames."""
+        if self.plan is None or self.plan.demand_frames == 0:
+            return 1
+        streamed = self.plan.num_frames - self.plan.pinned_frames
+        return max(1, min(SUB_GROUPS_AHEAD_MAX, streamed // LEASE_SHARE // self.plan.demand_frames))
+
+    def _open_store(self, tiers: Tiers, connection: DaemonConnection | None, poison: bool) -> TracedStore:
+        store: ShardStore = MemoryStore(self._device)
+        self.host_store: DaemonStore | None = None
+        if self.plan is not None:
+            if connection is None:
+                raise AssertionError("a plan for the host needs a connection")
+            host = connection.open(
+                self.plan, job=connection.job, pinned_mask=tiers.pinned_mask, device=self._device
+            )
+            store = SplitStore(store, host, tiers.device_mask) if tiers.device_mask else host
+            self.host_store = host
+        traced = PoisonStore(store) if poison else TracedStore(store)
+        try:
+            chunks = traced.register([self._chunk_layout(chunk) for chunk in self.chunks])
+        except BaseException:
+            traced.close()
+            raise
+        if chunks != range(len(self.chunks)):
+            raise AssertionError(f"a fresh store numbers its chunks {chunks}")
+        return traced
+
+    def _chunk_layout(self, chunk: ChunkPlacement) -> ChunkLayout:
+        trainable = self.layout.placements[chunk.group].trainable
+        return ChunkLayout(numel=chunk.numel, dtypes=self.precision.dtypes(trainable=trainable))
+
+    def _build_groups(self, poison: bool) -> list[ParamGroup]:
+        streamed = self.plan.num_frames - self.plan.pinned_frames if self.plan else len(self.chunks) * LEASE_SHARE
+        allowance = LeaseAllowance(max(0, streamed // LEASE_SHARE))
+        copies = CopyStream(self._device)
+        chunks_of: list[list[tuple[int, ChunkPlacement]]] = [[] for _ in self.layout.placements]
+        for chunk_id, chunk in enumerate(self.chunks):
+            chunks_of[chunk.group].append((chunk_id, chunk))
+        return [
+            ParamGroup(
+                placement,
+                [self.params[param.param] for param in placement.params],
+                chunks_of[placement.index],
+                store=self.store,
+                collectives=self._collectives,
+                allowance=allowance,
+                copies=copies,
+                dtype=self.precision.weight,
+                reduce_dtype=self.precision.reduce,
+                persistent=members.persistent,
+                poison=poison,
+            )
+            for placement, members in zip(self.layout.placements, self.layout.members, strict=True)
+        ]
+
+    def _write_chunk(self, chunk_id: int, chunk: ChunkPlacement, values_of: ValuesOf, *, trainable: bool) -> None:
+        kinds = [ObjectKind.WEIGHT]
+        if trainable and self.precision.master:
+            kinds.append(ObjectKind.MASTER)
+        mask = sum(kind.mask for kind in kinds)
+        lease = self.store.acquire(chunk_id, write=mask)
+        try:
+            lease.wait()
+            for kind in kinds:
+                for segment in chunk.segments:
+                    values = self._values(segment, values_of)
+                    for start, target in spans(lease.pieces(kind), segment.chunk_offset, segment.numel):
+                        target.copy_(values[start : start + target.numel()])
+        except BaseException:
+            lease.release()
+            raise
+        lease.release(dirty=mask)
+
+    def _values(self, segment: Segment, values_of: ValuesOf) -> torch.Tensor:
+        values = values_of(self.layout.params[segment.param], segment.param_offset, segment.numel)
+        return values.to(FP32) if self.precision.master else values

@@ -1,0 +1,119 @@
+"""How a job reaches its node's daemon: the one named, the user's own, or a private one that lives as long as the job."""
+
+from __future__ import annotations
+
+import socket
+import uuid
+from dataclasses import dataclass
+
+import torch
+
+from infinity.collectives import Collectives
+from infinity.config import Config, Environment
+from infinity.errors import ConfigError
+from infinity.launch import DaemonProcess, daemon_options
+from infinity.memory_plan import MemoryPlan
+from infinity.tiers.daemon import DaemonStore
+from io_daemon.client import Client
+
+PROBE_TIMEOUT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodePlace:
+    """This rank among those of the job on its node."""
+
+    node: str
+    local_rank: int
+    local_world_size: int
+
+    @classmethod
+    def find(cls, collectives: Collectives) -> NodePlace:
+        """Collective. By host name, so that it also holds for ranks that no launcher started."""
+        node = socket.gethostname()
+        nodes = collectives.gather_objects(node)
+        return cls(node=node, local_rank=nodes[: collectives.rank].count(node), local_world_size=nodes.count(node))
+
+
+class DaemonConnection:
+    """Finds or starts the daemon, and opens tenants on it. The constructor is collective over the job's ranks."""
+
+    def __init__(self, config: Config, environment: Environment, collectives: Collectives, place: NodePlace) -> None:
+        self._config, self._environment = config, environment
+        self._rank = collectives.rank
+        self._process: DaemonProcess | None = None
+        self.job: str = collectives.broadcast_object(uuid.uuid4().hex[:16])
+        own = collectives.together(lambda: self._find_or_start(start=place.local_rank == 0))
+        found = [path for node, path in collectives.gather_objects((place.node, own)) if node == place.node and path]
+        if not found:
+            raise ConfigError(
+                "io_daemon.start",
+                config.io_daemon.start,
+                'no daemon is reachable and none may be started: run `io-daemon serve`, or write "auto"',
+            )
+        self.socket_path: str = found[0]
+
+    def open(self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device) -> DaemonStore:
+        """Attach this rank under the name ``job``, with an arena of ``plan``."""
+        client = Client.connect(self.socket_path, job=job, rank=self._rank)
+        try:
+            client.attach(
+                num_frames=plan.num_frames,
+                frame_bytes=plan.frame_bytes,
+                swap_dirs=self._swap_dirs(client),
+                chunks_max=plan.chunks_max,
+                lock_memory="require" if self._config.pin_memory else "auto",
+            )
+            return DaemonStore(client, pinned_mask=pinned_mask, device=device)
+        except BaseException:
+            client.close()
+            raise
+
+    def close(self) -> None:
+        """End the private daemon, if this rank started one."""
+        if self._process is not None:
+            self._process.terminate()
+
+    def _find_or_start(self, *, start: bool) -> str | None:
+        settings = self._config.io_daemon
+        if settings.socket != "auto":
+            return settings.socket
+        if self._environment.io_socket is not None:
+            return str(self._environment.io_socket)
+        default = str(self._environment.default_socket)
+        if _answers(default):
+            return default
+        if settings.start != "auto" or not start:
+            return None
+        self._process = DaemonProcess(
+            swap_dirs=self._config.swap_dirs or (self._environment.temp_dir,),
+            options=daemon_options(
+                engine=settings.engine,
+                block_bytes=settings.block_size,
+                queue_depth=settings.queue_depth,
+                verify_checksums=settings.verify_checksums,
+            ),
+            environment=self._environment,
+        )
+        return str(self._process.socket)
+
+    def _swap_dirs(self, client: Client) -> list[str]:
+        for path in self._config.swap_dirs:
+            if str(path) not in client.swap_dirs:
+                raise ConfigError(
+                    "io_daemon.swap_dirs",
+                    str(path),
+                    f"the daemon at {self.socket_path} serves only {', '.join(client.swap_dirs)}: name one of these, "
+                    "or start it with this directory",
+                )
+        return [str(path) for path in self._config.swap_dirs] or list(client.swap_dirs[:1])
+
+
+def _answers(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        try:
+            probe.connect(path)
+        except OSError:
+            return False
+    return True

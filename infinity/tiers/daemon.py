@@ -1,0 +1,125 @@
+"""Shards in the I/O daemon: resident in the page-locked arena, or on NVMe, as its policy decides.
+
+The tier ``cpu`` is the same store with its kinds pinned resident. Views are of arena frames, valid while leased.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.tiers.base import ChunkLayout, Lease, ShardStore
+from io_daemon.arena import frame_offset
+from io_daemon.client import Client, Grant
+from io_daemon.metrics import TenantStats
+from io_daemon.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, align_up
+
+CUDA_REGISTER_BYTES_MAX = 1 << 30
+
+
+class DaemonLease(Lease):
+    def __init__(self, store: DaemonStore, chunk: int, seq: int) -> None:
+        self.chunk = chunk
+        self._store, self._seq = store, seq
+        self._grant: Grant | None = None
+
+    def wait(self) -> None:
+        if self._grant is None:
+            self._grant = self._store.client.wait(self._seq)
+
+    def pieces(self, kind: int) -> list[torch.Tensor]:
+        if self._grant is None:
+            raise RuntimeError(f"the lease on chunk {self.chunk} was not waited for")
+        return self._store.views(self.chunk, kind, self._grant.frames[kind])
+
+    def release(self, *, dirty: int = 0, dead: int = 0) -> None:
+        self._store.client.release(self._seq, dirty=dirty, dead=dead)
+
+
+class DaemonStore(ShardStore):
+    def __init__(self, client: Client, *, pinned_mask: int, device: torch.device) -> None:
+        """``client`` is attached; ``pinned_mask``: kinds of the ``cpu`` tier."""
+        self.client = client
+        self._pinned_mask = pinned_mask
+        self._arena = torch.from_numpy(client.arena.array())
+        self._layouts: dict[int, ChunkLayout] = {}
+        self._frames: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+        self._registration = CudaRegistration(self._arena) if device.type == "cuda" else None
+
+    def register(self, layouts: Sequence[ChunkLayout]) -> range:
+        chunks = self.client.register([self._spec(layout) for layout in layouts])
+        self._layouts.update(zip(chunks, layouts, strict=True))
+        return chunks
+
+    def unregister(self, chunks: range) -> None:
+        self.client.unregister(chunks)
+        for chunk in chunks:
+            del self._layouts[chunk]
+
+    def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        return DaemonLease(self, chunk, self.client.acquire(chunk, read=read, write=write))
+
+    def views(self, chunk: int, kind: int, frames: Sequence[int]) -> list[torch.Tensor]:
+        """Typed views of an object's frames, the last one cut to the chunk's numel."""
+        layout = self._layouts[chunk]
+        dtype = layout.dtypes[kind]
+        frame_numel = self.client.frame_bytes // dtype.itemsize
+        return [
+            self._frame(frame, dtype)[: min(frame_numel, layout.numel - piece * frame_numel)]
+            for piece, frame in enumerate(frames)
+        ]
+
+    def mark(self, trace_id: int) -> None:
+        self.client.mark(trace_id)
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
+        self.client.upload_trace(trace_id, accesses)
+
+    def tenant_stats(self) -> TenantStats:
+        return self.client.stats()
+
+    def stats(self) -> dict[str, float]:
+        return {"stall_seconds": self.client.stall_s}
+
+    def close(self) -> None:
+        if self._registration is not None:
+            self._registration.end()
+        self._frames.clear()
+        self.client.close()
+
+    def _frame(self, frame: int, dtype: torch.dtype) -> torch.Tensor:
+        view = self._frames.get((frame, dtype))
+        if view is None:
+            offset = frame_offset(frame, self.client.frame_bytes)
+            view = self._arena[offset : offset + self.client.frame_bytes].view(dtype)
+            self._frames[frame, dtype] = view
+        return view
+
+    def _spec(self, layout: ChunkLayout) -> ChunkSpec:
+        kind_bytes = [0] * KINDS_MAX
+        for kind, dtype in layout.dtypes.items():
+            kind_bytes[kind] = align_up(layout.numel * dtype.itemsize, PAGE_BYTES)
+        pinned = sum(1 << kind for kind in layout.dtypes if self._pinned_mask >> kind & 1)
+        return ChunkSpec(object_bytes=tuple(kind_bytes), pinned_mask=pinned)
+
+
+class CudaRegistration:
+    """The arena registered with CUDA, in pieces, so that copies to and from it are asynchronous DMA."""
+
+    def __init__(self, arena: torch.Tensor) -> None:
+        self._pieces: list[int] = []
+        runtime = torch.cuda.cudart()
+        for start in range(0, arena.numel(), CUDA_REGISTER_BYTES_MAX):
+            address = arena.data_ptr() + start
+            piece_bytes = min(CUDA_REGISTER_BYTES_MAX, arena.numel() - start)
+            status = runtime.cudaHostRegister(address, piece_bytes, 0)
+            if int(status) != 0:
+                self.end()
+                raise RuntimeError(f"cudaHostRegister of {piece_bytes} bytes of the arena failed with status {status}")
+            self._pieces.append(address)
+
+    def end(self) -> None:
+        for address in self._pieces:
+            torch.cuda.cudart().cudaHostUnregister(address)
+        self._pieces.clear()

@@ -1,0 +1,184 @@
+"""Stores made of stores: one that splits kinds over two tiers, one that records a trace, one that poisons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from infinity.tiers.base import ChunkLayout, Lease, ShardStore
+from infinity.trace import AccessRecorder
+from io_daemon.protocol import Access, kinds_of
+
+
+class SplitLease(Lease):
+    def __init__(self, chunk: int, parts: Sequence[tuple[int, Lease]]) -> None:
+        self.chunk = chunk
+        self._parts = parts
+
+    def wait(self) -> None:
+        for _, lease in self._parts:
+            lease.wait()
+
+    def pieces(self, kind: int) -> list[torch.Tensor]:
+        for mask, lease in self._parts:
+            if mask >> kind & 1:
+                return lease.pieces(kind)
+        raise KeyError(kind)
+
+    def release(self, *, dirty: int = 0, dead: int = 0) -> None:
+        for mask, lease in self._parts:
+            lease.release(dirty=dirty & mask, dead=dead & mask)
+
+
+class SplitStore(ShardStore):
+    """``device_mask`` kinds on the device, the others in the daemon. Both stores number chunks alike, because every
+    chunk is registered in both."""
+
+    def __init__(self, device_store: ShardStore, host_store: ShardStore, device_mask: int) -> None:
+        self._stores = ((device_mask, device_store), (~device_mask & 0xFF, host_store))
+
+    def register(self, layouts: Sequence[ChunkLayout]) -> range:
+        ranges = []
+        for mask, store in self._stores:
+            part = [replace(x, dtypes={k: d for k, d in x.dtypes.items() if mask >> k & 1}) for x in layouts]
+            ranges.append(store.register(part))
+        if ranges[0] != ranges[1]:
+            raise RuntimeError(f"the two stores number chunks differently: {ranges[0]} and {ranges[1]}")
+        return ranges[0]
+
+    def unregister(self, chunks: range) -> None:
+        for _, store in self._stores:
+            store.unregister(chunks)
+
+    def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        parts = [
+            (mask, store.acquire(chunk, read=read & mask, write=write & mask))
+            for mask, store in self._stores
+            if (read | write) & mask
+        ]
+        return parts[0][1] if len(parts) == 1 else SplitLease(chunk, parts)
+
+    def mark(self, trace_id: int) -> None:
+        for _, store in self._stores:
+            store.mark(trace_id)
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
+        for mask, store in self._stores:
+            seen = [Access(a.chunk, a.read_mask & mask, a.write_mask & mask, a.dead_mask & mask) for a in accesses]
+            store.set_trace(trace_id, [a for a in seen if a.read_mask | a.write_mask])
+
+    def stats(self) -> dict[str, float]:
+        return {key: value for _, store in self._stores for key, value in store.stats().items()}
+
+    def close(self) -> None:
+        for _, store in self._stores:
+            store.close()
+
+
+class RecordingLease(Lease):
+    def __init__(self, inner: Lease, recorder: AccessRecorder, position: int) -> None:
+        self.chunk = inner.chunk
+        self._inner, self._recorder, self._position = inner, recorder, position
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def pieces(self, kind: int) -> list[torch.Tensor]:
+        return self._inner.pieces(kind)
+
+    def release(self, *, dirty: int = 0, dead: int = 0) -> None:
+        self._recorder.released(self._position, dead)
+        self._inner.release(dirty=dirty, dead=dead)
+
+
+class TracedStore(ShardStore):
+    """Records the first complete pass of each trace id and hands it to the store below."""
+
+    def __init__(self, inner: ShardStore) -> None:
+        self._inner = inner
+        self._recorder: AccessRecorder | None = None
+        self._trace_id = -1
+        self._known: set[int] = set()
+
+    def register(self, layouts: Sequence[ChunkLayout]) -> range:
+        return self._inner.register(layouts)
+
+    def unregister(self, chunks: range) -> None:
+        self._inner.unregister(chunks)
+
+    def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        lease = self._inner.acquire(chunk, read=read, write=write)
+        if self._recorder is None:
+            return lease
+        return RecordingLease(lease, self._recorder, self._recorder.acquired(chunk, read, write))
+
+    def mark(self, trace_id: int) -> None:
+        """A pass begins: from here on accesses are recorded, unless the trace is known."""
+        self._trace_id = trace_id
+        self._recorder = None if trace_id in self._known else AccessRecorder()
+        self._inner.mark(trace_id)
+
+    def complete(self) -> None:
+        """The pass is complete: what was recorded becomes the trace. Every lease of it was released."""
+        if self._recorder is not None:
+            self._inner.set_trace(self._trace_id, self._recorder.accesses)
+            self._known.add(self._trace_id)
+            self._recorder = None
+
+    def abandon(self) -> None:
+        """The pass failed: what was recorded is worth nothing."""
+        self._recorder = None
+
+    def accesses(self) -> Sequence[Access]:
+        return [] if self._recorder is None else self._recorder.accesses
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
+        self._known.add(trace_id)
+        self._inner.set_trace(trace_id, accesses)
+
+    def stats(self) -> dict[str, float]:
+        return self._inner.stats()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
+class PoisonLease(Lease):
+    """Hands out private copies: what is undefined reads as NaN, and so does everything after the release."""
+
+    def __init__(self, inner: Lease, read: int, write: int) -> None:
+        self.chunk = inner.chunk
+        self._inner, self._read, self._write = inner, read, write
+        self._copies: dict[int, list[torch.Tensor]] = {}
+
+    def wait(self) -> None:
+        if self._copies:
+            return
+        self._inner.wait()
+        for kind in kinds_of(self._read | self._write):
+            pieces = self._inner.pieces(kind)
+            readable = self._read >> kind & 1
+            self._copies[kind] = [p.clone() if readable else torch.full_like(p, torch.nan) for p in pieces]
+
+    def pieces(self, kind: int) -> list[torch.Tensor]:
+        return self._copies[kind]
+
+    def release(self, *, dirty: int = 0, dead: int = 0) -> None:
+        if dirty & ~self._write:
+            raise RuntimeError(f"chunk {self.chunk}: kinds {dirty:#x} are dirty, but only {self._write:#x} were leased")
+        for kind in kinds_of(dirty):
+            for target, copy in zip(self._inner.pieces(kind), self._copies[kind], strict=True):
+                target.copy_(copy)
+        for copies in self._copies.values():
+            for copy in copies:
+                copy.fill_(torch.nan)
+        self._inner.release(dirty=dirty, dead=dead)
+
+
+class PoisonStore(TracedStore):
+    """The debug mode: a view used after its release, or read before it was written, yields NaN and is seen."""
+
+    def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        return PoisonLease(super().acquire(chunk, read=read, write=write), read, write)
