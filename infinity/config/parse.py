@@ -7,6 +7,7 @@ import functools
 import json
 import logging
 import os
+import tempfile
 from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
@@ -46,6 +47,9 @@ def parse_config(
     given = _checked(raw)
     subsumed = tuple(path for path, _ in given if BY_PATH[path].standing is Standing.SUBSUMED)
     fields = _nested((path, value) for path, value in given if BY_PATH[path].standing is not Standing.SUBSUMED)
+    for name in ("optimizer", "scheduler"):
+        if isinstance(raw.get(name), Mapping):
+            fields.setdefault(name, {})  # an empty one still lacks its type
     _resolve_batch_keys(fields, world_size)
     _merge_aio(fields)
     try:
@@ -267,7 +271,7 @@ def _located(location: tuple[int | str, ...], fields: Raw) -> tuple[str, object]
         if isinstance(value, Mapping):
             value = value.get(name)
         elif isinstance(value, list | tuple) and isinstance(name, int):
-            value = value[name]
+            value = value[name] if name < len(value) else None
     return ".".join(names), value
 
 
@@ -297,5 +301,9 @@ def _check_swap_dirs(config: Config) -> None:
             raise ConfigError(key, path, f"does not exist: mkdir -p {path}, on the NVMe filesystem")
         if not os.path.isdir(path):
             raise ConfigError(key, path, "is not a directory; name the directory that swap files go to")
-        if not os.access(path, os.W_OK | os.X_OK):
-            raise ConfigError(key, path, f"is not writable by uid {os.getuid()}: chown or chmod it, or name another")
+        try:
+            with tempfile.TemporaryFile(dir=path):
+                pass
+        except OSError as error:
+            remedy = f"is not writable by uid {os.getuid()} ({error.strerror}): chown or chmod it, or name another"
+            raise ConfigError(key, path, remedy) from error

@@ -1,0 +1,514 @@
+"""Every key works, is subsumed, or is refused with key, value and remedy; none is ignored."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import BaseModel, ValidationError
+
+from infinity.config import Config, parse_config, refuse_unsupported
+from infinity.config.batch import resolve_batch
+from infinity.config.dialect import BY_PATH, KEYS, SECTIONS, Key, Standing
+from infinity.config.reference import as_markdown, as_rows
+from infinity.errors import ConfigError
+
+WORKING = [key for key in KEYS if key.standing is Standing.WORKS]
+SUBSUMED = [key for key in KEYS if key.standing is Standing.SUBSUMED]
+REFUSED = [key for key in KEYS if key.standing is Standing.REFUSED]
+SMALLEST: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
+SHAPE_EXAMPLES: dict[str, tuple[Any, Any]] = {
+    "boolean": (True, "yes"),
+    "whole number": (5e8, 1.5),
+    "number": (0.5, True),
+    "string": ("x", 1),
+    "object": ({}, []),
+}
+
+
+def _path_of(key: Key) -> str:
+    return key.path
+
+
+def _with(path: str, value: object, base: dict[str, Any] | None = None) -> dict[str, Any]:
+    """``base`` and one more key."""
+    config = copy.deepcopy(SMALLEST if base is None else base)
+    *sections, name = path.split(".")
+    inner = config
+    for section in sections:
+        inner = inner.setdefault(section, {})
+    inner[name] = value
+    if sections[:1] == ["optimizer"]:
+        config["optimizer"].setdefault("type", "AdamW")
+    if sections[:1] == ["scheduler"]:
+        config["scheduler"].setdefault("type", "WarmupLR")
+    return config
+
+
+def _refusal(config: object, *, world_size: int = 1) -> ConfigError:
+    with pytest.raises(ConfigError) as caught:
+        parse_config(config, world_size=world_size)  # type: ignore[arg-type]
+    return caught.value
+
+
+# --- the table itself
+
+
+def _models(annotation: Any) -> Iterator[type[BaseModel]]:
+    """The section classes in an annotation: itself, or the members of a union."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for argument in get_args(annotation):
+        yield from _models(argument)
+
+
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = list(_models(field.annotation))
+        for section in inner:
+            yield from _fields(section, f"{prefix}{name}.")
+        if not inner:
+            yield f"{prefix}{name}"
+
+
+def test_what_the_engine_reads_is_what_the_table_lets_through() -> None:
+    fields = set(_fields(Config)) - {"subsumed"}
+    assert {key.path for key in WORKING} <= fields
+    for path in fields - {key.path for key in WORKING}:
+        # a refused key has a field only for the value that switches it off: the engine is written against it
+        assert BY_PATH[path].standing is Standing.REFUSED
+        assert BY_PATH[path].accepts
+
+
+def test_no_key_stands_twice_or_over_another() -> None:
+    assert len(BY_PATH) == len(KEYS)
+    assert not SECTIONS & BY_PATH.keys()
+
+
+def test_every_refusal_says_why_and_what_to_write() -> None:
+    assert all(key.note for key in KEYS)
+    assert all(key.remedy for key in KEYS if key.standing is Standing.REFUSED or key.accepts is not None)
+
+
+def test_the_documentation_lists_every_key() -> None:
+    rows = as_rows()
+    assert [row["key"] for row in rows] == [key.path for key in KEYS]
+    assert all(f"`{key.path}`" in as_markdown() for key in KEYS)
+
+
+def test_defaults_of_a_smallest_configuration() -> None:
+    config = parse_config(SMALLEST)
+    zero = config.zero_optimization
+    assert (zero.sub_group_size, zero.stage3_prefetch_bucket_size) == (10**9, 5 * 10**7)
+    assert (zero.stage3_param_persistence_threshold, zero.stage3_max_live_parameters) == (10**5, 10**9)
+    assert zero.stage3_max_reuse_distance == 10**9
+    assert (config.optimizer, config.scheduler, config.gradient_clipping, config.subsumed) == (None, None, 0.0, ())
+    assert not config.offloads
+    assert config.swap_dirs == ()
+
+
+# --- subsumed and refused, key by key
+
+
+@pytest.mark.parametrize("key", SUBSUMED, ids=_path_of)
+def test_subsumed_keys_are_accepted_and_listed(key: Key) -> None:
+    good, bad = SHAPE_EXAMPLES[key.shape]
+    assert parse_config(_with(key.path, good)).subsumed == (key.path,)
+    if key.path != "optimizer.params.torch_adam":
+        assert parse_config(_with(key.path, "auto")).subsumed == ()
+    error = _refusal(_with(key.path, bad))
+    assert (error.key, error.value) == (key.path, bad)
+    assert key.shape in error.remedy
+
+
+@pytest.mark.parametrize("key", REFUSED, ids=_path_of)
+def test_refused_keys_name_key_value_and_remedy(key: Key) -> None:
+    value: Any = {key.switch: True} if key.switch else "a value that nobody serves"
+    error = _refusal(_with(key.path, value))
+    assert error.key == (f"{key.path}.{key.switch}" if key.switch else key.path)
+    assert error.value == (True if key.switch else value)
+    assert key.note in str(error)
+    assert key.remedy in str(error)
+    assert str(error.key) in str(error)
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.accepts], ids=_path_of)
+def test_values_that_switch_a_refused_key_off_pass(key: Key) -> None:
+    for value in key.accepts or ():
+        config = parse_config(_with(key.path, value))
+        assert key.path not in config.subsumed
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.switch], ids=_path_of)
+def test_a_section_that_is_off_passes_whatever_it_holds(key: Key) -> None:
+    parse_config(_with(key.path, {key.switch: False, "anything": 1}))
+    parse_config(_with(key.path, {"anything": 1}))
+    assert _refusal(_with(key.path, "on")).key == key.path
+
+
+def test_true_is_not_one_and_false_is_not_zero() -> None:
+    assert _refusal(_with("zero_optimization.zero_hpz_partition_size", True)).value is True
+    assert _refusal(_with("io_daemon.commit_every_n_steps", False)).value is False
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("fp16.enabled", True, "bf16"),
+        ("zero_optimization.stage", 0, "stage 3"),
+        ("zero_optimization.stage", 1, "stage 3"),
+        ("zero_optimization.stage", 2, "stage 3"),
+        ("io_daemon.commit_every_n_steps", 5, "checkpoint"),
+        ("io_daemon.update_in_backward", True, "after backward"),
+        ("zero_optimization.zero_quantized_weights", True, "exact"),
+        ("zero_optimization.offload_optimizer.ratio", 0.4, "1.0"),
+    ],
+)
+def test_what_is_not_built_yet_is_refused(path: str, value: object, words: str) -> None:
+    error = _refusal(_with(path, value))
+    assert (error.key, error.value) == (path, value)
+    assert words in str(error)
+
+
+def test_a_missing_stage_is_stage_0_as_in_deepspeed_and_refused() -> None:
+    error = _refusal({"train_batch_size": 8})
+    assert (error.key, error.value) == ("zero_optimization.stage", 0)
+    assert "write 3" in error.remedy
+
+
+def test_refuse_unsupported_also_judges_a_configuration_built_by_hand() -> None:
+    config = parse_config(SMALLEST)
+    refuse_unsupported(config)
+    by_hand = config.model_copy(update={"io_daemon": config.io_daemon.model_copy(update={"commit_every_n_steps": 3})})
+    with pytest.raises(ConfigError, match="commit_every_n_steps"):
+        refuse_unsupported(by_hand)
+
+
+# --- unknown keys
+
+
+@pytest.mark.parametrize(
+    ("path", "meant"),
+    [
+        ("zero_optimisation", "zero_optimization"),
+        ("zero_optimization.subgroup_size", "zero_optimization.sub_group_size"),
+        ("zero_optimization.offload_param.nvme_pth", "zero_optimization.offload_param.nvme_path"),
+        ("io_daemon.host_budget", "io_daemon.host_budget_bytes"),
+        ("optimizer.params.learning_rate", None),
+        ("optimizer.params.weight_dcay", "optimizer.params.weight_decay"),
+        ("scheduler.params.warmup_num_step", "scheduler.params.warmup_num_steps"),
+        ("aio.num_threads", None),
+        # right name, wrong section
+        ("sub_group_size", "zero_optimization.sub_group_size"),
+        ("offload_optimizer", None),
+        ("zero_optimization.lr", "optimizer.params.lr"),
+    ],
+)
+def test_a_misspelt_key_gets_a_suggestion(path: str, meant: str | None) -> None:
+    error = _refusal(_with(path, 1))
+    assert error.key == path
+    assert "unknown key" in error.remedy
+    if meant is not None:
+        assert f"did you mean {meant}?" in error.remedy
+
+
+def test_an_unknown_key_like_no_other_lists_what_is_known_here() -> None:
+    assert "host_budget_bytes, queue_depth" in _refusal(_with("io_daemon.zzz", 1)).remedy
+
+
+# --- values
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "words"),
+    [
+        ("train_batch_size", 0, "at least 1"),
+        ("train_batch_size", 2.5, "whole number"),
+        ("train_batch_size", True, "whole number"),
+        ("train_batch_size", "8", "whole number"),
+        ("gradient_clipping", -1.0, "greater than or equal to 0"),
+        ("gradient_clipping", float("nan"), "finite"),
+        ("gradient_clipping", "1.0", "number"),
+        ("steps_per_print", -1, "greater than or equal to 0"),
+        ("communication_data_type", "fp16", "'fp32' or 'bf16'"),
+        ("bf16.enabled", 1, "boolean"),
+        ("bf16", True, "object"),
+        ("zero_optimization.stage", 4, "less than or equal to 3"),
+        ("zero_optimization.sub_group_size", 1000, "16384"),
+        ("zero_optimization.sub_group_size", 1e9 + 0.5, "integer"),
+        ("zero_optimization.stage3_max_live_parameters", -1, "greater than or equal to 0"),
+        ("zero_optimization.offload_param.device", "disk", "'none', 'cpu' or 'nvme'"),
+        ("zero_optimization.offload_param.pin_memory", "true", "boolean"),
+        ("optimizer.type", "Lamb", "'Adam' or 'AdamW'"),
+        ("optimizer.params.lr", -1e-3, "greater than or equal to 0"),
+        ("optimizer.params.betas", [0.9, 1.0], "less than 1"),
+        ("optimizer.params.betas", [0.9], "is required"),
+        ("scheduler.type", "OneCycle", "'WarmupLR', 'WarmupDecayLR', 'WarmupCosineLR'"),
+        ("scheduler.params.warmup_type", "cosine", "'log' or 'linear'"),
+        ("scheduler.params.total_num_steps", 10, "WarmupLR takes no such parameter"),
+        ("aio.block_size", 5000, "multiple of 4096"),
+        ("io_daemon.block_size", 512, "4096"),
+        ("io_daemon.queue_depth", 0, "greater than or equal to 1"),
+        ("io_daemon.host_budget_bytes", 0, "greater than or equal to 1"),
+        ("io_daemon.engine", "io_uring", "'require:io_uring'"),
+        ("io_daemon.start", "sometimes", "'auto' or 'never'"),
+        ("io_daemon.socket", "/" + "s" * 107, "107 bytes"),
+        ("io_daemon.swap_dirs", "/tmp", "tuple"),
+        ("io_daemon", [], "object"),
+    ],
+)
+def test_wrong_values_are_refused_by_key(path: str, value: object, words: str) -> None:
+    error = _refusal(_with(path, value))
+    assert error.key.startswith(path)
+    assert words in error.remedy
+
+
+def test_what_is_required_is_asked_for_by_its_key() -> None:
+    assert _refusal({**SMALLEST, "scheduler": {"params": {}}}).key == "scheduler.type"
+    assert _refusal({**SMALLEST, "optimizer": {"params": {}}}).key == "optimizer.type"
+    decay = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 5}}
+    error = _refusal({**SMALLEST, "scheduler": decay})
+    assert (error.key, error.remedy) == ("scheduler.params.total_num_steps", "is required")
+
+
+def test_one_error_names_the_other_wrong_keys_too() -> None:
+    config = _with("io_daemon.queue_depth", 0, _with("gradient_clipping", -1.0))
+    error = _refusal(config)
+    assert error.key == "gradient_clipping"
+    assert "also wrong: io_daemon.queue_depth" in error.remedy
+
+
+def test_deepspeed_spellings_of_numbers_and_names() -> None:
+    config = parse_config(
+        {
+            "train_batch_size": 8.0,
+            "steps_per_print": float("inf"),
+            "gradient_clipping": 1,
+            "zero_optimization": {"stage": 3, "sub_group_size": 2e7, "stage3_max_live_parameters": 0},
+            "optimizer": {"type": "adamw", "params": {"lr": 1, "betas": [0.9, 0.95]}},
+            "scheduler": None,
+        }
+    )
+    assert (config.train_batch_size, config.steps_per_print, config.gradient_clipping) == (8, 0, 1.0)
+    assert type(config.zero_optimization.sub_group_size) is int
+    assert config.zero_optimization.sub_group_size == 20_000_000
+    assert config.optimizer is not None
+    assert (config.optimizer.type, config.optimizer.params.betas) == ("AdamW", (0.9, 0.95))
+
+
+@pytest.mark.parametrize(
+    ("kind", "adam_w_mode", "decoupled"),
+    [("Adam", True, True), ("Adam", False, False), ("AdamW", False, True), ("AdamW", True, True)],
+)
+def test_adam_means_adamw_unless_told_otherwise(kind: str, adam_w_mode: bool, decoupled: bool) -> None:
+    config = parse_config({**SMALLEST, "optimizer": {"type": kind, "params": {"adam_w_mode": adam_w_mode}}})
+    assert config.optimizer is not None
+    assert config.optimizer.decoupled_weight_decay is decoupled
+
+
+@pytest.mark.parametrize("key", [key for key in WORKING if key.auto == "refused"], ids=_path_of)
+def test_auto_is_refused_where_only_a_trainer_knows(key: Key) -> None:
+    error = _refusal(_with(key.path, "auto"))
+    assert error.key == key.path
+    assert '"auto"' in error.remedy
+
+
+@pytest.mark.parametrize("key", [key for key in WORKING if key.auto != "refused"], ids=_path_of)
+def test_auto_is_resolved_where_it_can_be(key: Key) -> None:
+    base = _with("train_micro_batch_size_per_gpu", 8) if key.path == "train_batch_size" else None
+    assert parse_config(_with(key.path, "auto", base)) == parse_config(base or SMALLEST)
+
+
+def test_configurations_are_frozen() -> None:
+    config = parse_config(SMALLEST)
+    with pytest.raises(ValidationError, match="frozen"):
+        config.zero_optimization.stage = 2
+
+
+# --- batch arithmetic
+
+
+@pytest.mark.parametrize(
+    ("train", "micro", "accumulation", "world_size", "expected"),
+    [
+        (32, None, None, 4, (32, 8, 1)),
+        (32, 2, None, 4, (32, 2, 4)),
+        (32, None, 4, 4, (32, 2, 4)),
+        (32, 2, 4, 4, (32, 2, 4)),
+        (None, 2, None, 4, (8, 2, 1)),
+        (None, 2, 3, 4, (24, 2, 3)),
+    ],
+)
+def test_two_of_three_batch_settings_give_the_third(
+    train: int | None, micro: int | None, accumulation: int | None, world_size: int, expected: tuple[int, int, int]
+) -> None:
+    given_keys = {
+        "train_batch_size": train,
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": accumulation,
+    }
+    for absent in (None, "auto"):
+        raw = {name: absent if value is None else value for name, value in given_keys.items()}
+        config = parse_config({"zero_optimization": {"stage": 3}, **raw}, world_size=world_size)
+        assert (
+            config.train_batch_size,
+            config.train_micro_batch_size_per_gpu,
+            config.gradient_accumulation_steps,
+        ) == expected
+
+
+@given(micro=st.integers(1, 64), accumulation=st.integers(1, 64), world_size=st.integers(1, 64))
+def test_any_two_of_consistent_batch_settings_agree(micro: int, accumulation: int, world_size: int) -> None:
+    whole = (micro * accumulation * world_size, micro, accumulation)
+    for left_out in range(3):
+        train, some_micro, some_accumulation = (None if i == left_out else n for i, n in enumerate(whole))
+        sizes = resolve_batch(train=train, micro=some_micro, accumulation=some_accumulation, world_size=world_size)
+        assert sizes == whole
+
+
+@pytest.mark.parametrize(
+    ("keys", "world_size", "words"),
+    [
+        ({}, 1, "neither is given"),
+        ({"gradient_accumulation_steps": 2}, 1, "neither is given"),
+        ({"train_batch_size": 10}, 4, "8 or 12"),
+        ({"train_batch_size": 3}, 4, "write 4"),
+        ({"train_batch_size": 10, "train_micro_batch_size_per_gpu": 3}, 1, "9 or 12"),
+        ({"train_batch_size": 10, "gradient_accumulation_steps": 4}, 1, "8 or 12"),
+        (
+            {"train_batch_size": 10, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2},
+            2,
+            "leave one of the three out",
+        ),
+    ],
+)
+def test_batch_settings_that_cannot_be_reconciled(keys: dict[str, int], world_size: int, words: str) -> None:
+    error = _refusal({"zero_optimization": {"stage": 3}, **keys}, world_size=world_size)
+    assert error.key == "train_batch_size"
+    assert words in error.remedy
+
+
+# --- offload, swap directories, aio
+
+
+@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
+def test_nvme_needs_a_directory(section: str, tmp_path: Path) -> None:
+    config = _with(f"zero_optimization.{section}.device", "nvme")
+    error = _refusal(config)
+    assert error.key == f"zero_optimization.{section}.nvme_path"
+    assert "io_daemon.swap_dirs" in error.remedy
+    config["io_daemon"] = {"swap_dirs": [str(tmp_path)]}
+    assert parse_config(config).swap_dirs == (tmp_path,)
+
+
+@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
+def test_a_path_without_nvme_is_refused_not_ignored(section: str, tmp_path: Path) -> None:
+    config = _with(f"zero_optimization.{section}", {"device": "cpu", "nvme_path": str(tmp_path)})
+    assert _refusal(config).key == f"zero_optimization.{section}.nvme_path"
+
+
+def test_swap_directories_are_collected_once_each(tmp_path: Path) -> None:
+    one, two = tmp_path / "one", tmp_path / "two"
+    one.mkdir()
+    two.mkdir()
+    config = parse_config(
+        {
+            **SMALLEST,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_param": {"device": "nvme", "nvme_path": f"{one}/"},
+                "offload_optimizer": {"device": "nvme", "nvme_path": str(one), "pin_memory": True},
+            },
+            "io_daemon": {"swap_dirs": [str(two), str(one)]},
+        }
+    )
+    assert config.swap_dirs == (one, two)
+    assert config.offloads
+    assert config.pin_memory
+
+
+def _nvme(path: Path) -> dict[str, Any]:
+    return _with("zero_optimization.offload_param", {"device": "nvme", "nvme_path": str(path)})
+
+
+def test_a_swap_directory_must_exist(tmp_path: Path) -> None:
+    missing = tmp_path / "missing"
+    error = _refusal(_nvme(missing))
+    assert (error.key, error.value) == ("zero_optimization.offload_param.nvme_path", str(missing))
+    assert f"mkdir -p {missing}" in error.remedy
+    assert parse_config(_nvme(missing), check_paths=False).swap_dirs == (missing,)
+
+
+def test_a_swap_directory_must_be_a_directory(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    assert "not a directory" in _refusal(_nvme(file)).remedy
+
+
+def test_a_swap_directory_must_be_writable() -> None:
+    """/proc is writable for nobody, not even for root."""
+    error = _refusal(_nvme(Path("/proc")))
+    assert "not writable" in error.remedy
+
+
+def test_aio_names_two_settings_of_io_daemon() -> None:
+    config = parse_config({**SMALLEST, "aio": {"block_size": 65536, "queue_depth": 8}})
+    assert (config.io_daemon.block_size, config.io_daemon.queue_depth) == (65536, 8)
+    agreeing = {**SMALLEST, "aio": {"queue_depth": 8}, "io_daemon": {"queue_depth": 8}}
+    assert parse_config(agreeing).io_daemon.queue_depth == 8
+    error = _refusal({**SMALLEST, "aio": {"queue_depth": 8}, "io_daemon": {"queue_depth": 16}})
+    assert error.key == "aio.queue_depth"
+    assert "io_daemon.queue_depth" in error.remedy
+
+
+# --- files
+
+
+def test_a_file_and_a_dict_give_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(SMALLEST))
+    assert parse_config(file) == parse_config(str(file)) == parse_config(SMALLEST)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "one JSON object"),
+        ('{"train_batch_size": 8, "train_batch_size": 9}', "twice"),
+        ('{"bf16": {"enabled": true, "enabled": false}}', "twice"),
+    ],
+)
+def test_files_that_hold_no_configuration(tmp_path: Path, text: str, words: str) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(text)
+    assert words in _refusal(file).remedy
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    assert "No such file" in _refusal(tmp_path / "none.json").remedy
+    assert "dict or the path" in _refusal(3).remedy
+
+
+def test_the_callers_dict_is_left_as_it_was() -> None:
+    config = _with("aio.queue_depth", 8, _with("zero_optimization.overlap_comm", True))
+    before = copy.deepcopy(config)
+    parse_config(config)
+    assert config == before
+
+
+def test_subsumed_keys_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    config = _with("zero_optimization.round_robin_gradients", True, _with("zero_optimization.reduce_bucket_size", 7))
+    with caplog.at_level(logging.INFO, logger="infinity.config.parse"):
+        parse_config(config)
+        parse_config(config)
+    messages = [record.getMessage() for record in caplog.records]
+    assert len(messages) == 2
+    assert any("reduce_bucket_size needs no setting" in message for message in messages)
