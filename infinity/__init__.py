@@ -1,8 +1,24 @@
 """Train models far larger than memory: ZeRO stage 3 whose state lives on NVMe, bit-exact, inside a hard budget."""
 
-from infinity.engine import Engine
-from infinity.init_context import Init
-from infinity.initialize import initialize
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from infinity.engine import Engine
+    from infinity.init_context import Init
+    from infinity.initialize import initialize
 
 __all__ = ["Engine", "Init", "initialize"]
 __version__ = "0.1.0"
+
+_HOMES = {"Engine": "infinity.engine", "Init": "infinity.init_context", "initialize": "infinity.entry"}
+
+
+def __getattr__(name: str) -> Any:
+    """Imported on first use, so that the command line answers before torch is loaded."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    globals()[name] = value = getattr(importlib.import_module(_HOMES[name]), name)
+    return value

@@ -46,13 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="infinity", description="Train models larger than memory from NVMe."
-    )
+    parser = argparse.ArgumentParser(prog="infinity", description="Train models larger than memory from NVMe.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    commands.add_parser(
-        "run", help="torchrun with an I/O daemon for this node", add_help=False
-    )
+    commands.add_parser("run", help="torchrun with an I/O daemon for this node", add_help=False)
     commands.add_parser(
         "demo",
         help="train a GPT from NVMe in less memory than its state",
@@ -64,18 +60,14 @@ def _parser() -> argparse.ArgumentParser:
         help="what this machine offers, and a remedy for each no",
         description="Exit code 1 if a check failed.",
     )
-    doctor.add_argument(
-        "directories", nargs="*", metavar="DIR", help="where swap files would go"
-    )
+    doctor.add_argument("directories", nargs="*", metavar="DIR", help="where swap files would go")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(function=_doctor)
 
-    config = commands.add_parser(
-        "config", help="check a configuration, list its keys"
-    ).add_subparsers(required=True, metavar="COMMAND")
-    check = config.add_parser(
-        "check", help="check a JSON file", description="Exit code 2 if it is refused."
+    config = commands.add_parser("config", help="check a configuration, list its keys").add_subparsers(
+        required=True, metavar="COMMAND"
     )
+    check = config.add_parser("check", help="check a JSON file", description="Exit code 2 if it is refused.")
     check.add_argument("file", metavar="FILE")
     check.add_argument(
         "--world-size",
@@ -95,9 +87,7 @@ def _parser() -> argparse.ArgumentParser:
         help="print the configuration as resolved, as JSON",
     )
     check.set_defaults(function=_config_check)
-    keys = config.add_parser(
-        "keys", help="every key of the dialect and what becomes of it"
-    )
+    keys = config.add_parser("keys", help="every key of the dialect and what becomes of it")
     keys.add_argument("--json", action="store_true", help="print one JSON array")
     keys.set_defaults(function=_config_keys)
     return parser
@@ -113,9 +103,7 @@ def _config_check(parsed: argparse.Namespace) -> int:
     from infinity.config import parse_config
     from infinity.config.dialect import BY_PATH
 
-    config = parse_config(
-        parsed.file, world_size=parsed.world_size, check_paths=not parsed.skip_paths
-    )
+    config = parse_config(parsed.file, world_size=parsed.world_size, check_paths=not parsed.skip_paths)
     if parsed.json:
         print(config.model_dump_json(indent=2))
         return EXIT_OK
@@ -158,16 +146,10 @@ def _run_parser() -> argparse.ArgumentParser:
         metavar="DIR",
         help="where swap files go; repeatable",
     )
-    parser.add_argument(
-        "--socket", metavar="PATH", help="the daemon's socket (default: a private one)"
-    )
-    parser.add_argument(
-        "--engine", metavar="ENGINE", help="auto (default) or require:NAME"
-    )
+    parser.add_argument("--socket", metavar="PATH", help="the daemon's socket (default: a private one)")
+    parser.add_argument("--engine", metavar="ENGINE", help="auto (default) or require:NAME")
     parser.add_argument("--block-size", metavar="BYTES", help="of one I/O (default 1M)")
-    parser.add_argument(
-        "--queue-depth", metavar="N", help="I/Os in flight (default 32)"
-    )
+    parser.add_argument("--queue-depth", metavar="N", help="I/Os in flight (default 32)")
     parser.add_argument(
         "--no-verify-checksums",
         action="store_true",
@@ -220,9 +202,7 @@ def _run(words: list[str]) -> int:
         ("--queue-depth", parsed.queue_depth),
     ):
         options += [] if value is None else [name, value]
-    with DaemonProcess(
-        swap_dirs=parsed.swap_dir, socket=parsed.socket, options=options, private=False
-    ) as daemon:
+    with DaemonProcess(swap_dirs=parsed.swap_dir, socket=parsed.socket, options=options, private=False) as daemon:
         code = _torchrun(rest, socket=str(daemon.socket))
         if (status := daemon.poll()) is not None:
             print(
@@ -234,14 +214,8 @@ def _run(words: list[str]) -> int:
 
 
 def _torchrun(words: Sequence[str], *, socket: str | None) -> int:
-    env = (
-        dict(os.environ)
-        if socket is None
-        else {**os.environ, "INFINITY_IO_SOCKET": socket}
-    )
-    child = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", *words], env=env
-    )
+    env = dict(os.environ) if socket is None else {**os.environ, "INFINITY_IO_SOCKET": socket}
+    child = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words], env=env)
     with _forwarded_signals(child):
         code = child.wait()
     return 128 - code if code < 0 else code

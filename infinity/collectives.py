@@ -90,7 +90,7 @@ class Collectives:
         error: BaseException | None = None
         try:
             result = work()
-        except Exception as raised:
+        except Exception as raised:  # noqa: BLE001 (raised again below, after the other ranks know)
             error = raised
         failures = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
         if error is not None:

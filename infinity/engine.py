@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -310,5 +310,3 @@ class Engine:
             for name, param in self.module.named_parameters(remove_duplicate=False)
             if index_of[id(param)] in by_index
         }
-
-

@@ -23,19 +23,42 @@ from infinity.live_set import LiveSet
 from infinity.param_group import ParamGroup
 from infinity.states import ShardedState
 
-# Reading these of a parameter needs no weights.
-METADATA = frozenset(
-    getattr(torch.Tensor, name).__get__
-    for name in ("shape", "dtype", "device", "requires_grad", "grad", "is_leaf", "ndim", "layout", "grad_fn", "names")
-    + ("is_cuda", "is_sparse", "is_quantized", "is_meta", "is_nested", "is_mkldnn", "is_complex", "itemsize")
-    if hasattr(getattr(torch.Tensor, name, None), "__get__")
-) | frozenset(
-    getattr(torch.Tensor, name)
-    for name in ("size", "dim", "numel", "element_size", "is_floating_point", "requires_grad_", "register_hook")
-    + ("__hash__", "nelement", "is_complex", "get_device", "register_post_accumulate_grad_hook")
-    if hasattr(torch.Tensor, name)
+_PROPERTIES = (
+    "shape",
+    "dtype",
+    "device",
+    "layout",
+    "ndim",
+    "itemsize",
+    "requires_grad",
+    "grad",
+    "grad_fn",
+    "is_leaf",
+    "is_cuda",
+    "is_sparse",
+    "is_quantized",
+    "is_meta",
+    "is_nested",
+    "is_mkldnn",
 )
-
+_METHODS = (
+    "size",
+    "dim",
+    "numel",
+    "nelement",
+    "element_size",
+    "is_floating_point",
+    "is_complex",
+    "get_device",
+    "__hash__",
+    "requires_grad_",
+    "register_hook",
+    "register_post_accumulate_grad_hook",
+)
+METADATA = frozenset(getattr(torch.Tensor, name).__get__ for name in _PROPERTIES) | frozenset(
+    getattr(torch.Tensor, name) for name in _METHODS
+)
+"""What may be asked of a parameter without its weights."""
 
 unguarded = torch._C.DisableTorchFunction
 """Around the engine's own work on parameters, which must not be taken for a use of them."""
@@ -98,7 +121,7 @@ class ModuleHooks:
         for group in groups:
             for param in group.params if group.placement.trainable else ():
                 hook = self._gradient_hook(group, on_gradient)
-                self._removable.append(param.param.register_post_accumulate_grad_hook(hook))
+                self._removable.append(param.param.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
 
     def remove(self) -> None:
         for handle in self._removable:

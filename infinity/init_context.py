@@ -1,9 +1,9 @@
 """``Init``: build a model larger than memory. Parameters are staged out as the model grows.
 
 A bounded set of parameters, the ones touched last, keeps its memory; the others wait in the store as shards of kind
-STAGING. Any torch operation that takes a staged parameter (``nn.init.normal_(self.weight)``, ``self.apply(...)``) brings
-it back first, and what is brought back is written out again when its turn comes. So constructors run unchanged, draw
-the same random numbers in the same order, and give the same model.
+STAGING. Any torch operation that takes a staged parameter (``nn.init.normal_(self.weight)``, ``self.apply(...)``)
+brings it back first, and what is brought back is written out again when its turn comes. So constructors run unchanged,
+draw the same random numbers in the same order, and give the same model.
 """
 
 from __future__ import annotations
@@ -157,7 +157,7 @@ class StagedParam:
         if len(self._chunks):
             self.area.store.unregister(self._chunks)
         self._chunks = range(0)
-        _staged.pop(self.param)
+        del _staged[self.param]
 
     def _layouts(self) -> Sequence[ChunkLayout]:
         dtypes = {int(ObjectKind.STAGING): self.param.dtype}
@@ -177,7 +177,7 @@ _staged: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 def staged_param(param: nn.Parameter) -> StagedParam | None:
     """What ``Init`` knows of the parameter; None if it was built without."""
-    found: StagedParam | None = _staged.get(param)
+    found: StagedParam | None = _staged[param] if param in _staged else None  # noqa: SIM401 (get is untyped)
     return found
 
 

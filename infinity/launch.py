@@ -128,17 +128,13 @@ class DaemonProcess:
         if at_end:
             self._refuse()
         if not line.endswith(b"\n"):
-            raise DaemonLostError(
-                f"the I/O daemon was not ready within {timeout_s:g} s{self._stderr.last_words()}"
-            )
+            raise DaemonLostError(f"the I/O daemon was not ready within {timeout_s:g} s{self._stderr.last_words()}")
         try:
             ready = json.loads(line)
         except ValueError:
             ready = None
         if not isinstance(ready, dict):
-            raise DaemonLostError(
-                f"the I/O daemon's first line is not a JSON object: {line[:200]!r}"
-            )
+            raise DaemonLostError(f"the I/O daemon's first line is not a JSON object: {line[:200]!r}")
         self._stderr.pass_on()
         return ready
 
@@ -152,9 +148,7 @@ class DaemonProcess:
                 " ".join(self._arguments),
                 f"the I/O daemon refuses to start{last_words}",
             )
-        raise DaemonLostError(
-            f"the I/O daemon ended with status {status} before it was ready{last_words}"
-        )
+        raise DaemonLostError(f"the I/O daemon ended with status {status} before it was ready{last_words}")
 
 
 def daemon_options(
@@ -228,9 +222,7 @@ def _read_line(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
         while not line.endswith(b"\n") and len(line) < READY_LINE_BYTES_MAX:
             if not selector.select(max(0.0, deadline - time.monotonic())):
                 break
-            byte = os.read(
-                stream.fileno(), 1
-            )  # one at a time: what follows the line is not ours to swallow
+            byte = os.read(stream.fileno(), 1)  # one at a time: what follows the line is not ours to swallow
             if not byte:
                 return line, True
             line += byte
@@ -239,16 +231,10 @@ def _read_line(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
 
 def _private_directory(environment: Environment) -> Path:
     """A fresh 0700 directory whose socket path fits into a sockaddr."""
-    parents = [
-        parent
-        for parent in (environment.runtime_dir, environment.temp_dir, Path("/tmp"))
-        if parent is not None
-    ]
+    parents = [parent for parent in (environment.runtime_dir, environment.temp_dir, Path("/tmp")) if parent is not None]
     name_bytes = len(f"/infinity-xxxxxxxx/{SOCKET_NAME}")
     for parent in parents:
-        if len(os.fsencode(parent)) + name_bytes <= SOCKET_PATH_BYTES_MAX and os.access(
-            parent, os.W_OK | os.X_OK
-        ):
+        if len(os.fsencode(parent)) + name_bytes <= SOCKET_PATH_BYTES_MAX and os.access(parent, os.W_OK | os.X_OK):
             return Path(tempfile.mkdtemp(prefix="infinity-", dir=parent))
     tried = ", ".join(str(parent) for parent in parents)
     raise ConfigError(

@@ -5,7 +5,7 @@ Tensors of a parameter, listed once:
 - ``param``: the user's ``nn.Parameter``; the same object for the engine's life, so ties and references hold.
 - ``full``: the unsharded weights. One tensor over one storage for the engine's life; resharding frees the storage's
   memory (``resize_(0)``), unsharding allocates it again. Autograd keeps views of that storage (``F.linear`` saves
-  ``weight.t()``), which therefore see the weights again once the storage is refilled (FSDP2's way, torch.distributed.fsdp).
+  ``weight.t()``), which therefore see the weights again once the storage is refilled (as torch's FSDP2 does).
 - ``placeholder``: one NaN expanded to the parameter's shape. What a sharded parameter reads as: shape, dtype and
   numel stay true, a stray use yields NaN rather than freed memory.
 - ``param.grad``: the unsharded gradient, from its accumulation until the group reduces it.
@@ -33,7 +33,8 @@ class ShardedParam:
     @property
     def storage_key(self) -> int:
         """Identity of the storage that autograd's saved views share."""
-        return self._storage._cdata
+        key: int = self._storage._cdata
+        return key
 
     def allocate(self) -> torch.Tensor:
         """Memory for the full weights, contents undefined; flat view of it."""

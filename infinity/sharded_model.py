@@ -178,9 +178,7 @@ class ShardedModel:
         if self.plan is not None:
             if connection is None:
                 raise AssertionError("a plan for the host needs a connection")
-            host = connection.open(
-                self.plan, job=connection.job, pinned_mask=tiers.pinned_mask, device=self._device
-            )
+            host = connection.open(self.plan, job=connection.job, pinned_mask=tiers.pinned_mask, device=self._device)
             store = SplitStore(store, host, tiers.device_mask) if tiers.device_mask else host
             self.host_store = host
         traced = PoisonStore(store) if poison else TracedStore(store)

@@ -224,8 +224,8 @@ class Config(Section):
 
     @property
     def swap_dirs(self) -> tuple[Path, ...]:
-        """Every directory that swap files may be put in, absolute, in the order written, each once."""
-        return tuple(dict.fromkeys(Path(os.path.abspath(text)) for _, text in self.swap_dir_keys()))
+        """Every directory that swap files may be put in, links resolved, in the order written, each once."""
+        return tuple(dict.fromkeys(Path(os.path.realpath(text)) for _, text in self.swap_dir_keys()))
 
     def swap_dir_keys(self) -> list[tuple[str, str]]:
         """(dotted key, path as written) of each swap directory."""

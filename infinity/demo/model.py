@@ -48,7 +48,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         heads = self.qkv(x).unflatten(-1, (3, self.num_heads, -1)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(heads[0], heads[1], heads[2], is_causal=True)
-        return self.out(mixed.transpose(1, 2).flatten(2))
+        out: Tensor = self.out(mixed.transpose(1, 2).flatten(2))
+        return out
 
 
 class Layer(nn.Module):
@@ -64,8 +65,9 @@ class Layer(nn.Module):
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
-        return x + self.mlp(self.mlp_norm(x))
+        mixed: Tensor = x + self.attention(self.attention_norm(x))
+        out: Tensor = mixed + self.mlp(self.mlp_norm(mixed))
+        return out
 
 
 class ByteGPT(nn.Module):

@@ -13,7 +13,7 @@ from infinity.demo.summary import Summary
 from infinity.demo.training import StepRecord
 
 matplotlib.use("Agg")  # no display needed
-from matplotlib import pyplot  # noqa: E402
+from matplotlib import pyplot
 
 SMOOTHED_SAMPLES = 4
 

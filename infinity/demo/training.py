@@ -14,6 +14,7 @@ import torch.nn.functional as F
 import infinity
 from infinity.demo.model import ByteGPT
 from infinity.demo.text import windows
+from infinity.report import IoReport
 
 MIB = 1 << 20
 BUDGET_SHARE = 3
@@ -48,7 +49,7 @@ class StepRecord:
     tokens_per_s: float
     resident_bytes: int
     nvme_bytes: int
-    """State that lies on NVMe."""
+    """Reserved for the state on NVMe."""
     read_bytes: int
     written_bytes: int
     hit_rate: float
@@ -135,16 +136,17 @@ def train(
         engine.destroy()
 
 
-def _record(index: int, loss: float, seconds: float, settings: Settings, report: dict[str, Any]) -> StepRecord:
+def _record(index: int, loss: float, seconds: float, settings: Settings, report: IoReport) -> StepRecord:
+    traffic = report.nvme
     return StepRecord(
         index=index,
         loss=loss,
         seconds=seconds,
         tokens_per_s=settings.tokens_per_step / seconds,
-        resident_bytes=report["host"]["resident_bytes"],
-        nvme_bytes=report["nvme"]["swap_bytes"],
-        read_bytes=report["nvme"]["read_bytes"],
-        written_bytes=report["nvme"]["written_bytes"],
-        hit_rate=report["host"]["hit_rate"],
-        stall_s=report["stall_seconds"],
+        resident_bytes=sum(report.resident_bytes.values()),
+        nvme_bytes=report.swap_bytes,
+        read_bytes=sum(traffic.bytes_read.values()) if traffic else 0,
+        written_bytes=sum(traffic.bytes_written.values()) if traffic else 0,
+        hit_rate=traffic.hit_rate if traffic else 0.0,
+        stall_s=report.times.stall_seconds,
     )

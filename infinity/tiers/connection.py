@@ -1,4 +1,4 @@
-"""How a job reaches its node's daemon: the one named, the user's own, or a private one that lives as long as the job."""
+"""How a job reaches its node's daemon: the one named, the user's own, or a private one as long-lived as the job."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ The tier ``cpu`` is the same store with its kinds pinned resident. Views are of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -109,11 +110,11 @@ class CudaRegistration:
 
     def __init__(self, arena: torch.Tensor) -> None:
         self._pieces: list[int] = []
-        runtime = torch.cuda.cudart()
+        self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
         for start in range(0, arena.numel(), CUDA_REGISTER_BYTES_MAX):
             address = arena.data_ptr() + start
             piece_bytes = min(CUDA_REGISTER_BYTES_MAX, arena.numel() - start)
-            status = runtime.cudaHostRegister(address, piece_bytes, 0)
+            status = self._runtime.cudaHostRegister(address, piece_bytes, 0)
             if int(status) != 0:
                 self.end()
                 raise RuntimeError(f"cudaHostRegister of {piece_bytes} bytes of the arena failed with status {status}")
@@ -121,5 +122,5 @@ class CudaRegistration:
 
     def end(self) -> None:
         for address in self._pieces:
-            torch.cuda.cudart().cudaHostUnregister(address)
+            self._runtime.cudaHostUnregister(address)
         self._pieces.clear()
