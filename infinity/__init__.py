@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.engine import Engine
     from infinity.init_context import Init
-    from infinity.initialize import initialize
+    from infinity.entry import initialize
 
 __all__ = ["Engine", "Init", "initialize"]
 __version__ = "0.1.0"
