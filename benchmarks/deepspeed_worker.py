@@ -1,4 +1,4 @@
-"""The DeepSpeed side of ``deepspeed_step``: runs in DeepSpeed's own virtual environment, driven over standard streams."""
+"""The DeepSpeed side of ``deepspeed_step``: runs in DeepSpeed's own environment, driven over standard streams."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def main() -> None:
         }
     )
 
-    import deepspeed
+    import deepspeed  # type: ignore[import-not-found]  # lives in an environment of its own
     import torch
 
     from benchmarks.gpt import GPT, GPTShape, token_batch

@@ -65,7 +65,7 @@ def main() -> None:
         return float(loss.detach())
 
     try:
-        serve_steps(answers_fd, step, lambda: {"io_report": engine.io_report()})
+        serve_steps(answers_fd, step, lambda: {"io_report": engine.io_report().as_dict()})
     finally:
         engine.destroy()
 

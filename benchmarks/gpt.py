@@ -63,7 +63,9 @@ class Block(nn.Module):
         query, key, value = qkv.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         x = x + self.project(mixed.transpose(1, 2).reshape(batch, sequence, d))
-        return x + self.contract(F.gelu(self.expand(self.norm_mlp(x))))
+        widened: Tensor = self.expand(self.norm_mlp(x))
+        out: Tensor = x + self.contract(F.gelu(widened))
+        return out
 
 
 class GPT(nn.Module):

@@ -19,10 +19,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from infinity.demo.footprint import DeviceBytes, process_tree
 from benchmarks.gpt import GPTShape
 from benchmarks.machine import describe_machine
 from benchmarks.side import Side, keep_results, spread
+from infinity.demo.footprint import DeviceBytes, process_tree
 
 MIB = 1 << 20
 WARM_UP_STEPS = 2
@@ -35,7 +35,7 @@ SAMPLES_PER_SECOND_MIN = 5.0
 
 def reported_bytes(report: dict[str, Any]) -> DeviceBytes:
     """What ``io_report()`` says the last step read from and wrote to NVMe."""
-    return DeviceBytes(int(report["nvme"]["read_bytes"]), int(report["nvme"]["written_bytes"]))
+    return DeviceBytes(sum(report["nvme"]["bytes_read"].values()), sum(report["nvme"]["bytes_written"].values()))
 
 
 def relative_error(measured: int, reported: int) -> float:
@@ -98,9 +98,12 @@ def shortcomings(results: dict[str, Any]) -> list[str]:
             )
         if footprint["samples_per_second"] < SAMPLES_PER_SECOND_MIN:
             found.append(f"{name}: only {footprint['samples_per_second']} samples a second")
-        for direction in ("read", "written"):
-            if depth[f"{direction}_error"] > BYTES_ERROR_MAX:
-                found.append(f"{name}: bytes {direction} differ from the kernel's by {depth[f'{direction}_error']:.2%}")
+        errors = {direction: depth[f"{direction}_error"] for direction in ("read", "written")}
+        found += [
+            f"{name}: bytes {direction} differ from the kernel's by {error:.2%}"
+            for direction, error in errors.items()
+            if error > BYTES_ERROR_MAX
+        ]
         if depth["files_left"]:
             found.append(f"{name}: files left in the swap directory: {depth['files_left']}")
     if results["peak_ratio"] > DEPTH_RATIO_MAX:

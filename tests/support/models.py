@@ -32,6 +32,13 @@ class Scored(NamedTuple):
     penalty: Tensor
 
 
+def as_tensor(value: object) -> Tensor:
+    """``value``, which calls into torch type as Any or object, as the tensor that it is."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"expected a tensor, not {type(value).__name__}")
+    return value
+
+
 class PlainPart(nn.Module):
     """Two linears of 211×307 and a norm."""
 
@@ -42,7 +49,7 @@ class PlainPart(nn.Module):
         self.contract = nn.Linear(307, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.contract(F.gelu(self.expand(self.norm(x))))
+        return x + as_tensor(self.contract(F.gelu(self.expand(self.norm(x)))))
 
 
 class TwicePart(nn.Module):
@@ -53,7 +60,7 @@ class TwicePart(nn.Module):
         self.shared = PlainPart()
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.shared(torch.tanh(self.shared(x)))
+        return as_tensor(self.shared(torch.tanh(self.shared(x))))
 
 
 class OddTablePart(nn.Module):
@@ -79,9 +86,7 @@ class CheckpointedPart(nn.Module):
         self.inner = PlainPart()
 
     def forward(self, x: Tensor) -> Tensor:
-        result = checkpoint(self.inner, x, use_reentrant=self.use_reentrant)
-        assert isinstance(result, Tensor)
-        return result
+        return as_tensor(checkpoint(self.inner, x, use_reentrant=self.use_reentrant))
 
 
 class BorrowingPart(nn.Module):
@@ -106,7 +111,7 @@ class LowRankPart(nn.Module):
         self.up = nn.Linear(13, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.base(x) + self.up(self.down(x))
+        return x + as_tensor(self.base(x) + self.up(self.down(x)))
 
 
 class NormedPart(nn.Module):
@@ -118,7 +123,7 @@ class NormedPart(nn.Module):
         self.norm = nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.norm(self.mix(x))
+        return x + as_tensor(self.norm(self.mix(x)))
 
 
 class ScoredPart(nn.Module):
@@ -141,7 +146,38 @@ class ExpertPart(nn.Module):
         self.expert = PlainPart()
 
     def forward(self, x: Tensor, use_expert: bool) -> Tensor:
-        return self.expert(x) if use_expert else x
+        return as_tensor(self.expert(x)) if use_expert else x
+
+
+class ExplosionError(Exception):
+    """Raised by an armed ``BombPart``."""
+
+
+class _RaiseInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        raise ExplosionError("backward")
+
+
+class BombPart(nn.Module):
+    """Raises in the middle of the pass that it is ``armed`` for: "forward" or "backward"."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = PlainPart()
+        self.armed = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inner(x)
+        if self.armed == "forward":
+            raise ExplosionError("forward")
+        if self.armed == "backward":
+            return as_tensor(_RaiseInBackward.apply(x))  # type: ignore[no-untyped-call]
+        return x
 
 
 class Tower(nn.Module):
@@ -179,8 +215,7 @@ def loss_of(output: Any) -> Tensor:
     """The scalar loss inside whatever a ``Tower`` returned."""
     if isinstance(output, Mapping):
         output = output["loss"] if "loss" in output else output["scored"].penalty
-    assert isinstance(output, Tensor)
-    return output
+    return as_tensor(output)
 
 
 @dataclass(frozen=True)

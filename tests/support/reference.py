@@ -100,7 +100,7 @@ def train_reference(model: nn.Module, batches: Sequence[Batch], recipe: Recipe, 
     for _ in range(recipe.num_steps):
         for batch in itertools.islice(remaining, recipe.accumulation):
             loss = loss_of(forward(batch))
-            (loss / recipe.accumulation).backward()
+            torch.autograd.backward(loss / recipe.accumulation)
             master_weights.accumulate()
             run.losses.append(loss.detach().clone())
         master_weights.step()
