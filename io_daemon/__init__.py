@@ -1,0 +1,1 @@
+"""The per-node I/O daemon and its client: bytes, frames, extents, requests. Never tensors, never torch."""

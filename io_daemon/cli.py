@@ -1,0 +1,164 @@
+"""``io-daemon serve | status | gc``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from pydantic import ValidationError
+
+from io_daemon.config import UNLIMITED_BYTES, Fault, ServeConfig, default_socket_path, first_problem
+from io_daemon.connection import Connection
+from io_daemon.control import Status, StatusRequest
+from io_daemon.errors import ConfigError, DaemonLostError, WorldError
+from io_daemon.metrics import status_lines
+from io_daemon.swap_dir import check_swap_dir, reclaim
+
+EXIT_OK: Final = 0
+EXIT_FAULT: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_NO_DAEMON: Final = 3
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit codes: 0 well, 1 a fault of the world, 2 a wrong setting, 3 no daemon answers."""
+    arguments = _parser().parse_args(argv)
+    try:
+        exit_code: int = arguments.run(arguments)
+    except ConfigError as error:
+        return _complain(error, EXIT_USAGE)
+    except ValidationError as error:
+        return _complain(first_problem(error), EXIT_USAGE)
+    except DaemonLostError as error:
+        return _complain(error, EXIT_NO_DAEMON)
+    except WorldError as error:
+        return _complain(error, EXIT_FAULT)
+    return exit_code
+
+
+def _complain(error: Exception, exit_code: int) -> int:
+    print(f"io-daemon: {error}", file=sys.stderr)
+    return exit_code
+
+
+def parse_bytes(text: str) -> int:
+    """``4096``, ``512K``, ``1M``, ``2G``: bytes, in powers of 1024."""
+    suffixes = {"K": 10, "M": 20, "G": 30, "T": 40}
+    digits, shift = (text[:-1], suffixes[text[-1].upper()]) if text[-1:].upper() in suffixes else (text, 0)
+    if not digits.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 4096, 512K, 1M or 2G")
+    return int(digits) << shift
+
+
+def parse_fault(text: str) -> Fault:
+    """``what:nth:value``, e.g. ``errno_read:3:5``."""
+    what, *numbers = text.split(":")
+    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
+        raise argparse.ArgumentTypeError(f"{text!r}: write what:nth:value, for example errno_read:3:5")
+    return what, int(numbers[0]), int(numbers[1])
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="io-daemon", description="Owns a node's NVMe swap space and serves its training ranks."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="run the daemon in the foreground")
+    serve.add_argument("--socket", type=Path, default=None, help=f"default: {default_socket_path()}")
+    serve.add_argument("--swap-dir", type=Path, action="append", required=True, help="may be given several times")
+    serve.add_argument(
+        "--engine",
+        default="auto",
+        help="auto (the best that works) or require:io_uring, require:libaio, require:posix; default: auto",
+    )
+    serve.add_argument("--block-size", type=parse_bytes, default=1 << 20, help="bytes of one I/O; default: 1M")
+    serve.add_argument("--queue-depth", type=int, default=32, help="I/Os in flight per directory; default: 32")
+    serve.add_argument("--no-verify-checksums", action="store_true", help="do not verify blocks when they are read")
+    serve.add_argument(
+        "--private", action="store_true", help="end when the last tenant has left or the parent process is gone"
+    )
+    serve.add_argument(
+        "--host-budget-bytes",
+        type=parse_bytes,
+        default=UNLIMITED_BYTES,
+        help="most arena bytes of one tenant; default: none",
+    )
+    serve.add_argument(
+        "--swap-budget-bytes",
+        type=parse_bytes,
+        default=UNLIMITED_BYTES,
+        help="most swap bytes of one tenant; default: none",
+    )
+    serve.add_argument(
+        "--lock-timeout", type=float, default=60.0, help="seconds to wait for a dead daemon's I/O; default: 60"
+    )
+    serve.add_argument(
+        "--drain-timeout", type=float, default=10.0, help="seconds to wait for I/O at shutdown; default: 10"
+    )
+    serve.add_argument("--inject-fault", type=parse_fault, action="append", default=[], help=argparse.SUPPRESS)
+    serve.set_defaults(run=_serve)
+
+    status = commands.add_parser("status", help="print what a running daemon does")
+    status.add_argument("--socket", type=Path, default=None, help=f"default: {default_socket_path()}")
+    shape = status.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="print JSON")
+    shape.add_argument("--prometheus", action="store_true", help="print in Prometheus' text format")
+    status.set_defaults(run=_status)
+
+    gc = commands.add_parser("gc", help="remove swap files whose daemon is gone")
+    gc.add_argument("--swap-dir", type=Path, action="append", required=True, help="may be given several times")
+    gc.add_argument("--lock-timeout", type=float, default=60.0, help="seconds to wait for I/O to land; default: 60")
+    gc.set_defaults(run=_gc)
+    return parser
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from io_daemon.server import serve
+
+    logging.basicConfig(level=logging.INFO, format="io-daemon: %(levelname)s %(message)s", stream=sys.stderr)
+    config = ServeConfig(
+        socket_path=arguments.socket or default_socket_path(),
+        swap_dirs=tuple(arguments.swap_dir),
+        engine=arguments.engine,
+        block_bytes=arguments.block_size,
+        queue_depth=arguments.queue_depth,
+        verify_checksums=not arguments.no_verify_checksums,
+        private=arguments.private,
+        host_budget_bytes=arguments.host_budget_bytes,
+        swap_budget_bytes=arguments.swap_budget_bytes,
+        lock_timeout_s=arguments.lock_timeout,
+        drain_timeout_s=arguments.drain_timeout,
+        faults=tuple(arguments.inject_fault),
+    )
+    return asyncio.run(serve(config))
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    connection, _ = Connection.open(str(arguments.socket or default_socket_path()), timeout_s=10.0)
+    try:
+        answer, _ = connection.request(StatusRequest(), Status, timeout_s=10.0)
+    finally:
+        connection.close()
+    if arguments.json:
+        print(answer.daemon.model_dump_json(indent=2))
+    elif arguments.prometheus:
+        from io_daemon.exposition import exposition
+
+        print(exposition(answer.daemon), end="")
+    else:
+        print("\n".join(status_lines(answer.daemon)))
+    return EXIT_OK
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="io-daemon: %(message)s", stream=sys.stderr)
+    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dir]
+    for path in asyncio.run(reclaim(directories, arguments.lock_timeout)):
+        print(path)
+    return EXIT_OK

@@ -1,0 +1,82 @@
+"""Settings of the daemon, and the only place of this package that reads the environment."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from io_daemon.errors import ConfigError
+from io_daemon.protocol import PAGE_BYTES
+
+EngineName = Literal["io_uring", "libaio", "posix"]
+EngineChoice = Literal["auto", "require:io_uring", "require:libaio", "require:posix"]
+Fault = tuple[str, int, int]
+"""(what, which block I/O, value), as ``_native.Reactor`` takes it."""
+
+UNLIMITED_BYTES: Final = (1 << 63) - 1
+
+
+class ServeConfig(BaseModel):
+    """What ``io-daemon serve`` runs with. Budgets are per tenant."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    socket_path: Path
+    swap_dirs: Annotated[tuple[Path, ...], Field(min_length=1, max_length=256)]
+    engine: EngineChoice = "auto"
+    block_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=1 << 30)] = 1 << 20
+    queue_depth: Annotated[int, Field(ge=1, le=4096)] = 32
+    verify_checksums: bool = True
+    private: bool = False
+    """End when the last tenant has left or the parent process is gone."""
+    host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] = UNLIMITED_BYTES
+    """Most arena bytes of one tenant."""
+    swap_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] = UNLIMITED_BYTES
+    """Most swap-file bytes of one tenant, over all directories."""
+    lock_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """Longest wait for the last I/O of a dead daemon to land."""
+    drain_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    """Longest wait for in-flight I/O at shutdown."""
+    faults: tuple[Fault, ...] = ()
+    """Injected I/O faults, for tests."""
+
+    @field_validator("block_bytes")
+    @classmethod
+    def _whole_pages(cls, value: int) -> int:
+        if value % PAGE_BYTES:
+            raise ValueError(f"must be a multiple of {PAGE_BYTES}")
+        return value
+
+    @field_validator("swap_dirs")
+    @classmethod
+    def _resolved(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        resolved = tuple(path.resolve() for path in value)
+        if len(set(resolved)) != len(resolved):
+            raise ValueError("the same directory is named twice")
+        return resolved
+
+
+def default_socket_path() -> Path:
+    """``$INFINITY_IO_SOCKET``, or the per-user default."""
+    named = os.environ.get("INFINITY_IO_SOCKET")
+    if named:
+        return Path(named)
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+    base = Path(runtime_dir) / "infinity" if runtime_dir else Path(tempfile.gettempdir()) / f"infinity-{os.getuid()}"
+    return base / "io.sock"
+
+
+def notify_socket() -> str | None:
+    """Where systemd waits for READY=1."""
+    return os.environ.get("NOTIFY_SOCKET")
+
+
+def first_problem(error: Any) -> ConfigError:
+    """A pydantic ValidationError as the ConfigError of its first finding."""
+    finding = error.errors(include_url=False)[0]
+    key = ".".join(str(part) for part in finding["loc"]) or "config"
+    return ConfigError(key, finding.get("input"), finding["msg"])

@@ -1,0 +1,461 @@
+"""One attached rank: its arena, table, rings and swap files, and the scheduler that decides for it.
+
+Owned here, from attach to the end: three mappings (arena, table, rings), the table's fd, two eventfds, one swap file
+a directory, and the registrations of arena and files with the reactors. ``close`` gives all of it back, once the last
+I/O in flight has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from io_daemon._native import CompletionRing, Region, SubmissionRing
+from io_daemon.actions import Action, Complete, StartIo
+from io_daemon.arena import SEALS
+from io_daemon.config import ServeConfig
+from io_daemon.control import Attach, Attached, Ended
+from io_daemon.counters import Counters
+from io_daemon.errors import ProtocolError, SwapSpaceError
+from io_daemon.extents import ExtentAllocator
+from io_daemon.metrics import IoTotals, TenantStats
+from io_daemon.protocol import PAGE_BYTES, Access, ChunkSpec, Opcode, Status, align_up
+from io_daemon.scheduler import TenantScheduler
+from io_daemon.states import TENANT_TRANSITIONS, TenantState, transition
+from io_daemon.swap_device import SwapDevice
+from io_daemon.swap_file import Owner, SwapFile
+from io_daemon.table import Table, TableGeometry
+
+log = logging.getLogger(__name__)
+
+NUM_SQES: Final = 1024
+NUM_CQES: Final = 4096
+BATCH_MAX: Final = 64
+"""Submissions taken in one turn of the loop, so that one busy rank does not keep the others waiting."""
+ROOM_RETRY_S: Final = 0.001
+"""How soon to look again for room in a completion ring that its rank does not empty."""
+READY_AHEAD_DEPTHS: Final = 4
+"""How far prefetch runs ahead of the rank, in queue depths' worth of bytes on every device."""
+
+_tenant_ids = itertools.count(1)
+
+
+class Rings:
+    """Submission and completion ring of one tenant, on one sealed memfd, as the daemon holds them."""
+
+    def __init__(self) -> None:
+        self.cq_offset = align_up(SubmissionRing.bytes_required(NUM_SQES), PAGE_BYTES)
+        self.num_bytes = align_up(self.cq_offset + CompletionRing.bytes_required(NUM_CQES), PAGE_BYTES)
+        with contextlib.ExitStack() as undo:
+            self.fd = os.memfd_create("infinity-rings", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, self.fd)
+            os.ftruncate(self.fd, self.num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            self.sq_event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self.sq_event_fd)
+            self.cq_event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self.cq_event_fd)
+            region = Region(self.fd, self.num_bytes)
+            self.sq = SubmissionRing(region, 0, NUM_SQES, self.sq_event_fd, create=True)
+            self.cq = CompletionRing(region, self.cq_offset, NUM_CQES, self.cq_event_fd, create=True)
+            undo.pop_all()
+
+    def num_completions(self) -> int:
+        """Completions that the rank has not reaped. Raises ProtocolError if the indexes are garbage."""
+        try:
+            return len(self.cq)
+        except ValueError as error:
+            raise ProtocolError(f"completion ring: {error}") from error
+
+    def take(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int]]:
+        """Submissions, at most ``entries_max``. Raises ProtocolError if the indexes are garbage."""
+        try:
+            return self.sq.pop_batch(entries_max)
+        except ValueError as error:
+            raise ProtocolError(f"submission ring: {error}") from error
+
+    def answer(self, completion: Complete) -> None:
+        """Raises ProtocolError if there is no room, although room was kept before the submission was taken."""
+        try:
+            pushed = self.cq.push(
+                completion.seq,
+                completion.status,
+                completion.error_number,
+                completion.chunk,
+                completion.file,
+                completion.kind,
+                completion.born_mask,
+                completion.offset,
+                completion.expected,
+                completion.actual,
+            )
+        except ValueError as error:
+            raise ProtocolError(f"completion ring: {error}") from error
+        if not pushed:
+            raise ProtocolError("completion ring: the room that was kept is gone, so its head was tampered with")
+
+    def close(self) -> None:
+        for fd in (self.fd, self.sq_event_fd, self.cq_event_fd):
+            os.close(fd)
+
+
+@dataclass(eq=False)
+class Seat:
+    """A tenant's place at one device: its swap file there, and the reactor's indexes of file and arena."""
+
+    device: SwapDevice
+    swap_file: SwapFile
+    file: int
+    buffer: int
+
+    @classmethod
+    def take(cls, device: SwapDevice, request: Attach, file_index: int, owner: Owner, arena: Region) -> Seat:
+        """Raises SwapSpaceError, DeviceIOError or OSError, and leaves nothing behind then."""
+        with contextlib.ExitStack() as undo:
+            swap_file = SwapFile.create(
+                device.swap_dir.path,
+                job=request.job,
+                rank=request.rank,
+                frame_bytes=request.frame_bytes,
+                file_index=file_index,
+                owner=owner,
+                direct=device.swap_dir.direct,
+            )
+            undo.callback(swap_file.close)
+            undo.callback(swap_file.unlink)
+            file = device.reactor.add_file(swap_file.fd)
+            undo.callback(device.reactor.remove_file, file)
+            buffer = device.reactor.add_buffer(arena)
+            undo.pop_all()
+        return cls(device, swap_file, file, buffer)
+
+    def leave(self) -> None:
+        """Only when no I/O of the tenant is in flight any more."""
+        self.device.reactor.remove_buffer(self.buffer)
+        self.device.reactor.remove_file(self.file)
+        self.swap_file.unlink()
+        self.swap_file.close()
+
+
+class Tenant:
+    """``on_end`` is called with the reason when the tenant cannot go on; whoever gave it then closes the tenant."""
+
+    def __init__(
+        self,
+        request: Attach,
+        arena: Region,
+        pid: int,
+        devices: Sequence[SwapDevice],
+        config: ServeConfig,
+        owner: Owner,
+        on_end: Callable[[Ended], None],
+    ) -> None:
+        """``devices``: those that the rank named, in its order, which is that of file indexes. Raises SwapSpaceError,
+        DeviceIOError or OSError; nothing is left behind then."""
+        self.tenant_id = next(_tenant_ids)
+        self.job, self.rank, self.pid = request.job, request.rank, pid
+        self.frame_bytes = request.frame_bytes
+        self.state = TenantState.ATTACHED
+        self._request = request
+        self._config = config
+        self._on_end = on_end
+        self._listening = False
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        self._unanswered: set[int] = set()
+        self._rejected = False
+        self._num_chunks = 0
+        self._num_in_flight = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._clock = BusyClock()
+        with contextlib.ExitStack() as resources:
+            self.table = Table(
+                TableGeometry(request.num_frames, request.frame_bytes, config.block_bytes, request.chunks_max),
+                request.job,
+                request.rank,
+            )
+            resources.callback(self.table.close)
+            self.rings = Rings()
+            resources.callback(self.rings.close)
+            self.seats: list[Seat] = []
+            for index, device in enumerate(devices):
+                self.seats.append(Seat.take(device, request, index, owner, arena))
+                resources.callback(self.seats[-1].leave)
+            self._resources = resources.pop_all()
+        self._extents = [ExtentAllocator(0) for _ in devices]
+        ahead_bytes = READY_AHEAD_DEPTHS * config.queue_depth * config.block_bytes * len(devices)
+        self._scheduler = TenantScheduler(
+            num_frames=request.num_frames,
+            frame_bytes=request.frame_bytes,
+            block_bytes=config.block_bytes,
+            table=self.table,
+            extents=self._extents,
+            verify=config.verify_checksums,
+            chunks_max=request.chunks_max,
+            in_flight_frames_max=max(2, min(request.num_frames // 2, -(-ahead_bytes // request.frame_bytes))),
+        )
+
+    def __str__(self) -> str:
+        return f"{self.job} rank {self.rank} (pid {self.pid})"
+
+    @property
+    def num_in_flight(self) -> int:
+        """I/O requests queued at or running on the devices."""
+        return self._num_in_flight
+
+    # --- control plane
+
+    def attached(self) -> tuple[Attached, list[int]]:
+        """The answer to the attach, and the fds that go with it."""
+        answer = Attached(
+            table_bytes=self.table.region.region_bytes,
+            rings_bytes=self.rings.num_bytes,
+            num_sqes=NUM_SQES,
+            num_cqes=NUM_CQES,
+            cq_offset=self.rings.cq_offset,
+            swap_files=tuple(str(seat.swap_file.path) for seat in self.seats),
+        )
+        return answer, [self.table.fd, self.rings.fd, self.rings.sq_event_fd, self.rings.cq_event_fd]
+
+    def serve(self) -> None:
+        """Begin to take submissions."""
+        self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.SERVING)
+        self._listening = True
+        self._loop.add_reader(self.rings.sq_event_fd, self._on_submissions)
+        self._on_submissions()
+
+    async def register(self, specs: Sequence[ChunkSpec]) -> range:
+        """Reserve disk space, then frames and extents. Raises SwapSpaceError, BudgetError or ValueError."""
+        growth_bytes = self._scheduler.swap_bytes_needed(specs)
+        self._check_swap_budget(sum(growth_bytes))
+        await asyncio.to_thread(self._grow_files, growth_bytes)
+        for allocator, num_bytes in zip(self._extents, growth_bytes, strict=True):
+            allocator.grow(num_bytes)
+        chunks = self._scheduler.register(specs)
+        self._num_chunks += len(chunks)
+        self.table.store_num_chunks(self._num_chunks)
+        return chunks
+
+    def unregister(self, chunks: range) -> None:
+        """Raises ValueError if a chunk is unknown or leased."""
+        self._perform(self._scheduler.unregister(chunks))
+        self._num_chunks -= len(chunks)
+        self.table.store_num_chunks(self._num_chunks)
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
+        """Raises ValueError for a trace that does not fit the chunks."""
+        self._perform(self._scheduler.set_trace(trace_id, accesses))
+
+    # --- data plane
+
+    def on_io_done(self, io: StartIo, status: int, error_number: int, offset: int, expected: int, actual: int) -> None:
+        """A request of this tenant has ended."""
+        self._count_in_flight(-1)
+        if self._listening:
+            try:
+                self._perform(self._scheduler.on_io_done(io.io_id, status, error_number, offset, expected, actual))
+            except Exception as error:
+                self.fail(error)
+
+    def abandon(self, io: StartIo, error: Exception) -> None:
+        """A request of this tenant could not even be submitted."""
+        self._count_in_flight(-1)
+        self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Something about this tenant went wrong, its own doing or not; it ends, and nobody else notices."""
+        self._stop_listening()
+        if isinstance(error, ProtocolError):
+            self._on_end(Ended(reason=str(error), by_fault=True))
+        else:
+            log.error("%s: the daemon failed to serve it", self, exc_info=error)
+            self._on_end(Ended(reason=f"the daemon failed: {type(error).__name__}: {error}", by_fault=False))
+
+    def _on_submissions(self) -> None:
+        """The rank has submitted. Takes one batch; comes again by itself while there may be more."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.rings.sq_event_fd)
+        try:
+            # every entry may need one completion: none is taken without room for its answer
+            room = NUM_CQES - self.rings.num_completions() - len(self._unanswered)
+            num_wanted = max(0, min(room, BATCH_MAX))
+            batch = self.rings.take(num_wanted)
+            for entry in batch:
+                self._submit(*entry)
+            if room <= 0:
+                self._come_again(ROOM_RETRY_S)
+            elif len(batch) == num_wanted or not self.rings.sq.prepare_sleep():
+                self._come_again(0.0)
+        except Exception as error:
+            self.fail(error)
+
+    def _submit(self, seq: int, opcode: int, flags: int, read_mask: int, write_mask: int, chunk: int, arg: int) -> None:
+        if opcode == Opcode.ACQUIRE:
+            self._unanswered.add(seq)
+        elif opcode == Opcode.RELEASE:
+            self._unanswered.discard(arg)
+        elif opcode == Opcode.MARK:
+            self._clock.mark()
+        self._perform(self._scheduler.on_sqe(seq, opcode, flags, read_mask, write_mask, chunk, arg))
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        devices: set[SwapDevice] = set()
+        for action in actions:
+            if isinstance(action, StartIo):
+                device = self.seats[action.file].device
+                device.enqueue(self, action)
+                devices.add(device)
+                self._count_in_flight(+1)
+            else:
+                self._complete(action)
+        for device in devices:
+            device.pump()
+
+    def _complete(self, answer: Complete) -> None:
+        self._unanswered.discard(answer.seq)
+        if answer.status == Status.BAD_REQUEST and not self._rejected:
+            self._rejected = True
+            log.warning("%s: submission %d is malformed, out of range or names no lease: refused", self, answer.seq)
+        self.rings.answer(answer)
+
+    def _come_again(self, delay_s: float) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        self._retry = self._loop.call_later(delay_s, self._on_submissions)
+
+    def _count_in_flight(self, change: int) -> None:
+        self._num_in_flight += change
+        if self._num_in_flight:
+            self._quiet.clear()
+            self._clock.start()
+        else:
+            self._quiet.set()
+            self._clock.stop()
+
+    # --- the end
+
+    async def drain(self) -> None:
+        """Refuse new leases and wait until the I/O of those granted has ended."""
+        if self.state is TenantState.SERVING:
+            self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.DRAINING)
+            self._perform(self._scheduler.drain())
+        await self._quiet.wait()
+
+    def unlink_files(self) -> None:
+        """Remove the names of the swap files; their space follows when the last I/O has let go of them."""
+        for seat in self.seats:
+            seat.swap_file.unlink()
+
+    async def close(self) -> None:
+        """Drop what is queued, wait for what is in flight, give everything back. Idempotent."""
+        if self.state in (TenantState.GONE, TenantState.RECLAIMED):
+            return
+        self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.GONE)
+        self._stop_listening()
+        self.unlink_files()
+        for seat in self.seats:
+            self._count_in_flight(-seat.device.forget(self))
+        await self._quiet.wait()
+        self._resources.close()
+        self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.RECLAIMED)
+
+    def _stop_listening(self) -> None:
+        self._listening = False
+        self._loop.remove_reader(self.rings.sq_event_fd)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    # --- space
+
+    def _check_swap_budget(self, growth_bytes: int) -> None:
+        used_bytes = sum(seat.swap_file.file_bytes for seat in self.seats)
+        if used_bytes + growth_bytes > self._config.swap_budget_bytes:
+            raise SwapSpaceError(
+                path=", ".join(str(seat.device.swap_dir.path) for seat in self.seats),
+                needed_bytes=growth_bytes,
+                free_bytes=max(0, self._config.swap_budget_bytes - used_bytes),
+                remedy="the daemon grants one rank no more: raise its --swap-budget-bytes",
+            )
+
+    def _grow_files(self, growth_bytes: Sequence[int]) -> None:
+        """All or none."""
+        with contextlib.ExitStack() as undo:
+            for seat, num_bytes in zip(self.seats, growth_bytes, strict=True):
+                before_bytes = seat.swap_file.file_bytes
+                seat.swap_file.grow(before_bytes + num_bytes)
+                undo.callback(seat.swap_file.shrink, before_bytes)
+            undo.pop_all()
+
+    # --- figures
+
+    def stats(self) -> TenantStats:
+        counters = self._scheduler.counters
+        return TenantStats(
+            job=self.job,
+            rank=self.rank,
+            pid=self.pid,
+            page_locked=self._request.page_locked,
+            arena_bytes=self._request.num_frames * self.frame_bytes,
+            num_frames=self._request.num_frames,
+            frames_free=self._scheduler.num_free_frames,
+            resident_bytes=tuple(self._scheduler.resident_bytes),
+            num_chunks=self._num_chunks,
+            num_leases=self._scheduler.num_leases,
+            num_in_flight=self._num_in_flight,
+            swap_bytes=sum(seat.swap_file.file_bytes for seat in self.seats),
+            swap_files=tuple(str(seat.swap_file.path) for seat in self.seats),
+            total=_totals(counters.totals, self._clock.total_s()),
+            last_step=_totals(counters.last_step, self._clock.last_step_s) if counters.last_step is not None else None,
+        )
+
+
+class BusyClock:
+    """Wall-clock seconds in which something was running; in all, and between the last two marks."""
+
+    def __init__(self) -> None:
+        self.last_step_s = 0.0
+        self._total_s = 0.0
+        self._at_mark_s = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self._total_s += time.monotonic() - self._since
+            self._since = None
+
+    def total_s(self) -> float:
+        return self._total_s + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    def mark(self) -> None:
+        now_s = self.total_s()
+        self.last_step_s = now_s - self._at_mark_s
+        self._at_mark_s = now_s
+
+
+def _totals(counters: Counters, io_s: float) -> IoTotals:
+    return IoTotals(
+        bytes_read=tuple(counters.bytes_read),
+        bytes_written=tuple(counters.bytes_written),
+        hits=counters.hits,
+        prefetch_hits=counters.prefetch_hits,
+        misses=counters.misses,
+        evictions=counters.evictions,
+        waits=counters.waits,
+        rejected=counters.rejected,
+        io_errors=counters.io_errors,
+        io_s=io_s,
+    )
