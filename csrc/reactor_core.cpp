@@ -89,6 +89,7 @@ void ReactorCore::remove_file(int index) {
   std::unique_ptr<File> file;
   {
     const std::lock_guard lock(mutex_);
+    if (ended_) return;  // released with everything else
     file = take_idle(files_, index, "file");
   }
   if (engine_ != nullptr && file->slot != kNotRegistered) engine_->unregister_file(file->slot);
@@ -116,6 +117,7 @@ void ReactorCore::remove_buffer(int index) {
   std::unique_ptr<Buffer> buffer;
   {
     const std::lock_guard lock(mutex_);
+    if (ended_) return;  // released with everything else
     buffer = take_idle(buffers_, index, "buffer");
   }
   for (const int slot : buffer->slots) {
@@ -124,13 +126,10 @@ void ReactorCore::remove_buffer(int index) {
 }
 
 std::uint32_t* ReactorCore::resolve_checksums(const Request& request) const {
-  if (request.op == IoOp::kFsync || request.checksums == nullptr) {
-    require(request.checksums == nullptr && request.checksums_offset == 0 && !request.verify,
-            "checksums_offset and verify go with checksums, and those with READ and WRITE");
-    return nullptr;
-  }
-  require(request.op == IoOp::kWrite ? !request.verify : request.verify,
-          "checksums are stored by WRITE, and used by READ only to verify");
+  require(!request.verify || (request.op == IoOp::kRead && request.checksums != nullptr),
+          "verify is for READ, and needs checksums");
+  if (request.checksums == nullptr) return nullptr;
+  require(request.op != IoOp::kFsync, "FSYNC has no checksums");
   require(request.op == IoOp::kRead || request.checksums->writable(),
           "WRITE stores checksums, but their region is mapped read-only");
   require(request.checksums_offset % sizeof(std::uint32_t) == 0,
