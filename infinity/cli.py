@@ -20,6 +20,7 @@ from io_daemon.errors import ConfigError, WorldError
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
+TORCHRUN_COMMAND = (sys.executable, "-m", "torch.distributed.run")
 RUN_USAGE = "infinity run [--swap-dir DIR ...] [daemon options] [torchrun options] script.py ..."
 RUN_DESCRIPTION = """\
 Start one I/O daemon for this node, then torchrun (python -m torch.distributed.run) with all arguments from the first
@@ -215,7 +216,7 @@ def _run(words: list[str]) -> int:
 
 def _torchrun(words: Sequence[str], *, socket: str | None) -> int:
     env = dict(os.environ) if socket is None else {**os.environ, "INFINITY_IO_SOCKET": socket}
-    child = subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *words], env=env)
+    child = subprocess.Popen([*TORCHRUN_COMMAND, *words], env=env)
     with _forwarded_signals(child):
         code = child.wait()
     return 128 - code if code < 0 else code

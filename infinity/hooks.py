@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 
 from infinity.live_set import LiveSet
 from infinity.param_group import ParamGroup
@@ -154,12 +155,16 @@ class ModuleHooks:
         self._live_set.done(group)
 
     def _hook_module(self, module: nn.Module, used: list[ParamGroup]) -> None:
-        def enter(_module: nn.Module, _args: Any) -> None:
+        frozen = [group for group in used if not group.placement.trainable]
+
+        def enter(_module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
             call: list[ParamGroup] = []
             self._calls.append(call)
             with unguarded():
                 for group in used:
                     self._begin(group, call)
+                if frozen:
+                    self._watch_inputs(frozen, (args, kwargs))
 
         def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
             if self._calls:
@@ -167,8 +172,20 @@ class ModuleHooks:
                     for group in self._calls.pop():
                         self._end(group)
 
-        self._removable.append(module.register_forward_pre_hook(enter, prepend=True))
+        self._removable.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self._removable.append(module.register_forward_hook(leave, always_call=True))
+
+    def _watch_inputs(self, frozen: list[ParamGroup], arguments: Any) -> None:
+        """Frozen parameters get no gradient to tell that backward has passed them; the call's inputs do."""
+        inputs = [x for x in tree_leaves(arguments) if isinstance(x, torch.Tensor) and x.requires_grad]
+
+        def passed(_gradients: Sequence[torch.Tensor | None]) -> None:
+            with unguarded():
+                for group in frozen:
+                    self.release(group)
+
+        if inputs and torch.is_grad_enabled():
+            torch.autograd.graph.register_multi_grad_hook(inputs, passed)
 
     def _begin(self, group: ParamGroup, call: list[ParamGroup]) -> None:
         self._live_set.use(group)

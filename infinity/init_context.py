@@ -103,6 +103,11 @@ class StagedParam:
             raise ReferenceError("the parameter was dropped while it was staged")
         return param
 
+    @property
+    def is_dropped(self) -> bool:
+        """The constructor replaced the parameter (tying does) and nobody holds it any more."""
+        return self._param() is None
+
     def stage_out(self) -> None:
         """Rank 0's values become every rank's; each keeps its shard only."""
         values = self.param.detach().reshape(-1).contiguous()
@@ -242,6 +247,8 @@ class Init:
         self._evict(keep=keep | {id(staged)}, numel_max=self._numel_max)
 
     def _evict(self, *, keep: frozenset[int], numel_max: int) -> None:
+        for key in [key for key, staged in self._in_memory.items() if staged.is_dropped]:
+            del self._in_memory[key]
         numel = sum(staged.numel for staged in self._in_memory.values())
         for key, staged in list(self._in_memory.items()):
             if numel <= numel_max:

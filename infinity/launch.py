@@ -26,6 +26,7 @@ from io_daemon.errors import ConfigError, DaemonLostError
 
 _log = logging.getLogger(__name__)
 
+DAEMON_COMMAND = (sys.executable, "-m", "io_daemon")
 SOCKET_NAME = "io.sock"
 READY_LINE_BYTES_MAX = 1 << 16
 STDERR_LINES_KEPT = 50
@@ -73,7 +74,7 @@ class DaemonProcess:
         self._arguments += [*options, *(["--private"] if private else [])]
         # in a process group of its own: a Ctrl-C at the terminal goes to the ranks, which still need the daemon to end
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "io_daemon", *self._arguments],
+            [*DAEMON_COMMAND, *self._arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -36,6 +36,14 @@ class ShardedParam:
         key: int = self._storage._cdata
         return key
 
+    @property
+    def gradient(self) -> torch.Tensor | None:
+        """The accumulated gradient, flat and dense."""
+        grad = self.param.grad
+        if grad is None:
+            return None
+        return (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+
     def allocate(self) -> torch.Tensor:
         """Memory for the full weights, contents undefined; flat view of it."""
         if self._storage.nbytes() == 0:

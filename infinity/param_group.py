@@ -193,7 +193,7 @@ class ParamGroup:
 
     def take_gradients(self) -> tuple[list[int], GradientOf]:
         """One rank: the parameters that have a gradient, and their flat gradients by segment."""
-        flats = {p.index: p.param.grad.reshape(-1) for p in self.params if p.param.grad is not None}
+        flats = {param.index: flat for param in self.params if (flat := param.gradient) is not None}
         self.drop_gradients()
 
         def gradient_of(segment: Segment) -> torch.Tensor | None:
@@ -210,9 +210,9 @@ class ParamGroup:
             world_size, self.placement.shard_numel, dtype=self._reduce_dtype, device=self.params[0].full.device
         )
         for placement, param in zip(self.placement.params, self.params, strict=True):
-            if param.param.grad is None:
+            flat = param.gradient
+            if flat is None:
                 continue
-            flat = param.param.grad.reshape(-1)
             for owner in range(world_size):
                 valid, start = placement.valid_numel(owner), owner * placement.shard_numel
                 full[owner, placement.offset : placement.offset + valid].copy_(flat[start : start + valid])

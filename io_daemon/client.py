@@ -405,8 +405,9 @@ class Client:
     def _dump(self, waiting_for: str, timeout_s: float) -> str:
         pid = self._connection.daemon_pid
         leases = list(self._leases.items())
+        daemon = f"the I/O daemon (pid {pid}, state: {process_state(pid)})"
         lines = [
-            f"the I/O daemon (pid {pid}, state: {process_state(pid)}) did not grant {waiting_for} within {timeout_s:g} s",
+            f"{daemon} did not grant {waiting_for} within {timeout_s:g} s",
             f"  {len(self._sq)} submissions lie unread, {len(leases)} leases are open:",
         ]
         lines += [f"  {self._describe_lease(seq, lease)} {lease.state}" for seq, lease in leases[:LEASES_DUMPED_MAX]]

@@ -125,11 +125,13 @@ class HostTier:
         """Make ``num_frames`` free for a lease. True if they are free now, False: when writes in flight have ended."""
         return self._make_room(num_frames, after=-1, demand=True)
 
-    def work_ahead(self) -> None:
-        """Prefetch and write behind. Only while no lease is short of frames."""
-        if self.ahead:
+    def work_ahead(self, *, prefetch: bool) -> None:
+        """Write behind; prefetch, unless a lease is short of frames."""
+        if not self.ahead:
+            return
+        if prefetch:
             self._look_ahead()
-            self._write_behind()
+        self._write_behind()
 
     def retire(self, item: SwapObject) -> None:
         """The chunk is unregistered: free the frames of an object that nobody holds and that is in no I/O."""
@@ -215,8 +217,9 @@ class HostTier:
         return due
 
     def _write_behind(self) -> None:
-        """Clean the first victims until a largest lease's worth of frames is free, clean or being written."""
-        pool = min(self._catalog.demand_frames_max, self._catalog.usable_frames // 4)
+        """Clean the first victims until a window's and a largest lease's worth of frames is free, clean or being
+        written."""
+        pool = min(self._window_frames + self._catalog.demand_frames_max, self._catalog.usable_frames // 2)
         ready = self.free_frames + self.transfers.frames_idle_out
         after = self._pointer if self._cursor.plan is not None else -1
         clean: list[SwapObject] = []

@@ -308,8 +308,7 @@ class TenantScheduler:
 
     def _finish_event(self) -> list[Action]:
         self._serve_queue()
-        if not self._queue:
-            self._tier.work_ahead()
+        self._tier.work_ahead(prefetch=not self._queue)
         actions: list[Action] = [*self._transfers.started, *self._completions]
         self._transfers.started.clear()
         self._completions.clear()

@@ -64,7 +64,7 @@ class SwapDevice:
             self._in_flight[tag] = (tenant, io)
             try:
                 self._submit(tag, tenant, io)
-            except Exception as error:  # a request that makes no sense: the defect of one tenant's policy
+            except Exception as error:  # noqa: BLE001 -- the defect of one tenant's policy
                 self._finish(tag)
                 tenant.abandon(io, error)
 

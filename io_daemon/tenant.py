@@ -263,7 +263,7 @@ class Tenant:
         if self._listening:
             try:
                 self._perform(self._scheduler.on_io_done(io.io_id, status, error_number, offset, expected, actual))
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 -- whatever it is, it stays with this tenant
                 self.fail(error)
 
     def abandon(self, io: StartIo, error: Exception) -> None:
@@ -295,7 +295,7 @@ class Tenant:
                 self._come_again(ROOM_RETRY_S)
             elif len(batch) == num_wanted or not self.rings.sq.prepare_sleep():
                 self._come_again(0.0)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it stays with this tenant
             self.fail(error)
 
     def _submit(self, seq: int, opcode: int, flags: int, read_mask: int, write_mask: int, chunk: int, arg: int) -> None:

@@ -51,7 +51,7 @@ def test_too_small_a_budget_names_the_smallest_that_works(param_tier: str, optim
     least = least_budget_bytes(everything, config)
     below = copy.deepcopy(config)
     below["io_daemon"]["host_budget_bytes"] = least - 1
-    with pytest.raises(BudgetError, match="io_daemon.host_budget_bytes") as caught:
+    with pytest.raises(BudgetError, match=r"io_daemon\.host_budget_bytes") as caught:
         initialize(below)
     assert str(least) in str(caught.value)
     assert caught.value.smallest_bytes == least

@@ -2,8 +2,8 @@
 
 A ``Part`` maps ``(rows, WIDTH)`` to the same shape; each holds one hazard. ``Tower`` stacks parts between a tied token
 embedding and its head. Sizes are odd or prime on purpose: no parameter is a multiple of a chunk, a page or a vector.
-A batch is a dict ``{"tokens": (rows, LENGTH) int64, "use_expert": bool}``; outputs differ in kind, ``loss_of`` reads
-the scalar loss out of each.
+A batch is a dict ``{"tokens": (rows, LENGTH + 1) int64, "use_expert": bool, "use_gate": bool}``; outputs differ in
+kind, ``loss_of`` reads the scalar loss out of each.
 """
 
 from __future__ import annotations
@@ -139,14 +139,22 @@ class ScoredPart(nn.Module):
 
 
 class ExpertPart(nn.Module):
-    """A part that a batch may skip: in some steps its gradients are None."""
+    """A module that a batch may skip, on all ranks alike, and a vector that it may skip on one rank alone.
+
+    Unused on all ranks: no gradient, no decay, no step counted. Unused on one: its gradient there counts as zero.
+    (A module that only some ranks call cannot be gathered by any sharding engine; small parameters are never
+    resharded, so ranks may differ in using them.)
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.expert = PlainPart()
+        self.gate = nn.Parameter(torch.ones(WIDTH))
 
-    def forward(self, x: Tensor, use_expert: bool) -> Tensor:
-        return as_tensor(self.expert(x)) if use_expert else x
+    def forward(self, x: Tensor, batch: Batch) -> Tensor:
+        if batch["use_gate"]:
+            x = x * self.gate
+        return as_tensor(self.expert(x)) if batch["use_expert"] else x
 
 
 class ExplosionError(Exception):
@@ -197,7 +205,7 @@ class Tower(nn.Module):
         x = self.tokens(tokens[:, :-1]).flatten(0, 1)
         penalty = x.new_zeros(())
         for part in self.parts:
-            result = part(x, batch["use_expert"]) if isinstance(part, ExpertPart) else part(x)
+            result = part(x, batch) if isinstance(part, ExpertPart) else part(x)
             x = result.hidden if isinstance(result, Scored) else result
             penalty = penalty + result.penalty if isinstance(result, Scored) else penalty
         logits = self.head(x).float()
@@ -227,7 +235,7 @@ class Case:
 
 
 def everything() -> nn.Module:
-    """All hazards in one model of 914,003 parameters: what the parity matrix trains."""
+    """All hazards in one model of 914,214 parameters: what the parity matrix trains."""
     return Tower(
         [PlainPart(), TwicePart(), OddTablePart(), CheckpointedPart(use_reentrant=False), BorrowingPart(),
          LowRankPart(), NormedPart(), ScoredPart(), ExpertPart()],
@@ -258,12 +266,13 @@ def seeded(build: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def batches(num_batches: int, *, rank: int = 0, seed: int = 0) -> list[Batch]:
-    """Micro-batches of one rank. The expert is skipped by both ranks in some, by one rank alone in others."""
+    """Micro-batches of one rank. The expert is skipped by all ranks in some, the gate by one rank alone in others."""
     generator = torch.Generator().manual_seed(seed * 1_009 + rank)
     made = []
     for index in range(num_batches):
         tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
-        made.append({"tokens": tokens, "use_expert": index % 5 not in (0, 3) and (index + rank) % 3 != 1})
+        use_gate = index % 4 != 2 and (index + rank) % 3 != 1
+        made.append({"tokens": tokens, "use_expert": index % 5 not in (0, 3), "use_gate": use_gate})
     return made
 
 
