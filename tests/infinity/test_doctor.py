@@ -1,0 +1,96 @@
+"""The doctor names what is there, and a remedy for each no."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from infinity import doctor as doctor_module
+from infinity.doctor import Finding, Verdict, doctor, examine
+from io_daemon import _native
+
+
+def _by_subject(findings: list[Finding]) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in findings}
+
+
+def test_every_no_has_a_remedy(tmp_path: Path) -> None:
+    findings = examine([str(tmp_path), "/nowhere"])
+    assert all(finding.remedy for finding in findings if finding.verdict is not Verdict.OK)
+    assert all(finding.value for finding in findings)
+    assert len(_by_subject(findings)) == len(findings)
+
+
+def test_engines_are_those_that_the_core_probes() -> None:
+    findings = _by_subject(examine([]))
+    for engine in ("io_uring", "libaio", "posix"):
+        works = engine in _native.ENGINES and _native.probe_engine(engine) is None
+        assert (findings[f"engine {engine}"].verdict is Verdict.OK) is works
+    assert findings["engine posix"].verdict is Verdict.OK
+
+
+def test_an_engine_that_the_kernel_forbids_is_named_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _native, "probe_engine", lambda engine: None if engine == "posix" else "Operation not permitted"
+    )
+    findings = _by_subject(examine([]))
+    for engine in set(_native.ENGINES) - {"posix"}:
+        finding = findings[f"engine {engine}"]
+        assert (finding.verdict, finding.value) == (Verdict.ABSENT, "Operation not permitted")
+        assert "next engine is used" in finding.remedy
+
+
+def test_an_engine_that_was_not_compiled_in_names_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_native, "ENGINES", ("posix",))
+    findings = _by_subject(examine([]))
+    assert "liburing-dev" in findings["engine io_uring"].remedy
+    assert "libaio-dev" in findings["engine libaio"].remedy
+
+
+def test_without_any_engine_it_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(_native, "probe_engine", lambda _: "no")
+    assert doctor([], as_json=True) == 1
+    assert json.loads(capsys.readouterr().out)["ok"] is False
+
+
+def test_a_directory_on_a_disk(tmp_path: Path) -> None:
+    findings = _by_subject(examine([str(tmp_path)]))
+    assert {f"{tmp_path}: {what}" for what in ("filesystem", "O_DIRECT", "block device", "free space")} <= set(findings)
+
+
+def test_a_directory_in_memory_fails(capsys: pytest.CaptureFixture[str]) -> None:
+    kind = subprocess.run(["stat", "-f", "-c", "%T", "/dev/shm"], capture_output=True, text=True, check=False).stdout
+    if kind.strip() != "tmpfs":
+        pytest.skip("/dev/shm is not a tmpfs here")
+    assert doctor(["/dev/shm"], as_json=False) == 1
+    assert "saves none" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize("path", ["/nowhere", "/proc"])
+def test_a_directory_that_cannot_hold_swap_files_fails(path: str) -> None:
+    findings = _by_subject(examine([path]))
+    assert findings[path].verdict is Verdict.FAILED
+    assert doctor([path], as_json=True) == 1
+
+
+def test_a_low_memlock_limit_says_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
+    monkeypatch.setattr(doctor_module, "_may_lock_all", lambda: False)
+    finding = _by_subject(examine([]))["memlock limit"]
+    assert finding.verdict is Verdict.ABSENT
+    assert "64 KiB" in finding.value
+    assert "pin_memory" in finding.value
+    assert "ulimit -l" in finding.remedy
+
+
+def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code = doctor([str(tmp_path)], as_json=True)
+    report = json.loads(capsys.readouterr().out)
+    assert report["ok"] is (code == 0)
+    assert doctor([str(tmp_path)], as_json=False) == code
+    shown = capsys.readouterr().out.replace("\n", "")
+    assert "infinity doctor" in shown
+    assert all(set(finding) == {"subject", "verdict", "value", "remedy"} for finding in report["findings"])

@@ -1,0 +1,74 @@
+"""The environment is read once, checked, and agrees with what the daemon takes for its default socket."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from infinity.config import read_environment
+from infinity.errors import ConfigError
+from io_daemon.config import default_socket_path
+
+
+def test_an_empty_environment_is_one_process() -> None:
+    environment = read_environment({})
+    assert (environment.rank, environment.world_size) == (0, 1)
+    assert (environment.local_rank, environment.local_world_size) == (0, 1)
+    assert environment.io_socket is None
+    assert not environment.poison
+
+
+def test_what_torchrun_sets_is_read() -> None:
+    environment = read_environment({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4"})
+    assert (environment.rank, environment.world_size) == (5, 8)
+    assert (environment.local_rank, environment.local_world_size) == (1, 4)
+
+
+def test_without_local_settings_all_ranks_are_on_this_node() -> None:
+    environment = read_environment({"RANK": "1", "WORLD_SIZE": "2"})
+    assert (environment.local_rank, environment.local_world_size) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("variables", "key"),
+    [
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE"),
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE"),
+        ({"RANK": "-1"}, "RANK"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK"),
+        ({"WORLD_SIZE": "4", "LOCAL_RANK": "2", "LOCAL_WORLD_SIZE": "2"}, "LOCAL_RANK"),
+        ({"INFINITY_DEBUG": "poisson"}, "INFINITY_DEBUG"),
+    ],
+)
+def test_nonsense_is_refused_by_variable(variables: dict[str, str], key: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_environment(variables)
+    assert caught.value.key == key
+
+
+def test_debug_flags() -> None:
+    assert read_environment({"INFINITY_DEBUG": " poison, "}).poison
+    assert not read_environment({"INFINITY_DEBUG": ""}).poison
+
+
+def test_runtime_directories_that_are_not_there_are_not_used(tmp_path: Path) -> None:
+    assert read_environment({"XDG_RUNTIME_DIR": str(tmp_path)}).runtime_dir == tmp_path
+    assert read_environment({"XDG_RUNTIME_DIR": str(tmp_path / "none")}).runtime_dir is None
+
+
+@pytest.mark.parametrize("has_runtime_dir", [True, False])
+def test_library_and_daemon_agree_on_the_default_socket(
+    has_runtime_dir: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("INFINITY_IO_SOCKET", raising=False)
+    if has_runtime_dir:
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    else:
+        monkeypatch.delenv("XDG_RUNTIME_DIR", raising=False)
+    assert read_environment().default_socket == default_socket_path()
+
+
+def test_the_named_socket_is_read_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("INFINITY_IO_SOCKET", "/run/io-daemon/io.sock")
+    assert read_environment().io_socket == default_socket_path() == Path("/run/io-daemon/io.sock")
