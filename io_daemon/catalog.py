@@ -49,9 +49,11 @@ class SwapObject(ObjectRecord):
     leases: list[Lease] = field(default_factory=list)
     """Outstanding leases on it, granted or not, in order of issue."""
     next_use: int = 0
-    """Tick of its next use (see residency.Cursor)."""
+    """Tick of its next use (see cursor.Cursor)."""
     overwritten: bool = False
     """The next use is write-only: today's contents are worth nothing then."""
+    kept: bool = True
+    """The plan wants it resident until its next use."""
     last_use: int = -1
     epoch: int = -1
     stamp: int = 0
@@ -175,6 +177,14 @@ class Catalog:
             masks[chunk_id] = 0 if chunk.retired else chunk.kind_mask
         return masks
 
+    def object_frames(self) -> NDArray[np.uint8]:
+        """uint8[(largest id + 1) * KINDS_MAX]: frames that each object takes from the usable ones."""
+        frames = np.zeros((max(self.chunks, default=-1) + 1) * KINDS_MAX, dtype=np.uint8)
+        for chunk in self.chunks.values():
+            for item in chunk.present():
+                frames[item.object_id] = 0 if item.flags & ObjectFlags.PINNED else item.num_frames
+        return frames
+
     def geometry(self) -> Geometry:
         """Sizes of all chunks, for a trace to carry."""
         absent = ChunkSpec((0,) * KINDS_MAX)
@@ -191,8 +201,8 @@ class Catalog:
 
     def _check_spec(self, spec: ChunkSpec) -> None:
         sizes = spec.object_bytes
-        if not 0 < len(sizes) <= KINDS_MAX or min(sizes) < 0 or max(sizes) == 0:
-            raise ValueError(f"{spec}: 1 to {KINDS_MAX} sizes, none negative, at least one positive")
+        if not 0 < len(sizes) <= KINDS_MAX or min(sizes) < 0:  # all zero: a chunk that another tier holds whole
+            raise ValueError(f"{spec}: 1 to {KINDS_MAX} sizes, none negative")
         if max(sizes) > FRAMES_PER_OBJECT_MAX * self.frame_bytes:
             raise ValueError(
                 f"{spec}: an object takes at most {FRAMES_PER_OBJECT_MAX} frames of {self.frame_bytes} bytes"
@@ -212,7 +222,7 @@ class Catalog:
                 key="io_daemon.host_budget_bytes",
                 budget_bytes=self.num_frames * self.frame_bytes,
                 smallest_bytes=(pinned + demand) * self.frame_bytes,
-                reason=f"{pinned} frames are pinned and one chunk needs {demand} at a time; there are {self.num_frames}",
+                reason=f"{pinned} frames pinned, {demand} for one chunk at a time, and there are {self.num_frames}",
             )
         return pinned, demand
 

@@ -20,8 +20,10 @@ from typing import Final
 from io_daemon.actions import TableWriter
 from io_daemon.catalog import KINDS_OF, Catalog, SwapObject
 from io_daemon.counters import StepCounters
+from io_daemon.cursor import Cursor
+from io_daemon.eviction import STREAMING, EvictionOrder, rank_of
 from io_daemon.leases import Lease
-from io_daemon.residency import Cursor, EvictionOrder, Plan, eviction_use
+from io_daemon.residency import Plan
 from io_daemon.states import ObjectFlags, ObjectState
 from io_daemon.transfers import Transfers
 
@@ -119,7 +121,7 @@ class HostTier:
             self.transfers.drop(item)
         else:
             self._cursor.refresh(item)
-            self._order.push(item, eviction_use(item, self._cursor.tick))
+            self._order.push(item, rank_of(item, self._cursor.tick))
 
     def reclaim(self, num_frames: int) -> bool:
         """Make ``num_frames`` free for a lease. True if they are free now, False: when writes in flight have ended."""
@@ -143,16 +145,16 @@ class HostTier:
 
     def _make_room(self, num_frames: int, *, after: int, demand: bool) -> bool:
         """Evict what is used after tick ``after`` until ``num_frames`` are free, or will be when writes end."""
-        overwritten_soon: list[SwapObject] = []
+        too_near: list[SwapObject] = []
         while self.free_frames + self.transfers.frames_idle_out < num_frames:
-            victim = self._order.pop_farther(after)
+            victim = self._order.pop_above(after)
             if victim is None:
                 break
             if victim.next_use <= after:
-                overwritten_soon.append(victim)  # worthless, but its frames are needed for itself by then
+                too_near.append(victim)
             else:
                 self._evict(victim, demand=demand)
-        for item in overwritten_soon:
+        for item in too_near:
             self.rest(item)
         return self.free_frames >= num_frames
 
@@ -217,13 +219,17 @@ class HostTier:
         return due
 
     def _write_behind(self) -> None:
-        """Clean the first victims until a window's and a largest lease's worth of frames is free, clean or being
-        written."""
-        pool = min(self._window_frames + self._catalog.demand_frames_max, self._catalog.usable_frames // 2)
+        """Clean what will leave next, until a window's and a largest lease's worth of frames is free, clean or being
+        written. With a plan that knows what it keeps, only what it does not."""
+        pool = self._window_frames + self._catalog.demand_frames_max
+        after = -1
+        if (plan := self._cursor.plan) is not None:
+            after = STREAMING if plan.selective else self._pointer
+        else:
+            pool = min(pool, self._catalog.usable_frames // 2)
         ready = self.free_frames + self.transfers.frames_idle_out
-        after = self._pointer if self._cursor.plan is not None else -1
         clean: list[SwapObject] = []
-        while ready < pool and (item := self._order.pop_farther(after)) is not None:
+        while ready < pool and (item := self._order.pop_above(after)) is not None:
             ready += item.num_frames
             if item.flags & _DIRTY and not item.overwritten:
                 self.transfers.swap_out(item, demand=False)
@@ -239,18 +245,18 @@ class HostTier:
             chunk = self._catalog.chunks[chunk_id]
             for kind in KINDS_OF[read_mask | write_mask]:
                 item = chunk.objects[kind]
-                if item is not None and item.stamp & 1:
+                if item is not None and item in self._order:
                     self._cursor.refresh(item)
-                    self._order.push(item, eviction_use(item, self._cursor.tick))
+                    self._order.push(item, rank_of(item, self._cursor.tick))
 
     def _rebuild(self) -> None:
         self._since_rebuild = 0
 
-        def use_of(item: SwapObject) -> int:
+        def rank(item: SwapObject) -> int:
             self._cursor.refresh(item)
-            return eviction_use(item, self._cursor.tick)
+            return rank_of(item, self._cursor.tick)
 
-        self._order.rebuild(use_of)
+        self._order.rebuild(rank)
 
     def _rewind(self, tick: int) -> None:
         """What was readied from ``tick`` on is to be looked at again."""

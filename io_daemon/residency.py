@@ -1,282 +1,260 @@
-"""Who should be resident: next uses from a trace, the place in it, and the order of eviction. Pure.
+"""Who should be resident when: from an access trace to a plan. Pure.
 
-Belady's MIN: when frames are short, evict what is used farthest in the future. ``plan`` turns a trace into next-use
-tables; it is a pure function of picklable data, so it can run in a process of its own. ``Cursor`` follows the pass
-on a line of *ticks* (one per traced access, never reset) and predicts each object's next use; ``EvictionOrder`` keeps
-the candidates sorted by that prediction. Predictions are advisory: a wrong one costs I/O, never contents.
+Every stretch between two uses of an object is a *gap*. Keeping the object over a gap takes its frames for the
+accesses between, and saves the read at the far end. A *span* is a run of gaps from a write to the next one: keeping
+all of it saves writing the object back as well. ``plan`` chooses what to keep: frames get a price at each time
+(subgradient ascent on the Lagrangian dual of the choice, which also bounds the traffic from below), then gaps and
+spans are taken greedily by value for their price while there is room. For equal sizes and no writes that is
+Belady's MIN. What is not kept streams: it is written behind at once, dropped when frames are wanted, prefetched.
+
+A plan is advisory: a wrong one costs I/O, never contents.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from io_daemon.catalog import SwapObject
 from io_daemon.protocol import KINDS_MAX
-from io_daemon.states import ObjectFlags
 from io_daemon.trace import Trace
 
-RESYNC_LOOK_AHEAD: Final = 16
-"""Accesses that may have been left out before the one that came."""
-STRAYS_MAX: Final = 8
-"""Accesses in a row that fit nowhere near before the cursor moves to the next occurrence, however far."""
-UNKNOWN_USE: Final = 1 << 60
-"""Next use of an object about which nothing is known, less its last use: such objects leave before all others,
-least recently used first."""
-NO_USE: Final = 1 << 61
-"""Next use of contents that will be overwritten unread."""
-UNPLANNED: Final = -1
-
-_BORN, _DIRTY = ObjectFlags.BORN, ObjectFlags.DIRTY
+USES_MAX: Final = 1 << 15
+"""Uses up to which ``plan`` chooses (under a second); with more, all is marked as kept and MIN decides as it comes."""
+SLOTS_MAX: Final = 4096
+"""Resolution of the room over time: a longer trace is looked at in slots of several accesses."""
+PRICE_STEPS: Final = 300
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """Next uses over one trace of L accesses. Object id = chunk * KINDS_MAX + kind."""
+    """Next uses over one trace of L accesses, U uses of objects in it. Object id = chunk * KINDS_MAX + kind."""
 
     chunk: NDArray[np.uint32]
     read_mask: NDArray[np.uint8]
     write_mask: NDArray[np.uint8]
-    reuse: NDArray[np.uint32]
-    """[L * KINDS_MAX], at position * KINDS_MAX + kind: accesses until that object's next one (1 to L, cyclic) times
-    two, plus one if that next access is write-only. 0 where the access does not touch the kind."""
+    use_at: NDArray[np.uint32]
+    """[L * KINDS_MAX]: index of the use of that kind at that position; undefined if the access does not touch it."""
     first_use: NDArray[np.int64]
-    """[object ids + 1]: the uses of object i are positions[first_use[i] : first_use[i + 1]]."""
-    positions: NDArray[np.int64]
-    """Positions in the trace, ascending for each object."""
-    write_only: NDArray[np.uint8]
-    """Parallel to ``positions``."""
+    """[object ids + 1]: the uses of object i are [first_use[i], first_use[i + 1]), in order of position."""
+    position: NDArray[np.int64]
+    """[U]: of each use in the trace."""
+    distance: NDArray[np.int64]
+    """[U]: accesses until the next use of the same object, 1 to L; the last use wraps to the first."""
+    write_only: NDArray[np.bool_]
+    """[U]: the use overwrites the contents unread."""
+    next_write_only: NDArray[np.bool_]
+    """[U]: the next use of the same object does."""
+    kept: NDArray[np.bool_]
+    """[U]: the object should stay until its next use."""
+    selective: bool
+    """``kept`` is a choice that fits the frames."""
+    moved_frames: int
+    """Frames read and written per pass if the choice is followed; 0 if it is none."""
+    bound_frames: float
+    """Frames that every policy moves per pass within the same room; 0 if there was no choice to bound."""
 
     def __len__(self) -> int:
         return len(self.chunk)
 
 
-def plan(trace: Trace) -> Plan:
-    """Next-use tables of a (validated) trace: O(n log n) in the objects accessed, a few dozen bytes each."""
-    num_accesses = len(trace)
-    touched = trace.read_mask | trace.write_mask
-    bits = np.unpackbits(touched[:, None], axis=1, bitorder="little")
+def plan(trace: Trace, object_frames: NDArray[np.uint8], num_frames: int) -> Plan:
+    """The plan for a validated trace that repeats for ever.
+
+    object_frames: [object ids] frames that each object takes of the ``num_frames`` to be shared; 0: none (pinned).
+    """
+    bits = np.unpackbits((trace.read_mask | trace.write_mask)[:, None], axis=1, bitorder="little")
     position, kind = np.nonzero(bits)
     object_id = trace.chunk[position].astype(np.int64) * KINDS_MAX + kind
-    write_only = (trace.read_mask[position] >> kind.astype(np.uint8) & 1) == 0
     order = np.argsort(object_id, kind="stable")
-    object_id, position, kind, write_only = object_id[order], position[order], kind[order], write_only[order]
-
-    counts = np.bincount(object_id)
-    first_use = np.concatenate(([0], np.cumsum(counts)))
-    following = np.arange(1, len(object_id) + 1)
-    last = first_use[1:][counts > 0] - 1
-    following[last] = first_use[:-1][counts > 0]
+    object_id, position, kind = object_id[order], position[order], kind[order]
+    uses_of = np.bincount(object_id)
+    first_use = np.concatenate(([0], np.cumsum(uses_of)))
+    following = np.arange(1, len(position) + 1)
+    last = first_use[1:][uses_of > 0] - 1
+    following[last] = first_use[:-1][uses_of > 0]
     distance = position[following] - position
-    distance[last] += num_accesses
-    reuse = np.zeros(num_accesses * KINDS_MAX, dtype=np.uint32)
-    reuse[position * KINDS_MAX + kind] = distance * 2 + write_only[following]
+    distance[last] += len(trace)
+    use_at = np.zeros(len(trace) * KINDS_MAX, dtype=np.uint32)
+    use_at[position * KINDS_MAX + kind] = np.arange(len(position))
+    reads, writes, dies = (
+        (column[position] >> kind.astype(np.uint8) & 1).astype(bool)
+        for column in (trace.read_mask, trace.write_mask, trace.dead_mask)
+    )
+
+    kept = np.ones(len(position), dtype=bool)
+    moved_frames, bound_frames = 0, 0.0
+    selective = len(position) <= USES_MAX
+    if selective:
+        frames = object_frames[object_id].astype(np.int64)
+        gaps = _Gaps(position, distance, frames, reads[following] & ~dies, ~dies, _spans(first_use, writes, dies))
+        kept, moved_frames, bound_frames = _Choice(gaps, writes & ~dies, len(trace), num_frames).make()
     return Plan(
         chunk=trace.chunk,
         read_mask=trace.read_mask,
         write_mask=trace.write_mask,
-        reuse=reuse,
+        use_at=use_at,
         first_use=first_use,
-        positions=position,
-        write_only=write_only.astype(np.uint8),
+        position=position,
+        distance=distance,
+        write_only=~reads,
+        next_write_only=~reads[following],
+        kept=kept,
+        selective=selective,
+        moved_frames=moved_frames,
+        bound_frames=bound_frames,
     )
 
 
-class _PlanView:
-    """A plan's arrays as memoryviews: indexing one element costs a fraction of what numpy asks."""
-
-    def __init__(self, plan: Plan) -> None:
-        self.plan = plan
-        self.length = len(plan)
-        self.num_objects = len(plan.first_use) - 1
-        self.chunk: memoryview[int] = plan.chunk.data
-        self.read: memoryview[int] = plan.read_mask.data
-        self.write: memoryview[int] = plan.write_mask.data
-        self.reuse: memoryview[int] = plan.reuse.data
-        self.first_use: memoryview[int] = plan.first_use.data
-        self.positions: memoryview[int] = plan.positions.data
-        self.write_only: memoryview[int] = plan.write_only.data
-
-
-class Cursor:
-    """The place in the trace. ``tick`` counts accesses; the access expected next has the tick ``tick``.
-
-    Without a plan, or for an access that is not in it, the next use is guessed from the last reuse distance, and an
-    object seen once only is taken to be of no further use for now.
-    """
-
-    def __init__(self) -> None:
-        self.tick = 0
-        self.epoch = 0
-        """Grows whenever earlier predictions lose their meaning."""
-        self._origin = 0
-        self._strays = 0
-        self._view: _PlanView | None = None
-
-    @property
-    def plan(self) -> Plan | None:
-        return self._view.plan if self._view is not None else None
-
-    def start_pass(self, plan: Plan | None) -> bool:
-        """Position 0 of ``plan`` is now. False if that is what was expected, so that all predictions still hold."""
-        self._strays = 0
-        if self._view is not None and plan is self._view.plan and (self.tick - self._origin) % self._view.length == 0:
-            return False
-        self._view = None if plan is None else _PlanView(plan)
-        self._origin = self.tick
-        self.epoch += 1
-        return True
-
-    def access_at(self, tick: int) -> tuple[int, int, int]:
-        """(chunk, read_mask, write_mask) that the plan expects at ``tick``; there must be a plan."""
-        view = self._view
-        if view is None:
-            raise AssertionError("access_at without a plan")
-        position = (tick - self._origin) % view.length
-        return view.chunk[position], view.read[position], view.write[position]
-
-    def advance(self, chunk: int, read_mask: int, write_mask: int) -> int:
-        """An access came: its tick, or UNPLANNED. A few left-out accesses are skipped; a stray one leaves the cursor
-        where it is; after STRAYS_MAX strays the cursor goes to the next occurrence."""
-        view = self._view
-        if view is None:
-            self.tick += 1
-            return UNPLANNED
-        tick = self.tick
-        for ahead in range(min(RESYNC_LOOK_AHEAD, view.length)):
-            here = (tick + ahead - self._origin) % view.length
-            if view.chunk[here] == chunk and view.read[here] == read_mask and view.write[here] == write_mask:
-                self._strays = 0
-                self.tick = tick + ahead + 1
-                return tick + ahead
-        self._strays += 1
-        if self._strays >= STRAYS_MAX:
-            self._strays = 0
-            found = self._next_occurrence(view, chunk, read_mask, write_mask)
-            if found >= 0:
-                self.tick = found + 1
-                return found
-        return UNPLANNED
-
-    def predict(self, item: SwapObject, tick: int) -> None:
-        """``item`` is being used at ``tick`` (or UNPLANNED): set its next use."""
-        view = self._view
-        if view is not None and tick >= 0:
-            reuse = view.reuse[(tick - self._origin) % view.length * KINDS_MAX + item.kind]
-            item.next_use, item.overwritten = tick + (reuse >> 1), bool(reuse & 1)
-            item.epoch = self.epoch
-        elif view is not None:
-            self._look_up(view, item)
-        else:
-            distance = self.tick - item.last_use
-            item.next_use = self.tick + distance if item.last_use >= 0 else UNKNOWN_USE - self.tick
-            item.overwritten = False
-            item.epoch = self.epoch
-        item.last_use = self.tick
-
-    def refresh(self, item: SwapObject) -> None:
-        """Renew a prediction that a new pass or a skipped access has overtaken."""
-        if item.epoch == self.epoch and item.next_use >= self.tick:
-            return
-        if self._view is not None:
-            self._look_up(self._view, item)
-        elif item.next_use < self.tick:
-            item.next_use, item.overwritten = UNKNOWN_USE - item.last_use, False
-            item.epoch = self.epoch
-
-    def _look_up(self, view: _PlanView, item: SwapObject) -> None:
-        """First use of ``item`` in the plan at or after the cursor."""
-        item.epoch = self.epoch
-        begin = end = 0
-        if item.object_id < view.num_objects:
-            begin, end = view.first_use[item.object_id], view.first_use[item.object_id + 1]
+def _spans(first_use: NDArray[np.int64], writes: NDArray[np.bool_], dies: NDArray[np.bool_]) -> NDArray[np.int64]:
+    """Index of the span of each gap. A span begins at a write or a death, and may wrap around the trace's end."""
+    begins = writes | dies
+    span = np.zeros(len(begins), dtype=np.int64)
+    next_span = 0
+    for begin, end in zip(first_use[:-1].tolist(), first_use[1:].tolist(), strict=True):
         if begin == end:
-            item.next_use, item.overwritten = UNKNOWN_USE - item.last_use, False
-            return
-        here = (self.tick - self._origin) % view.length
-        index = bisect_left(view.positions, here, begin, end)
-        wrapped = index == end
-        if wrapped:
-            index = begin
-        item.next_use = self.tick + view.positions[index] - here + (view.length if wrapped else 0)
-        item.overwritten = bool(view.write_only[index])
-
-    def _next_occurrence(self, view: _PlanView, chunk: int, read_mask: int, write_mask: int) -> int:
-        """Tick at which the plan has this access next, or UNPLANNED."""
-        mask = read_mask | write_mask
-        object_id = chunk * KINDS_MAX + (mask & -mask).bit_length() - 1
-        if object_id >= view.num_objects:
-            return UNPLANNED
-        begin, end = view.first_use[object_id], view.first_use[object_id + 1]
-        here = (self.tick - self._origin) % view.length
-        split = bisect_left(view.positions, here, begin, end)
-        for index in (*range(split, end), *range(begin, split)):
-            position = view.positions[index]
-            if view.read[position] == read_mask and view.write[position] == write_mask:
-                return int(self.tick + (position - here) % view.length)
-        return UNPLANNED
+            continue
+        own = np.cumsum(begins[begin:end])
+        num_spans = max(int(own[-1]), 1)
+        span[begin:end] = next_span + (own - 1) % num_spans
+        next_span += num_spans
+    return span
 
 
-class EvictionOrder:
-    """Resident objects that nobody holds, the one to evict first on top. A heap in which an entry dies when its
-    object's stamp moves on."""
+@dataclass(frozen=True, eq=False)
+class _Gaps:
+    """Gap i follows use i."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, SwapObject]] = []
-        self._num_live = 0
-
-    def __len__(self) -> int:
-        return self._num_live
-
-    def push(self, item: SwapObject, use: int) -> None:
-        """Enter ``item`` with the next use by which it is judged, or change that."""
-        if item.stamp & 1:
-            item.stamp += 2
-        else:
-            item.stamp += 1
-            self._num_live += 1
-        heappush(self._heap, (-use, item.object_id, item.stamp, item))
-        if len(self._heap) > 2 * self._num_live + 64:
-            self._heap = [entry for entry in self._heap if entry[2] == entry[3].stamp]
-            heapify(self._heap)
-
-    def discard(self, item: SwapObject) -> None:
-        if item.stamp & 1:
-            item.stamp += 1
-            self._num_live -= 1
-
-    def pop_farther(self, tick: int) -> SwapObject | None:
-        """Take out the object used farthest in the future, if that is after ``tick``."""
-        heap = self._heap
-        while heap and heap[0][2] != heap[0][3].stamp:
-            heappop(heap)
-        if not heap or -heap[0][0] <= tick:
-            return None
-        item = heappop(heap)[3]
-        item.stamp += 1
-        self._num_live -= 1
-        return item
-
-    def rebuild(self, use_of: Callable[[SwapObject], int]) -> None:
-        """Judge every object anew."""
-        live = [entry[3] for entry in self._heap if entry[2] == entry[3].stamp]
-        self._heap = [(-use_of(item), item.object_id, item.stamp, item) for item in live]
-        heapify(self._heap)
+    position: NDArray[np.int64]
+    distance: NDArray[np.int64]
+    frames: NDArray[np.int64]
+    saves_read: NDArray[np.bool_]
+    """The contents at its start are read at its end."""
+    valid: NDArray[np.bool_]
+    """There are contents to keep."""
+    span: NDArray[np.int64]
 
 
-def eviction_use(item: SwapObject, now: int) -> int:
-    """The tick by which an evictable object is judged: its next use, made nearer for a dirty one (evicting it costs
-    a write besides the read), made endless for contents that will be overwritten unread."""
-    if item.leases:
-        return now
-    if not item.flags & _DIRTY:
-        return NO_USE if item.overwritten else item.next_use
-    if item.next_use >= UNKNOWN_USE >> 1:
-        return item.next_use
-    return now + (item.next_use - now) * 3 // 4
+class _Choice:
+    """Which gaps to keep, so that the fewest frames are moved and there is room at every time."""
+
+    def __init__(self, gaps: _Gaps, dirties: NDArray[np.bool_], num_accesses: int, num_frames: int) -> None:
+        self.gaps = gaps
+        num_spans = int(gaps.span.max()) + 1
+        self.span_frames = np.zeros(num_spans, dtype=np.int64)
+        self.span_frames[gaps.span] = gaps.frames
+        self.span_saves_write = np.bincount(gaps.span, dirties, num_spans) > 0
+        self.num_spans = num_spans
+        width = -(-num_accesses // SLOTS_MAX)
+        in_use = np.bincount(gaps.position, gaps.frames, num_accesses)
+        peaks = np.maximum.reduceat(in_use, np.arange(0, num_accesses, width))
+        self.room = num_frames - peaks.astype(np.int64)
+        begin = gaps.position + 1
+        end = np.maximum(begin, begin + gaps.distance - 1)
+        empty = begin == end
+        # Slots strictly inside a gap: [begin, end) up to the end of the trace, and [wrap_begin, wrap_end) after it.
+        self.begin = np.minimum(begin, num_accesses) // width
+        self.end = np.where(empty, self.begin, -(-np.minimum(end, num_accesses) // width))
+        self.begin = np.minimum(self.begin, self.end)
+        self.wrap_begin = np.maximum(begin - num_accesses, 0) // width
+        self.wrap_end = np.where(empty, self.wrap_begin, -(-np.maximum(end - num_accesses, 0) // width))
+
+    def make(self) -> tuple[NDArray[np.bool_], int, float]:
+        """Gaps to keep, frames moved then, and the least that any choice moves."""
+        gaps = self.gaps
+        total = int(gaps.frames @ gaps.saves_read + self.span_frames @ self.span_saves_write)
+        kept = self._take_greedily(np.full(len(self.room), 1.0))
+        saved = self._saved_frames(kept)
+        prices, saved_max = self._price(saved)
+        priced = self._take_greedily(prices)
+        if (saved_priced := self._saved_frames(priced)) > saved:
+            kept, saved = priced, saved_priced
+        return kept, total - saved, max(0.0, total - saved_max)
+
+    def _gap_prices(self, prices: NDArray[np.float64]) -> NDArray[np.float64]:
+        upto: NDArray[np.float64] = np.concatenate(([0.0], np.cumsum(prices)))
+        gap_prices: NDArray[np.float64] = (
+            upto[self.end] - upto[self.begin] + upto[self.wrap_end] - upto[self.wrap_begin]
+        )
+        return gap_prices
+
+    def _price(self, saved_target: int) -> tuple[NDArray[np.float64], float]:
+        """Prices of one frame in each slot, and the upper bound on the frames saved that they prove: with every gap
+        and span free to choose at these prices, no choice within the room saves more."""
+        gaps, frames = self.gaps, self.gaps.frames.astype(float)
+        prices = np.zeros(len(self.room))
+        best_prices, best_bound, pace, stale = prices, float("inf"), 1.0, 0
+        for _ in range(PRICE_STEPS):
+            gain = np.where(gaps.valid, gaps.saves_read - self._gap_prices(prices), 0.0)
+            piecewise = np.bincount(gaps.span, np.maximum(gain, 0.0), self.num_spans)
+            whole = np.bincount(gaps.span, gain, self.num_spans) + self.span_saves_write
+            as_whole = self.span_saves_write & (whole > piecewise)
+            bound = float(self.span_frames @ np.where(as_whole, whole, piecewise) + prices @ np.maximum(self.room, 0))
+            stale += 1
+            if bound < best_bound:
+                best_prices, best_bound, stale = prices, bound, 0
+            elif stale >= 5:
+                pace, stale = pace / 2, 0
+            taken = np.where(gaps.valid & (as_whole[gaps.span] | (gain > 0)), frames, 0.0)
+            excess = self._usage(taken) - np.maximum(self.room, 0)
+            norm = float(excess @ excess)
+            if norm == 0.0 or bound <= saved_target:
+                break
+            prices = np.maximum(prices + pace * (bound - saved_target) / norm * excess, 0.0)
+        return best_prices, best_bound
+
+    def _usage(self, taken: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Frames in use in each slot."""
+        size = len(self.room) + 1
+        change = np.bincount(self.begin, taken, size) - np.bincount(self.end, taken, size)
+        change += np.bincount(self.wrap_begin, taken, size) - np.bincount(self.wrap_end, taken, size)
+        return np.cumsum(change)[:-1]
+
+    def _saved_frames(self, kept: NDArray[np.bool_]) -> int:
+        broken = np.bincount(self.gaps.span, ~kept & self.gaps.valid, self.num_spans) > 0
+        writes = self.span_frames @ (self.span_saves_write & ~broken)
+        return int(self.gaps.frames @ (kept & self.gaps.saves_read) + writes)
+
+    def _take_greedily(self, prices: NDArray[np.float64]) -> NDArray[np.bool_]:
+        """Gaps and whole spans by value for their price, as long as there is room."""
+        gaps = self.gaps
+        gap_price = np.where(gaps.valid, self._gap_prices(prices), 0.0) + 1e-9
+        members: list[list[int]] = [[] for _ in range(self.num_spans)]
+        for gap in np.flatnonzero(gaps.valid).tolist():
+            members[gaps.span[gap]].append(gap)
+        singles = np.flatnonzero(gaps.saves_read & gaps.valid)
+        spans = np.flatnonzero(self.span_saves_write)
+        # What completing a span adds to keeping those of its gaps that pay by themselves.
+        extra = gaps.valid & (gap_price >= gaps.saves_read)
+        span_value = np.bincount(gaps.span, extra & gaps.saves_read, self.num_spans) + 1
+        span_price = np.bincount(gaps.span, np.where(extra, gap_price, 0.0), self.num_spans) + 1e-9
+        value = np.concatenate((1 / gap_price[singles], (span_value / span_price)[spans]))
+        candidates = [[gap] for gap in singles.tolist()] + [members[span] for span in spans.tolist()]
+
+        room = self.room.copy()
+        kept = np.zeros(len(gaps.position), dtype=bool)
+        parts = list(
+            zip(*(each.tolist() for each in (self.begin, self.end, self.wrap_begin, self.wrap_end)), strict=True)
+        )
+        frames = gaps.frames.tolist()
+        for index in np.argsort(-value, kind="stable").tolist():
+            missing = [gap for gap in candidates[index] if not kept[gap]]
+            taken: list[int] = []
+            for gap in missing:
+                begin, end, wrap_begin, wrap_end = parts[gap]
+                now, later, need = room[begin:end], room[wrap_begin:wrap_end], frames[gap]
+                if (now.size and now.min() < need) or (later.size and later.min() < need):
+                    break
+                now -= need
+                later -= need
+                taken.append(gap)
+            if len(taken) == len(missing):
+                kept[taken] = True
+                continue
+            for gap in taken:
+                begin, end, wrap_begin, wrap_end = parts[gap]
+                room[begin:end] += frames[gap]
+                room[wrap_begin:wrap_end] += frames[gap]
+        return kept

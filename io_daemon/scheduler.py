@@ -89,6 +89,7 @@ class TenantScheduler:
         """
         if num_frames <= 0 or in_flight_frames_max < 0:
             raise ValueError(f"num_frames = {num_frames}, in_flight_frames_max = {in_flight_frames_max}")
+        self._in_flight_frames_max = in_flight_frames_max
         self._catalog = Catalog(
             num_frames=num_frames,
             frame_bytes=frame_bytes,
@@ -204,7 +205,9 @@ class TenantScheduler:
         trace.validate(self._catalog.kind_masks())
         if trace_id not in self._plans and len(self._plans) >= TRACES_MAX:
             raise ValueError(f"more than {TRACES_MAX} traces")
-        self._plans[trace_id] = plan(trace)
+        slack_frames = self._in_flight_frames_max + self._catalog.demand_frames_max
+        room_frames = max(self._catalog.usable_frames - slack_frames, self._catalog.usable_frames // 2)
+        self._plans[trace_id] = plan(trace, self._catalog.object_frames(), room_frames)
         if trace_id == self._trace_id:
             self._tier.start_pass(self._plans[trace_id])
         return self._finish_event()
