@@ -26,7 +26,7 @@ $(SETUP): constraints/development.txt packaging/system-packages.sh
 	@packaging/system-packages.sh $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setup: installing $$(grep -c == constraints/development.txt) packages into $(VENV)"
-	@$(PIP) install --requirement constraints/development.txt
+	@$(PIP) --quiet install --no-compile --requirement constraints/development.txt
 	@mkdir -p $(STAMPS) && touch $@
 
 build: $(BUILD) ## compile csrc/ and install the two packages in place
