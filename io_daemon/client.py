@@ -158,7 +158,7 @@ class Client:
             rings = Region(rings_fd, answer.rings_bytes, writable=True)
             for region in (table, rings):
                 region.dont_fork()
-            self._table = TableView(table)
+            self.table = TableView(table)
             self._sq = SubmissionRing(rings, 0, answer.num_sqes, sq_event_fd, create=False)
             self._cq = CompletionRing(rings, answer.cq_offset, answer.num_cqes, cq_event_fd, create=False)
         finally:
@@ -210,7 +210,7 @@ class Client:
         lease.state = "granted"
         frames = {}
         for kind in kinds_of(lease.read | lease.write):
-            frames[kind], object_bytes = self._table.placement(lease.chunk, kind)
+            frames[kind], object_bytes = self.table.placement(lease.chunk, kind)
             if completion.born_mask & lease.read & 1 << kind:
                 for piece, frame in enumerate(frames[kind]):
                     num_bytes = min(self.frame_bytes, object_bytes - piece * self.frame_bytes)

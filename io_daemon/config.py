@@ -31,6 +31,7 @@ class ServeConfig(BaseModel):
     block_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=1 << 30)] = 1 << 20
     queue_depth: Annotated[int, Field(ge=1, le=4096)] = 32
     verify_checksums: bool = True
+    """False: no checksums are kept at all."""
     private: bool = False
     """End when the last tenant has left or the parent process is gone."""
     host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] = UNLIMITED_BYTES

@@ -8,6 +8,7 @@ daemon's.
 
 from __future__ import annotations
 
+import array
 import asyncio
 import os
 import socket
@@ -25,6 +26,7 @@ from io_daemon.protocol import KINDS_MAX, Access, ChunkSpec
 MESSAGE_BYTES_MAX: Final = 64 << 20
 FDS_MAX: Final = 8
 RECEIVE_BYTES: Final = 256 << 10
+ANCILLARY_BYTES: Final = socket.CMSG_SPACE(FDS_MAX * array.array("i").itemsize)
 LENGTH: Final = struct.Struct("<I")
 
 Uint8 = Annotated[int, Field(ge=0, lt=1 << 8)]
@@ -270,7 +272,12 @@ def close_all(fds: Sequence[int]) -> None:
 
 def _receive(sock: socket.socket, assembler: Assembler) -> bool:
     """One recvmsg into the assembler; False at the end of the stream. Raises BlockingIOError or TimeoutError."""
-    data, fds, flags, _ = socket.recv_fds(sock, RECEIVE_BYTES, FDS_MAX, socket.MSG_CMSG_CLOEXEC)
+    # not socket.recv_fds: it drops its flags argument, and the fds would be inherited across exec
+    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     assembler.feed(data, fds)
     if flags & socket.MSG_CTRUNC:
         raise errors.ProtocolError("fds were lost in transit: too many, or this process may open no more")
@@ -289,7 +296,8 @@ class Channel:
         data = encode(message)
         self.socket.settimeout(timeout_s)
         sent = socket.send_fds(self.socket, [data], list(fds), socket.MSG_NOSIGNAL)
-        self.socket.sendall(data[sent:], socket.MSG_NOSIGNAL)
+        if sent < len(data):  # sending nothing to a socket that was closed meanwhile is an error
+            self.socket.sendall(data[sent:], socket.MSG_NOSIGNAL)
 
     def receive(self, *, timeout_s: float) -> tuple[Message, list[int]] | None:
         """The next message; None at the end of the stream. Raises TimeoutError or OSError."""
@@ -328,7 +336,8 @@ class AsyncChannel:
             # fds go only with the short answer to an attach, on a socket whose buffer is then empty
             sent = socket.send_fds(self.socket, [data], list(fds), socket.MSG_NOSIGNAL)
             data = data[sent:]
-        await self._loop.sock_sendall(self.socket, data)
+        if data:
+            await self._loop.sock_sendall(self.socket, data)
 
     async def receive(self) -> tuple[Message, list[int]] | None:
         """The next message; None at the end of the stream. Raises ProtocolError or OSError."""

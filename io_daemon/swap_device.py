@@ -35,6 +35,7 @@ class SwapDevice:
         self._tenants: dict[int, Tenant] = {}
         self._in_flight: dict[int, tuple[Tenant, StartIo]] = {}
         self._next_tag = 1
+        self._checksums = config.verify_checksums
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(reactor.event_fd, self._on_completions)
 
@@ -78,8 +79,8 @@ class SwapDevice:
             seat.buffer,
             frame_offset(io.frame, tenant.frame_bytes),
             io.num_bytes,
-            tenant.table.region,
-            tenant.table.checksum_offset(io.checksum_index),
+            tenant.table.region if self._checksums else None,
+            tenant.table.checksum_offset(io.checksum_index) if self._checksums else 0,
             io.verify,
         )
 
