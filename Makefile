@@ -54,7 +54,7 @@ sanitize: $(SETUP) ## the C++ tests under ASan and UBSan, the rings under TSan
 	@for kind in address,undefined thread; do \
 	  dir=build/sanitize-$${kind%%,*}; \
 	  $(TOOLS) cmake -S . -B $$dir -G Ninja --log-level=WARNING -DINFINITY_BUILD_MODULE=OFF -DINFINITY_BUILD_TESTS=ON \
-	    -DINFINITY_WERROR=ON -DINFINITY_SANITIZE=$$kind && \
+	    -DINFINITY_WERROR=ON -DINFINITY_SANITIZE=$$kind >/dev/null && \
 	  $(TOOLS) cmake --build $$dir -- --quiet && \
 	  $(TOOLS) ctest --test-dir $$dir --output-on-failure --no-tests=error --quiet || exit 1; \
 	done
@@ -76,7 +76,8 @@ parity-full: $(BUILD) ## every cell of the parity matrix, as a table
 	@$(BIN)/python -m tests.parity_full
 
 stress: $(BUILD) ## ten million hand-overs through the rings, without a lost wake-up
-	@$(TOOLS) cmake -S . -B build/stress -G Ninja --log-level=WARNING -DINFINITY_BUILD_MODULE=OFF -DINFINITY_BUILD_TESTS=ON
+	@$(TOOLS) cmake -S . -B build/stress -G Ninja --log-level=WARNING -DINFINITY_BUILD_MODULE=OFF \
+	  -DINFINITY_BUILD_TESTS=ON >/dev/null
 	@$(TOOLS) cmake --build build/stress -- --quiet
 	@build/stress/csrc/tests/ring_stress
 
