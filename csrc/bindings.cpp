@@ -302,7 +302,7 @@ NB_MODULE(_native, module) {
         const nb::gil_scoped_release release;
         return crc32c(bytes);
       },
-      "buffer"_a);
+      "buffer"_a.noconvert());
   module.def(
       "checksum_portable",
       [](const Bytes& buffer) {
@@ -310,7 +310,7 @@ NB_MODULE(_native, module) {
         const nb::gil_scoped_release release;
         return crc32c_portable(bytes);
       },
-      "buffer"_a);
+      "buffer"_a.noconvert());
   bind_region(module);
   bind_rings(module);
   bind_reactor(module);

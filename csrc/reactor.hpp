@@ -33,8 +33,8 @@ struct Request {
   bool verify = false;
 };
 
-// Of a request that went well: its own offset and size. Of one that failed: of the block whose
-// error was the first to be seen.
+// Of a request that went well: its own offset and size. Of one that failed: of the first block, by
+// offset, that did.
 struct Completion {
   std::uint64_t tag = 0;
   IoStatus status = IoStatus::kOk;

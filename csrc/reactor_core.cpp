@@ -379,14 +379,15 @@ void ReactorCore::verify(Block& block) {
   if (found != stored) fail(block, IoStatus::kIntegrity, 0, stored, found);
 }
 
-// Keeps the request's first error and leaves the rest of it uncut.
+// Leaves the rest of the request uncut. Of several errors the one at the lowest offset is kept:
+// the blocks before it were cut earlier and are waited for, so the report does not depend on the
+// order in which blocks end.
 void ReactorCore::fail(Block& block, IoStatus status, int error_number, std::uint64_t expected,
                        std::uint64_t actual) {
   ActiveRequest& active = *block.request;
-  if (active.completion.status != IoStatus::kOk) return;
-  active.completion = {active.request.tag, status,
-                       error_number,       active.request.offset + block.begin,
-                       expected,           actual};
+  const std::uint64_t offset = active.request.offset + block.begin;
+  if (active.completion.status != IoStatus::kOk && active.completion.offset < offset) return;
+  active.completion = {active.request.tag, status, error_number, offset, expected, actual};
   if (next_to_cut_ == block.request) ++next_to_cut_;
   active.all_cut = true;
 }

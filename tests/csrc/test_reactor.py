@@ -1,0 +1,306 @@
+"""What the reactor itself promises, whichever engine is below: bounds, closing, ownership."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from io_daemon._native import ENGINES, Reactor, probe_engine
+from io_daemon.protocol import PAGE_BYTES, Status
+from tests.csrc.conftest import MakeBench
+from tests.support.reactor import ARENA_BYTES, BLOCK_BYTES, DEADLINE_S, ReactorBench, make_region
+
+CLOSE_MS = int(DEADLINE_S * 1000)
+
+
+def await_condition(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + DEADLINE_S
+    while not condition():
+        if time.monotonic() > deadline:
+            raise AssertionError("the condition does not come true")
+        time.sleep(0.001)
+
+
+def open_fds() -> Counter[str]:
+    """How often each file is open."""
+    targets: list[str] = []
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # the descriptor of the listing itself
+            targets.append(os.readlink(f"/proc/self/fd/{fd}"))
+    return Counter(targets)
+
+
+def num_threads_named(name: str) -> int:
+    tasks = Path("/proc/self/task")
+    return sum((tasks / tid / "comm").read_text().strip() == name for tid in os.listdir(tasks))
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> ReactorBench:
+    return ReactorBench(tmp_path / "file", "posix")
+
+
+WHOLE: dict[str, Any] = {"op": Reactor.READ, "file": 0, "offset": 0, "buffer": 0, "buffer_offset": 0, "num_bytes": 4096}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"op": 3},
+        {"op": -1},
+        {"file": 1},
+        {"file": -1},
+        {"buffer": 1},
+        {"buffer": -1},
+        {"num_bytes": 0},
+        {"num_bytes": -1},
+        {"num_bytes": ARENA_BYTES + 1},
+        {"num_bytes": 2**63 - 1},
+        {"buffer_offset": ARENA_BYTES - 4095},
+        {"buffer_offset": 2**63 - 1},
+        {"buffer_offset": -1},
+        {"offset": -1},
+        {"offset": 2**63 - 4096},
+        {"verify": True},
+        {"op": Reactor.WRITE, "verify": True},
+        {"op": Reactor.FSYNC},
+        {"op": Reactor.FSYNC, "num_bytes": 0, "offset": 1},
+    ],
+)
+def test_requests_out_of_bounds_are_refused(bench: ReactorBench, change: dict[str, Any]) -> None:
+    with bench, pytest.raises(ValueError):
+        bench.reactor.submit(1, **WHOLE | change)
+
+
+@pytest.mark.parametrize("first_checksum_offset", [PAGE_BYTES - 4, PAGE_BYTES, 2, -4, 2**62])
+def test_checksums_out_of_bounds_are_refused(bench: ReactorBench, first_checksum_offset: int) -> None:
+    checksums = make_region(PAGE_BYTES)
+    with bench, pytest.raises(ValueError):
+        bench.reactor.submit(1, Reactor.WRITE, 0, 0, 0, 0, BLOCK_BYTES + 1, checksums, first_checksum_offset)
+
+
+def test_last_checksum_that_fits_is_taken(bench: ReactorBench) -> None:
+    checksums = make_region(PAGE_BYTES)
+    with bench:
+        bench.reactor.submit(1, Reactor.WRITE, 0, 0, 0, 0, BLOCK_BYTES, checksums, PAGE_BYTES - 4)
+        assert bench.finish()[0].status == Status.OK
+    assert checksums.array()[-4:].any()
+
+
+def test_read_only_regions_take_no_bytes(bench: ReactorBench) -> None:
+    read_only = make_region(PAGE_BYTES, writable=False)
+    with bench:
+        buffer = bench.reactor.add_buffer(read_only)
+        with pytest.raises(ValueError, match="read-only"):
+            bench.reactor.submit(1, Reactor.READ, 0, 0, buffer, 0, PAGE_BYTES)
+        with pytest.raises(ValueError, match="read-only"):
+            bench.reactor.submit(1, Reactor.WRITE, 0, 0, 0, 0, PAGE_BYTES, read_only, 0)
+        bench.reactor.submit(1, Reactor.WRITE, 0, 0, buffer, 0, PAGE_BYTES)
+        assert bench.finish()[0].status == Status.OK
+
+
+@pytest.mark.parametrize(
+    ("queue_depth", "block_bytes"),
+    [(0, 4096), (-1, 4096), (4097, 4096), (1, 0), (1, -4096), (1, 4095), (1, 2**30 + 4096)],
+)
+def test_geometry_out_of_bounds_is_refused(queue_depth: int, block_bytes: int) -> None:
+    with pytest.raises(ValueError, match=r"queue_depth|block_bytes"):
+        Reactor("posix", queue_depth, block_bytes)
+
+
+def test_unknown_names_are_refused() -> None:
+    with pytest.raises(ValueError, match="'aio'"):
+        Reactor("aio", 1, 4096)
+    with pytest.raises(ValueError, match="'aio'"):
+        probe_engine("aio")
+    with pytest.raises(ValueError, match="'typo'"):
+        Reactor("posix", 1, 4096, faults=[("typo", 0, 0)])
+
+
+def test_engines_are_listed_best_first() -> None:
+    assert [name for name in ("io_uring", "libaio", "posix") if name in ENGINES] == list(ENGINES)
+    assert ENGINES[-1] == "posix"
+    assert probe_engine("posix") is None
+
+
+def test_what_is_in_use_is_not_removed(make_bench: MakeBench) -> None:
+    bench = make_bench(faults=[("delay", 0, 50_000)])
+    bench.submit_write(1, 0, 0, PAGE_BYTES)
+    with pytest.raises(RuntimeError, match="file 0 is in use by 1"):
+        bench.reactor.remove_file(0)
+    with pytest.raises(RuntimeError, match="buffer 0 is in use by 1"):
+        bench.reactor.remove_buffer(0)
+    bench.finish()
+    bench.reactor.remove_file(0)
+    bench.reactor.remove_buffer(0)
+    with pytest.raises(ValueError, match="no file 0"):
+        bench.submit_write(1, 0, 0, PAGE_BYTES)
+    with pytest.raises(ValueError, match="no file 0"):
+        bench.reactor.remove_file(0)
+
+
+def test_closing_while_in_flight(make_bench: MakeBench) -> None:
+    bench = make_bench(faults=[("delay", 0, 200_000)])
+    for tag in range(10):
+        bench.submit_write(tag, 0, 0, BLOCK_BYTES)
+    assert not bench.reactor.close(0)
+    with pytest.raises(RuntimeError, match="closed"):
+        bench.submit_write(10, 0, 0, BLOCK_BYTES)
+    assert bench.reactor.close(CLOSE_MS)
+    assert bench.reactor.close(0)
+    done = bench.finish(10)
+    assert {completion.status for completion in done} == {Status.OK}
+    bench.reactor.remove_file(0)  # nothing is left to remove, and that is no error
+    with pytest.raises(RuntimeError, match="closed"):
+        bench.reactor.add_file(0)
+
+
+def test_close_gives_everything_back(engine: str, tmp_path: Path) -> None:
+    fds_before = open_fds()
+    with ReactorBench(tmp_path / "file", engine) as bench:
+        bench.write(0, 0, BLOCK_BYTES)
+        assert num_threads_named("io-reactor") == 1
+    assert str(tmp_path / "file") not in open_fds()
+    del bench
+    gc.collect()
+    await_condition(lambda: num_threads_named("io-reactor") == 0)
+    assert not open_fds() - fds_before
+    assert "test-region" not in Path("/proc/self/maps").read_text()
+
+
+def test_dropped_reactor_finishes_by_itself(engine: str, tmp_path: Path) -> None:
+    bench = ReactorBench(tmp_path / "file", engine, faults=[("delay", 0, 100_000)])
+    written = bench.to_write[:BLOCK_BYTES].tobytes()
+    bench.submit_write(1, 0, 0, BLOCK_BYTES)
+    del bench  # reactor, arena and checksums: the thread holds what the write needs
+    gc.collect()
+    await_condition(lambda: num_threads_named("io-reactor") == 0)
+    await_condition(lambda: "test-region" not in Path("/proc/self/maps").read_text())
+    assert (tmp_path / "file").read_bytes()[:BLOCK_BYTES] == written
+
+
+def test_reap_takes_no_more_than_asked_for_and_forgets_nothing(bench: ReactorBench) -> None:
+    with bench:
+        for tag in range(5):
+            bench.submit_write(tag, 0, 0, PAGE_BYTES)
+        await_condition(lambda: bench.reactor.stats()["num_in_flight"] == 0)
+        os.eventfd_read(bench.reactor.event_fd)
+        first = bench.reactor.reap(2)
+        assert os.eventfd_read(bench.reactor.event_fd) == 1  # readable again: more are there
+        assert [done[0] for done in first + bench.reactor.reap(9)] == list(range(5))
+        with pytest.raises(BlockingIOError):
+            os.eventfd_read(bench.reactor.event_fd)
+
+
+def test_requests_not_reaped_are_limited(bench: ReactorBench) -> None:
+    memory = os.memfd_create("fsync-costs-nothing")
+    with bench:
+        file = bench.reactor.add_file(memory)
+        for tag in range(65536):
+            bench.reactor.submit(tag, Reactor.FSYNC, file, 0, 0, 0, 0)
+        with pytest.raises(RuntimeError, match="65536 requests"):
+            bench.reactor.submit(0, Reactor.FSYNC, file, 0, 0, 0, 0)
+    os.close(memory)
+
+
+def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+
+
+def test_forked_child_neither_hangs_nor_does_io(engine: str, tmp_path: Path) -> None:
+    script = """
+import os, sys
+from pathlib import Path
+from tests.support.reactor import ReactorBench
+bench = ReactorBench(Path(sys.argv[1]), sys.argv[2])
+child = os.fork()
+if child == 0:
+    try:
+        bench.submit_write(1, 0, 0, 4096)
+    except RuntimeError as error:
+        assert "another process" in str(error)
+        assert bench.reactor.close(0)
+        del bench
+        sys.exit(7)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+assert bench.write(0, 0, 4096).status == 0
+assert bench.reactor.close()
+"""
+    run = run_script(script, tmp_path / "file", engine)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+def test_buffers_beyond_the_memlock_limit_work_unregistered(engine: str, tmp_path: Path) -> None:
+    script = """
+import os, resource, sys
+from pathlib import Path
+import numpy.random  # while its files can still be read
+from tests.support.reactor import ReactorBench
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, 65536))
+path = Path(sys.argv[1])
+path.touch()
+path.parent.chmod(0o777)
+path.chmod(0o666)
+if os.getuid() == 0:
+    os.setuid(65534)  # root is exempt from the limit
+with ReactorBench(path, sys.argv[2], direct=True) as bench:
+    assert bench.write(0, 0, bench.half_bytes).status == 0
+    assert bench.read(0, 0, bench.half_bytes).status == 0
+    assert (bench.found == bench.to_write).all()
+"""
+    tmp_path.parent.chmod(0o755)
+    tmp_path.parent.parent.chmod(0o755)
+    run = run_script(script, tmp_path / "file", engine)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter names x86-64 system calls")
+def test_forbidden_io_uring_is_said_and_the_others_work(tmp_path: Path) -> None:
+    """As in most containers: a seccomp filter answers io_uring_setup with EPERM."""
+    if "io_uring" not in ENGINES:
+        pytest.skip("io_uring is not built in")
+    script = """
+import ctypes, errno, struct, sys
+from pathlib import Path
+from io_daemon._native import ENGINES, Reactor, probe_engine
+from tests.support.reactor import ReactorBench
+NR_IO_URING_SETUP = 425
+RET_ALLOW, RET_ERRNO = 0x7FFF0000, 0x00050000
+code = b"".join([
+    struct.pack("HBBI", 0x20, 0, 0, 0),                            # load the system call's number
+    struct.pack("HBBI", 0x15, 0, 1, NR_IO_URING_SETUP),            # equal?
+    struct.pack("HBBI", 0x06, 0, 0, RET_ERRNO | errno.EPERM),
+    struct.pack("HBBI", 0x06, 0, 0, RET_ALLOW),
+])
+buffer = ctypes.create_string_buffer(code)
+program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
+libc = ctypes.CDLL(None, use_errno=True)
+PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
+assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+assert libc.prctl(PR_SET_SECCOMP, MODE_FILTER, program) == 0
+print(probe_engine("io_uring"))
+try:
+    Reactor("io_uring", 4, 4096)
+except OSError as error:
+    print(error.errno)
+for engine in ENGINES[1:]:
+    with ReactorBench(Path(sys.argv[1]), engine) as bench:
+        assert bench.write(0, 0, 4096).status == 0
+"""
+    run = run_script(script, tmp_path / "file")
+    why_not, error_number = run.stdout.splitlines()
+    assert "io_uring_queue_init" in why_not
+    assert "seccomp" in why_not
+    assert (int(error_number), run.returncode, run.stderr) == (errno.EPERM, 0, "")

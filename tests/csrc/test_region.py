@@ -1,0 +1,135 @@
+from __future__ import annotations
+
+import errno
+import gc
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from io_daemon._native import Region
+from tests.support.reactor import make_region
+
+PAGE_BYTES = 4096
+
+
+def mapping_flags(address: int) -> set[str]:
+    """VmFlags of the mapping that starts at ``address``."""
+    text = Path("/proc/self/smaps").read_text()
+    mapping = text[text.index(f"{address:x}-") :]
+    flags = re.search(r"VmFlags:(.*)", mapping)
+    if flags is None:
+        raise AssertionError("smaps has no VmFlags")
+    return set(flags[1].split())
+
+
+def test_two_regions_of_one_memfd_share_their_bytes() -> None:
+    fd = os.memfd_create("shared")
+    os.truncate(fd, PAGE_BYTES)
+    writer, reader = Region(fd, PAGE_BYTES), Region(fd, PAGE_BYTES, writable=False)
+    os.close(fd)
+    writer.array()[100] = 7
+    assert reader.array()[100] == 7
+    assert (reader.region_bytes, reader.writable, writer.writable) == (PAGE_BYTES, False, True)
+    assert writer.address == writer.array().ctypes.data
+
+
+def test_array_of_a_read_only_region_cannot_be_written() -> None:
+    array = make_region(PAGE_BYTES, writable=False).array()
+    assert not array.flags.writeable
+    with pytest.raises(ValueError, match="read-only"):
+        array[0] = 1
+
+
+def test_array_keeps_the_mapping() -> None:
+    array = make_region(PAGE_BYTES).array()
+    gc.collect()
+    array[:] = 3
+    assert int(array.sum()) == 3 * PAGE_BYTES
+
+
+def test_region_larger_than_its_file_is_refused() -> None:
+    fd = os.memfd_create("small")
+    os.truncate(fd, PAGE_BYTES)
+    with pytest.raises(OSError, match=f"{PAGE_BYTES} bytes") as caught:
+        Region(fd, PAGE_BYTES + 1)
+    os.close(fd)
+    assert caught.value.errno == errno.EINVAL
+
+
+def test_bad_descriptors_and_sizes() -> None:
+    with pytest.raises(OSError) as caught:
+        Region(-1, PAGE_BYTES)
+    assert caught.value.errno == errno.EBADF
+    with pytest.raises(ValueError, match="at least one byte"):
+        Region(0, 0)
+    with pytest.raises(ValueError, match="negative"):
+        Region(0, -1)
+
+
+@pytest.mark.parametrize("num_threads", [1, 3, 64])
+def test_prefault_allocates_every_page(num_threads: int) -> None:
+    num_bytes = 10 * PAGE_BYTES + 1
+    fd = os.memfd_create("prefault")
+    os.truncate(fd, num_bytes)
+    region = Region(fd, num_bytes)
+    region.array()[::PAGE_BYTES] = 9
+    region.prefault(num_threads)
+    assert os.fstat(fd).st_blocks * 512 == 11 * PAGE_BYTES
+    os.close(fd)
+    assert (region.array()[::PAGE_BYTES] == 9).all()
+
+
+def test_dont_fork_reaches_the_kernel() -> None:
+    region = make_region(PAGE_BYTES)
+    assert "dc" not in mapping_flags(region.address)
+    region.dont_fork()
+    assert "dc" in mapping_flags(region.address)
+
+
+def test_lock_reaches_the_kernel() -> None:
+    region = make_region(PAGE_BYTES)
+    region.lock()
+    assert "lo" in mapping_flags(region.address)
+
+
+def test_lock_beyond_the_limit_is_an_oserror() -> None:
+    script = """
+import os, resource, sys
+from tests.support.reactor import make_region
+region = make_region(1 << 20)
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))
+if os.getuid() == 0:
+    os.setuid(65534)
+try:
+    region.lock()
+except OSError as error:
+    sys.exit(f"errno {error.errno}")
+"""
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False)
+    assert run.stderr.strip() in {f"errno {errno.ENOMEM}", f"errno {errno.EPERM}"}
+
+
+def test_zero_clears_exactly_its_bytes() -> None:
+    region = make_region(PAGE_BYTES)
+    region.array()[:] = 1
+    region.zero(10, 20)
+    assert np.flatnonzero(region.array() == 0).tolist() == list(range(10, 30))
+
+
+@pytest.mark.parametrize(
+    ("offset", "num_bytes"), [(1, PAGE_BYTES), (PAGE_BYTES + 1, 0), (-1, 1), (0, -1), (2**62, 2**62)]
+)
+def test_zero_outside_the_region_is_refused(offset: int, num_bytes: int) -> None:
+    region = make_region(PAGE_BYTES)
+    with pytest.raises(ValueError):
+        region.zero(offset, num_bytes)
+
+
+def test_zero_of_a_read_only_region_is_refused() -> None:
+    with pytest.raises(ValueError, match="read-only"):
+        make_region(PAGE_BYTES, writable=False).zero(0, 1)
