@@ -12,8 +12,8 @@ as the frames held by overtakers leave enough for the largest lease that waits.
 before H, by overtakers, or by I/O. I/O ends. Overtakers leave H's demand untouched. An earlier lease is either
 granted, and then its rank can finish with it, or it holds all its frames and waits for I/O or for leases issued
 before itself: by induction it is granted. Registering refuses chunks whose demand set and all pinned frames
-together exceed the arena, so that is enough. What a rank must not do is wait for a later lease while it keeps an
-earlier one that the later one needs.
+together exceed the arena, so that is enough (and NO_FRAMES is never answered). What a rank must not do is wait for a
+later lease while it keeps an earlier one that stands in the later one's way.
 
 **What a release means.** Dirty kinds are the new contents. Dead kinds have none any more: they are born again (dead
 wins over dirty). Write-only kinds that are not dirty go back to what they were: to the version on disk if there is
@@ -257,17 +257,14 @@ class TenantScheduler:
         mask = read_mask | write_mask
         if chunk is None or chunk.retired or not mask or mask & ~chunk.kind_mask or len(self._leases) >= LEASES_MAX:
             return False
-        objects = chunk.select(mask)
-        num_frames = sum([item.num_frames for item in objects if not item.flags & _PINNED])
         if self._draining:
             self._answer(seq, Complete(0, Status.SHUTTING_DOWN, chunk=chunk_id))
             return True
         if self._write_failure is not None:
             self._answer(seq, self._write_failure)
             return True
-        if num_frames > self._catalog.usable_frames:
-            self._answer(seq, Complete(0, Status.NO_FRAMES, chunk=chunk_id))
-            return True
+        objects = chunk.select(mask)
+        num_frames = sum([item.num_frames for item in objects if not item.flags & _PINNED])
         lease = Lease(seq, chunk, read_mask, write_mask, objects, num_frames)
         self._leases[seq] = lease
         for item in objects:

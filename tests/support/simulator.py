@@ -162,7 +162,7 @@ class ModelTenant:
             if not lease.write_mask >> kind & 1:
                 lease.seen[kind] = self._contents(lease, kind)
         for kind in kinds_of(lease.write_mask & ~lease.read_mask):
-            if self.memory.records[lease.chunk * KINDS_MAX + kind].flags & ObjectFlags.UNFILLED:
+            if not self.memory.records[lease.chunk * KINDS_MAX + kind].flags & ObjectFlags.DIRTY:
                 self._write(lease, kind, [garbage() for _ in range(4)])
         self.on_grant(lease.seq)
 
