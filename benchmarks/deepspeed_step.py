@@ -39,8 +39,7 @@ def free_port() -> int:
 
 def start_sides(arguments: argparse.Namespace, directory: Path, stack: ExitStack) -> list[Side]:
     """Ours first. Each has its own swap directory on the same disk."""
-    common = ["--num-layers", str(arguments.num_layers), "--threads", str(arguments.threads)]
-    common += ["--seed", str(arguments.seed), "--learning-rate", "1e-4"]
+    common = ["--num-layers", str(arguments.num_layers), "--seed", str(arguments.seed), "--learning-rate", "1e-4"]
     deepspeed_python = str(arguments.deepspeed_python or prepare_venv(arguments.deepspeed_venv))
     sides = []
     for name, python, module, own in (
@@ -48,9 +47,14 @@ def start_sides(arguments: argparse.Namespace, directory: Path, stack: ExitStack
             "infinity",
             sys.executable,
             "benchmarks.engine_worker",
-            ["--host-budget-bytes", str(arguments.host_budget_mib * MIB)],
+            ["--threads", str(arguments.threads), "--host-budget-bytes", str(arguments.host_budget_mib * MIB)],
         ),
-        ("deepspeed", deepspeed_python, "benchmarks.deepspeed_worker", []),
+        (
+            "deepspeed",
+            deepspeed_python,
+            "benchmarks.deepspeed_worker",
+            ["--threads", str(arguments.deepspeed_threads)],
+        ),
     ):
         swap_dir = directory / name
         swap_dir.mkdir()
@@ -93,7 +97,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "batch": 1,
         "dtype": "bf16",
         "seed": arguments.seed,
-        "threads": arguments.threads,
+        "threads": {"infinity": arguments.threads, "deepspeed": arguments.deepspeed_threads},
         "host_budget_bytes": arguments.host_budget_mib * MIB,
         "state_bytes_on_disk": shape.numel * BYTES_ON_DISK_PER_PARAMETER,
         "state_over_ram": shape.numel * BYTES_ON_DISK_PER_PARAMETER / machine["ram_bytes"],
@@ -126,8 +130,8 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print(
         f"infinity / deepspeed: {results['ratio_of_medians']:.3f} (medians). Disk {machine['swap_device'].get('name')} "
         f"({machine['swap_filesystem']}), state {results['state_bytes_on_disk'] / 1e9:.2f} GB = "
-        f"{results['state_over_ram']:.2f} x RAM, {machine['cores']} cores, {results['threads']} threads, "
-        f"seed {results['seed']}"
+        f"{results['state_over_ram']:.2f} x RAM, {machine['cores']} cores, threads "
+        f"{results['threads']}, seed {results['seed']}"
     )
 
 
@@ -141,7 +145,9 @@ def main() -> int:
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps-per-round", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument("--threads", type=int, default=max(1, cores - 1), help="ours: one core is the daemon's")
+    parser.add_argument("--deepspeed-threads", type=int, default=cores, help="DeepSpeed's (default: every core)")
     parser.add_argument("--host-budget-mib", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")

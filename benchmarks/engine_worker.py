@@ -8,6 +8,9 @@ from typing import Any
 from benchmarks.step_loop import claim_stdout, serve_steps
 
 SUB_GROUP_NUMEL = 20_000_000
+LAYER_NUMEL = 13_000_000
+"""A little more than one layer. Param groups are layers; one is in use, one gathered ahead, one kept for reuse: memory
+does not depend on how many there are."""
 
 
 def engine_config(swap_dir: str, *, host_budget_bytes: int, learning_rate: float, device: str) -> dict[str, Any]:
@@ -21,6 +24,9 @@ def engine_config(swap_dir: str, *, host_budget_bytes: int, learning_rate: float
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": SUB_GROUP_NUMEL,
+            "stage3_prefetch_bucket_size": LAYER_NUMEL,
+            "stage3_max_live_parameters": 3 * LAYER_NUMEL,
+            "stage3_max_reuse_distance": 2 * LAYER_NUMEL,
             "offload_param": offload,
             "offload_optimizer": offload,
         },

@@ -34,8 +34,9 @@ SAMPLES_PER_SECOND_MIN = 5.0
 
 
 def reported_bytes(report: dict[str, Any]) -> DeviceBytes:
-    """What ``io_report()`` says the last step read from and wrote to NVMe."""
-    return DeviceBytes(sum(report["nvme"]["bytes_read"].values()), sum(report["nvme"]["bytes_written"].values()))
+    """What ``io_report()`` says was read from and written to NVMe since ``initialize``."""
+    total = report["nvme_total"]
+    return DeviceBytes(sum(total["bytes_read"].values()), sum(total["bytes_written"].values()))
 
 
 def relative_error(measured: int, reported: int) -> float:
@@ -51,7 +52,6 @@ def measure_depth(arguments: argparse.Namespace, num_layers: int) -> dict[str, A
         options = ["--swap-dir", str(swap_dir), "--num-layers", str(num_layers), "--threads", str(arguments.threads)]
         options += ["--seed", str(arguments.seed), "--learning-rate", "1e-4"]
         options += ["--host-budget-bytes", str(arguments.host_budget_mib * MIB)]
-        kernel = reported = DeviceBytes(0, 0)
         with Side(
             f"{num_layers} layers",
             python=sys.executable,
@@ -61,13 +61,12 @@ def measure_depth(arguments: argparse.Namespace, num_layers: int) -> dict[str, A
             log=directory / "worker.log",
         ) as side:
             side.ready()
-            side.take_steps(WARM_UP_STEPS, measured=False)
+            warm = side.take_steps(WARM_UP_STEPS, measured=False)
             pids = process_tree(side.pid)
-            before = DeviceBytes.of(pids)
-            for _ in range(arguments.steps):
-                step = reported_bytes(side.take_steps(1, measured=True)["io_report"])
-                reported = DeviceBytes(reported.read + step.read, reported.written + step.written)
-            kernel = DeviceBytes.of(pids) - before
+            kernel_before, reported_before = DeviceBytes.of(pids), reported_bytes(warm["io_report"])
+            last = side.take_steps(arguments.steps, measured=True)
+            kernel = DeviceBytes.of(pids) - kernel_before
+            reported = reported_bytes(last["io_report"]) - reported_before
         files_left = sorted(str(path) for path in swap_dir.rglob("*") if path.is_file())
         machine = describe_machine(directory)
     return {
@@ -152,7 +151,7 @@ def main() -> int:
     parser.add_argument("--swap-dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
     parser.add_argument("--num-layers", type=int, default=12, help="of the smaller model")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--host-budget-mib", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")

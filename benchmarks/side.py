@@ -64,11 +64,12 @@ class Side:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.footprint = self._sampler.stop()
-        if kind is None:
-            self._send({"steps": 0})
-            self._receive()
-            self._process.wait(timeout=60)
-        else:
+        with self._process:
+            if kind is None:
+                self._send({"steps": 0})
+                self._receive()
+                self._process.wait(timeout=60)
+                return
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(timeout=30)

@@ -21,6 +21,8 @@ BUDGET_SHARE = 3
 """The host budget is at most one part in three of the model's state."""
 STATE_BYTES_PER_PARAMETER = {torch.float32: 12, torch.bfloat16: 14}
 """Weight, fp32 master weight where the weight is 16-bit, and two fp32 moments; gradients come on top."""
+LAYER_NUMEL = 13_000_000
+"""A little more than one layer: what is gathered ahead, and the measure of what may be unsharded at once."""
 PROBE_ROWS, PROBE_REPEATS = 512, 5
 
 
@@ -110,7 +112,14 @@ def engine_config(settings: Settings, budget_bytes: int) -> dict[str, Any]:
                 "warmup_type": "linear",
             },
         },
-        "zero_optimization": {"stage": 3, "offload_param": offload, "offload_optimizer": offload},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": LAYER_NUMEL,
+            "stage3_max_live_parameters": 3 * LAYER_NUMEL,
+            "stage3_max_reuse_distance": 2 * LAYER_NUMEL,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+        },
         "io_daemon": {"host_budget_bytes": budget_bytes},
     }
 
