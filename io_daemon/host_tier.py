@@ -144,24 +144,27 @@ class HostTier:
     # Private.
 
     def _make_room(self, num_frames: int, *, after: int, demand: bool) -> bool:
-        """Evict what is used after tick ``after`` until ``num_frames`` are free, or will be when writes end."""
-        too_near: list[SwapObject] = []
-        while self.free_frames + self.transfers.frames_idle_out < num_frames:
-            victim = self._order.pop_above(after)
-            if victim is None:
-                break
+        """Evict what is used after tick ``after`` until ``num_frames`` are free, or will be when writes end.
+
+        While enough writes are in flight, what is dirty is passed over for clean objects that only stream by.
+        """
+        passed_over: list[SwapObject] = []
+        above = after
+        while self.free_frames < num_frames and (victim := self._order.pop_above(above)) is not None:
             if victim.next_use <= after:
-                too_near.append(victim)
+                passed_over.append(victim)  # it is to be overwritten, but it needs its frames before these are needed
+            elif not victim.flags & _DIRTY:
+                self._drop(victim)
+            elif self.free_frames + self.transfers.frames_idle_out < num_frames:
+                self.transfers.swap_out(victim, demand=demand)
             else:
-                self._evict(victim, demand=demand)
-        for item in too_near:
+                passed_over.append(victim)
+                above = STREAMING + max(after, self._pointer)
+        for item in passed_over:
             self.rest(item)
         return self.free_frames >= num_frames
 
-    def _evict(self, item: SwapObject, *, demand: bool) -> None:
-        if item.flags & _DIRTY:
-            self.transfers.swap_out(item, demand=demand)
-            return
+    def _drop(self, item: SwapObject) -> None:
         self.counters.totals.evictions += 1
         self.transfers.drop(item)
         self._cursor.refresh(item)

@@ -25,7 +25,8 @@ USES_MAX: Final = 1 << 15
 """Uses up to which ``plan`` chooses (under a second); with more, all is marked as kept and MIN decides as it comes."""
 SLOTS_MAX: Final = 4096
 """Resolution of the room over time: a longer trace is looked at in slots of several accesses."""
-PRICE_STEPS: Final = 300
+PRICE_STEPS: Final = 150
+PRICE_ROUNDS: Final = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,12 +166,14 @@ class _Choice:
         """Gaps to keep, frames moved then, and the least that any choice moves."""
         gaps = self.gaps
         total = int(gaps.frames @ gaps.saves_read + self.span_frames @ self.span_saves_write)
-        kept = self._take_greedily(np.full(len(self.room), 1.0))
+        prices, saved_max = np.zeros(len(self.room)), float("inf")
+        kept = self._take_greedily(prices + 1.0)
         saved = self._saved_frames(kept)
-        prices, saved_max = self._price(saved)
-        priced = self._take_greedily(prices)
-        if (saved_priced := self._saved_frames(priced)) > saved:
-            kept, saved = priced, saved_priced
+        for _ in range(PRICE_ROUNDS):
+            prices, saved_max = self._price(prices, saved)
+            priced = self._take_greedily(prices)
+            if (saved_priced := self._saved_frames(priced)) > saved:
+                kept, saved = priced, saved_priced
         return kept, total - saved, max(0.0, total - saved_max)
 
     def _gap_prices(self, prices: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -180,11 +183,10 @@ class _Choice:
         )
         return gap_prices
 
-    def _price(self, saved_target: int) -> tuple[NDArray[np.float64], float]:
-        """Prices of one frame in each slot, and the upper bound on the frames saved that they prove: with every gap
-        and span free to choose at these prices, no choice within the room saves more."""
+    def _price(self, prices: NDArray[np.float64], saved_target: int) -> tuple[NDArray[np.float64], float]:
+        """Better prices of one frame in each slot, and the upper bound on the frames saved that they prove: with every
+        gap and span free to choose at these prices, no choice within the room saves more."""
         gaps, frames = self.gaps, self.gaps.frames.astype(float)
-        prices = np.zeros(len(self.room))
         best_prices, best_bound, pace, stale = prices, float("inf"), 1.0, 0
         for _ in range(PRICE_STEPS):
             gain = np.where(gaps.valid, gaps.saves_read - self._gap_prices(prices), 0.0)
