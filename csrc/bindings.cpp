@@ -279,8 +279,9 @@ void bind_reactor(nb::module_& module) {
       .def("stats", &stats)
       .def(
           "close",
-          [](Reactor& self, std::int64_t timeout_ms) {
-            return self.close(std::chrono::milliseconds(as_unsigned(timeout_ms, "timeout_ms")));
+          [](Reactor& self, int timeout_ms) {
+            require(timeout_ms >= 0, "every wait has a deadline: timeout_ms is negative");
+            return self.close(std::chrono::milliseconds(timeout_ms));
           },
           "timeout_ms"_a = 10'000, ReleaseGil());
 }

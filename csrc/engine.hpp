@@ -63,9 +63,9 @@ class IoEngine {
   // block. kNotRegistered where the engine has no such thing or the kernel refuses (memlock
   // limit): the I/O then works without. A registered buffer is at most kRegisteredBytesMax.
   virtual int register_file(int) { return kNotRegistered; }
-  virtual void unregister_file(int) {}
+  virtual void unregister_file(int) noexcept {}
   virtual int register_buffer(std::span<std::byte>) { return kNotRegistered; }
-  virtual void unregister_buffer(int) {}
+  virtual void unregister_buffer(int) noexcept {}
 };
 
 inline constexpr std::size_t kRegisteredBytesMax = std::size_t{1} << 30;

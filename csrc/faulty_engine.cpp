@@ -67,11 +67,11 @@ class FaultyEngine final : public IoEngine {
   int completion_fd() const noexcept override { return ready_.get(); }
   bool has_backlog() const noexcept override { return inner_->has_backlog(); }
   int register_file(int fd) override { return inner_->register_file(fd); }
-  void unregister_file(int slot) override { inner_->unregister_file(slot); }
+  void unregister_file(int slot) noexcept override { inner_->unregister_file(slot); }
   int register_buffer(std::span<std::byte> bytes) override {
     return inner_->register_buffer(bytes);
   }
-  void unregister_buffer(int slot) override { inner_->unregister_buffer(slot); }
+  void unregister_buffer(int slot) noexcept override { inner_->unregister_buffer(slot); }
 
   std::size_t submit(std::span<const Io> batch) override {
     if (batch.empty()) return inner_->submit(batch);

@@ -22,33 +22,6 @@ constexpr std::size_t kBatchMax = 16;
 // before summing the second.
 constexpr std::size_t kSummedBytesPerBatch = std::size_t{1} << 18;
 
-// The first free index of a table, grown by one if there is none.
-template <typename T>
-std::size_t free_index(std::vector<std::unique_ptr<T>>& table) {
-  const auto found = std::find(table.begin(), table.end(), nullptr);
-  const auto index = static_cast<std::size_t>(found - table.begin());
-  if (found == table.end()) table.emplace_back();
-  return index;
-}
-
-template <typename T>
-T& entry(const std::vector<std::unique_ptr<T>>& table, int index, const char* what) {
-  const auto position = static_cast<std::size_t>(index);
-  if (index < 0 || position >= table.size() || table[position] == nullptr) {
-    throw std::invalid_argument("there is no " + std::string(what) + " " + std::to_string(index));
-  }
-  return *table[position];
-}
-
-template <typename T>
-std::unique_ptr<T> take_idle(std::vector<std::unique_ptr<T>>& table, int index, const char* what) {
-  if (const auto num = entry(table, index, what).num_requests; num > 0) {
-    throw std::runtime_error(std::string(what) + " " + std::to_string(index) + " is in use by " +
-                             std::to_string(num) + " requests");
-  }
-  return std::exchange(table[static_cast<std::size_t>(index)], nullptr);
-}
-
 }  // namespace
 
 ReactorCore::ReactorCore(std::unique_ptr<IoEngine> engine, unsigned queue_depth,
@@ -73,56 +46,21 @@ void ReactorCore::refuse_if_ended() const {
 }
 
 int ReactorCore::add_file(int fd) {
-  auto file = std::make_unique<File>();
-  file->descriptor = Descriptor::duplicate(fd);
-  const std::lock_guard registry(registry_mutex_);
-  if (engine_ != nullptr) file->slot = engine_->register_file(file->descriptor.get());
-  const std::lock_guard lock(mutex_);
-  refuse_if_ended();
-  const std::size_t index = free_index(files_);
-  files_[index] = std::move(file);
-  return static_cast<int>(index);
+  return files_.add(std::make_shared<RegisteredFile>(engine(), fd));
 }
 
-void ReactorCore::remove_file(int index) {
-  const std::lock_guard registry(registry_mutex_);
-  std::unique_ptr<File> file;
-  {
-    const std::lock_guard lock(mutex_);
-    if (ended_) return;  // released with everything else
-    file = take_idle(files_, index, "file");
-  }
-  if (engine_ != nullptr && file->slot != kNotRegistered) engine_->unregister_file(file->slot);
-}
+void ReactorCore::remove_file(int index) { files_.remove(index); }
 
 int ReactorCore::add_buffer(std::shared_ptr<Region> region) {
-  auto buffer = std::make_unique<Buffer>();
-  const std::lock_guard registry(registry_mutex_);
-  const std::size_t bytes = region->region_bytes();
-  for (std::size_t at = 0; engine_ != nullptr && at < bytes; at += kRegisteredBytesMax) {
-    const auto piece = region->slice(at, std::min(bytes - at, kRegisteredBytesMax));
-    // The kernel pins registered pages for writing, which a read-only mapping does not allow.
-    buffer->slots.push_back(region->writable() ? engine_->register_buffer(piece) : kNotRegistered);
-  }
-  buffer->region = std::move(region);
-  const std::lock_guard lock(mutex_);
-  refuse_if_ended();
-  const std::size_t index = free_index(buffers_);
-  buffers_[index] = std::move(buffer);
-  return static_cast<int>(index);
+  return buffers_.add(std::make_shared<RegisteredBuffer>(engine(), std::move(region)));
 }
 
-void ReactorCore::remove_buffer(int index) {
-  const std::lock_guard registry(registry_mutex_);
-  std::unique_ptr<Buffer> buffer;
-  {
-    const std::lock_guard lock(mutex_);
-    if (ended_) return;  // released with everything else
-    buffer = take_idle(buffers_, index, "buffer");
-  }
-  for (const int slot : buffer->slots) {
-    if (engine_ != nullptr && slot != kNotRegistered) engine_->unregister_buffer(slot);
-  }
+void ReactorCore::remove_buffer(int index) { buffers_.remove(index); }
+
+std::shared_ptr<IoEngine> ReactorCore::engine() const {
+  const std::lock_guard lock(mutex_);
+  refuse_if_ended();
+  return engine_;
 }
 
 std::uint32_t* ReactorCore::resolve_checksums(const Request& request) const {
@@ -142,17 +80,17 @@ std::uint32_t* ReactorCore::resolve_checksums(const Request& request) const {
 
 ReactorCore::ActiveRequest ReactorCore::resolve(Request request) const {
   ActiveRequest active;
-  active.file = &entry(files_, request.file, "file");
+  active.file = files_.find(request.file);
   if (request.op == IoOp::kFsync) {
     require(request.num_bytes == 0 && request.offset == 0 && request.buffer_offset == 0,
             "FSYNC takes neither offsets nor bytes");
   } else {
-    active.buffer = &entry(buffers_, request.buffer, "buffer");
+    active.buffer = buffers_.find(request.buffer);
     require(request.num_bytes > 0, "num_bytes is 0");
     constexpr auto kOffsetMax = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
     require(request.offset <= kOffsetMax && request.num_bytes <= kOffsetMax - request.offset,
             "offset is beyond what a file can have");
-    const Region& region = *active.buffer->region;
+    const Region& region = active.buffer->region();
     active.data = region.slice(request.buffer_offset, request.num_bytes).data();
     require(request.op == IoOp::kWrite || region.writable(),
             "READ into a region that is mapped read-only");
@@ -170,10 +108,7 @@ void ReactorCore::submit(Request request) {
   if (num_unreaped_ >= kRequestsMax) {
     throw std::runtime_error(std::to_string(kRequestsMax) + " requests have not been reaped yet");
   }
-  ActiveRequest active = resolve(std::move(request));
-  ++active.file->num_requests;
-  if (active.buffer != nullptr) ++active.buffer->num_requests;
-  incoming_.push_back(std::move(active));
+  incoming_.push_back(resolve(std::move(request)));
   ++num_unreaped_;
   wake_thread();
 }
@@ -221,8 +156,10 @@ void ReactorCore::run() noexcept {
   } catch (const std::exception&) {
     abandon(ENOMEM);
   }
-  free_resources();
+  files_.close();
+  buffers_.close();
   const std::lock_guard lock(mutex_);
+  engine_.reset();
   ended_ = true;
   ended_condition_.notify_all();
 }
@@ -308,19 +245,15 @@ Io ReactorCore::describe(std::size_t cell) const {
   const Block& block = blocks_[cell];
   const ActiveRequest& active = *block.request;
   Io io{.op = active.request.op,
-        .fd = active.file->descriptor.get(),
-        .file_slot = active.file->slot,
+        .fd = active.file->fd(),
+        .file_slot = active.file->slot(),
         .token = cell};
   if (active.request.op == IoOp::kFsync) return io;
   const std::uint64_t begin = block.begin + block.resume_at;
   io.data = active.data + begin;
   io.num_bytes = block.num_bytes - block.resume_at;
   io.offset = active.request.offset + begin;
-  const std::uint64_t in_buffer = active.request.buffer_offset + begin;
-  const std::uint64_t piece = in_buffer / kRegisteredBytesMax;
-  if (piece == (in_buffer + io.num_bytes - 1) / kRegisteredBytesMax) {
-    io.buffer_slot = active.buffer->slots[piece];
-  }
+  io.buffer_slot = active.buffer->slot(active.request.buffer_offset + begin, io.num_bytes);
   return io;
 }
 
@@ -398,19 +331,17 @@ void ReactorCore::free_block(std::size_t cell) {
   if (--request->num_blocks_in_flight == 0 && request->all_cut) settle(request);
 }
 
+// Lets go of file, buffer and checksums before the completion can be seen: whoever has seen it may
+// remove them.
 void ReactorCore::settle(RequestPosition request) {
-  settled_.push_back(std::move(*request));
+  settled_.push_back(request->completion);
   requests_.erase(request);
 }
 
 void ReactorCore::publish() {
   if (settled_.empty() && delta_.num_reads == 0 && delta_.num_writes == 0) return;
   const std::lock_guard lock(mutex_);
-  for (const ActiveRequest& active : settled_) {
-    --active.file->num_requests;
-    if (active.buffer != nullptr) --active.buffer->num_requests;
-    completed_.push_back(active.completion);
-  }
+  completed_.insert(completed_.end(), settled_.begin(), settled_.end());
   stats_.bytes_read += delta_.bytes_read;
   stats_.bytes_written += delta_.bytes_written;
   stats_.num_reads += delta_.num_reads;
@@ -443,7 +374,7 @@ void ReactorCore::sleep() {
 void ReactorCore::abandon(int error_number) noexcept {
   const std::lock_guard lock(mutex_);
   broken_errno_ = error_number;
-  for (const ActiveRequest& active : settled_) completed_.push_back(active.completion);
+  completed_.insert(completed_.end(), settled_.begin(), settled_.end());
   settled_.clear();
   for (ActiveRequest& active : incoming_) requests_.push_back(std::move(active));
   incoming_.clear();
@@ -457,14 +388,6 @@ void ReactorCore::abandon(int error_number) noexcept {
   }
   requests_.clear();
   signal_event(completed_event_.get());
-}
-
-void ReactorCore::free_resources() noexcept {
-  const std::lock_guard registry(registry_mutex_);
-  engine_.reset();
-  const std::lock_guard lock(mutex_);
-  files_.clear();
-  buffers_.clear();
 }
 
 }  // namespace infinity

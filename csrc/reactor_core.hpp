@@ -9,6 +9,7 @@
 
 #include "descriptor.hpp"
 #include "reactor.hpp"
+#include "registry.hpp"
 
 namespace infinity {
 
@@ -33,25 +34,11 @@ class ReactorCore {
   void run() noexcept;
 
  private:
-  // A duplicate of the caller's descriptor, so that neither closing nor reusing the caller's
-  // redirects an I/O; it shares the open file description and with it any flock.
-  struct File {
-    Descriptor descriptor;
-    int slot = kNotRegistered;
-    std::size_t num_requests = 0;
-  };
-
-  struct Buffer {
-    std::shared_ptr<Region> region;
-    std::vector<int> slots;  // one per piece of kRegisteredBytesMax
-    std::size_t num_requests = 0;
-  };
-
   // A request with everything it refers to resolved.
   struct ActiveRequest {
     Request request;
-    File* file = nullptr;
-    Buffer* buffer = nullptr;  // null: FSYNC
+    std::shared_ptr<RegisteredFile> file;
+    std::shared_ptr<RegisteredBuffer> buffer;  // null: FSYNC
     std::byte* data = nullptr;
     std::uint32_t* checksums = nullptr;  // null: none kept
     std::uint64_t bytes_cut = 0;
@@ -72,7 +59,8 @@ class ReactorCore {
     unsigned num_retries = 0;
   };
 
-  // Callers' side; mutex_ held unless said otherwise.
+  // The callers' side, mutex_ held.
+  std::shared_ptr<IoEngine> engine() const;  // takes mutex_ itself
   ActiveRequest resolve(Request request) const;
   std::uint32_t* resolve_checksums(const Request& request) const;
   void refuse_if_ended() const;
@@ -97,27 +85,25 @@ class ReactorCore {
   bool finished();
   void sleep();
   void abandon(int error_number) noexcept;
-  void free_resources() noexcept;
 
   const std::string engine_name_;
   const std::uint32_t block_bytes_;
   const Descriptor submitted_event_;
   const Descriptor completed_event_;
 
-  std::mutex registry_mutex_;  // held while the engine registers; taken before mutex_
-  std::unique_ptr<IoEngine> engine_;
+  std::shared_ptr<IoEngine> engine_;  // shared with what is registered with it
+  Table<RegisteredFile> files_{"file"};
+  Table<RegisteredBuffer> buffers_{"buffer"};
 
   mutable std::mutex mutex_;  // guards this group
   std::condition_variable ended_condition_;
-  std::vector<std::unique_ptr<File>> files_;
-  std::vector<std::unique_ptr<Buffer>> buffers_;
   std::deque<ActiveRequest> incoming_;
   std::deque<Completion> completed_;
   ReactorStats stats_;
   std::size_t num_unreaped_ = 0;
   bool thread_sleeps_ = false;
   bool closing_ = false;
-  bool ended_ = false;
+  bool ended_ = false;  // the I/O thread holds nothing any more
   int broken_errno_ = 0;
 
   // Only the I/O thread, from here on.
@@ -126,7 +112,7 @@ class ReactorCore {
   std::vector<Block> blocks_;
   std::vector<std::size_t> free_cells_;
   std::deque<std::size_t> outgoing_;  // cells to hand to the engine
-  std::vector<ActiveRequest> settled_;
+  std::vector<Completion> settled_;
   ReactorStats delta_;
   bool engine_is_stalled_ = false;
 };

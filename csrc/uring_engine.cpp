@@ -31,12 +31,11 @@ class SlotTable {
     return slot;
   }
 
+  // A slot that the kernel does not take back is not handed out again.
   template <typename Update>
-  void give_back(int slot, Update update) {
+  void give_back(int slot, Update update) noexcept {
     const std::lock_guard lock(mutex_);
-    const int result = update(static_cast<unsigned>(slot));
-    if (result < 0) throw_errno(-result, "unregister from io_uring");
-    free_.push_back(slot);
+    if (update(static_cast<unsigned>(slot)) >= 0) free_.push_back(slot);
   }
 
  private:
@@ -88,7 +87,7 @@ class UringEngine final : public IoEngine {
         [&](unsigned slot) { return io_uring_register_files_update(&ring_, slot, &fd, 1); });
   }
 
-  void unregister_file(int slot) override {
+  void unregister_file(int slot) noexcept override {
     int none = -1;
     files_.give_back(
         slot, [&](unsigned s) { return io_uring_register_files_update(&ring_, s, &none, 1); });
@@ -98,7 +97,7 @@ class UringEngine final : public IoEngine {
     return buffers_.take([&](unsigned slot) { return update_buffer(slot, bytes); });
   }
 
-  void unregister_buffer(int slot) override {
+  void unregister_buffer(int slot) noexcept override {
     buffers_.give_back(slot, [&](unsigned s) { return update_buffer(s, {}); });
   }
 

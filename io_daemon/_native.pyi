@@ -46,7 +46,9 @@ class Region:
 @final
 class SubmissionRing:
     """SPSC ring of wire::Sqe at ``offset`` of a region. ``create`` formats it; otherwise magic,
-    version and geometry are verified (ValueError). The producer side takes a lock: several threads may push."""
+    version and geometry are verified (ValueError), and the ring goes on where it stands. Indexes that the other
+    process corrupts are a ValueError of whichever verb sees them. event_fd is duplicated and made non-blocking.
+    The producer side takes a lock: several threads may push."""
     @staticmethod
     def bytes_required(num_entries: int) -> int: ...
     def __init__(self, region: Region, offset: int, num_entries: int, event_fd: int, *, create: bool) -> None: ...
@@ -57,7 +59,8 @@ class SubmissionRing:
     def prepare_sleep(self) -> bool:
         """Arm the wake-up; True if the ring is still empty and the caller may sleep on event_fd."""
     def wait(self, timeout_ms: int, other_fd: int = -1) -> int:
-        """Sleep until an entry is there: 0 ready, 1 timed out, 2 other_fd readable or hung up. GIL released."""
+        """Sleep until an entry is there: 0 ready, 1 timed out, 2 other_fd readable or hung up. GIL released; signal
+        handlers run in between. timeout_ms must not be negative."""
     def __len__(self) -> int: ...
 
 @final
@@ -76,11 +79,15 @@ class CompletionRing:
 
 class ReactorStats(TypedDict):
     bytes_read: int
+    """Moved by the engine, also for requests that failed."""
     bytes_written: int
     num_reads: int
+    """Block I/Os that moved bytes, continuations included."""
     num_writes: int
     num_short: int
+    """Block I/Os that moved fewer bytes than asked for."""
     num_in_flight: int
+    """Requests submitted and not completed."""
 
 @final
 class Reactor:
@@ -94,24 +101,37 @@ class Reactor:
         """faults, for tests: (what, nth block I/O from 0, value) with what in
         "errno_read" | "errno_write" (value = errno), "short_read" | "short_write" (value = bytes
         transferred), "flip_read" | "flip_write" (value = byte index), "delay" (value = microseconds).
-        Raises OSError if the engine cannot start."""
+        Reads and writes are counted apart, "delay" counts both and FSYNC; continuations and retries count too.
+        Raises OSError if the engine cannot start; ValueError unless queue_depth is in 1..4096 and block_bytes a
+        multiple of 4096 up to 1 GiB."""
     @property
     def event_fd(self) -> int:
         """Readable when completions wait; read it (8 bytes) before reap()."""
     @property
     def engine(self) -> str: ...
-    def add_file(self, fd: int) -> int: ...
-    def remove_file(self, index: int) -> None: ...
+    def add_file(self, fd: int) -> int:
+        """Duplicates fd (same open file description: a flock lives on) and registers it with the engine."""
+    def remove_file(self, index: int) -> None:
+        """RuntimeError while requests use it; does nothing once the reactor has ended."""
     def add_buffer(self, region: Region) -> int:
-        """Registers the region with the engine where it has registered buffers (pieces of at most 1 GiB)."""
-    def remove_buffer(self, index: int) -> None: ...
+        """Registers the region with the engine where it has registered buffers (pieces of at most 1 GiB) and the
+        memlock limit allows; without, I/O works as well. GIL released: pinning takes a while."""
+    def remove_buffer(self, index: int) -> None:
+        """RuntimeError while requests use it; does nothing once the reactor has ended."""
     def submit(self, tag: int, op: int, file: int, offset: int, buffer: int, buffer_offset: int, num_bytes: int,
                checksums: Region | None = None, checksums_offset: int = 0, verify: bool = False) -> None:
-        """Queue one request; never blocks. WRITE stores one uint32 per block at checksums_offset, READ verifies
-        against them if ``verify``. Bounds are checked (ValueError)."""
+        """Queue one request; never blocks. Blocks start at multiples of block_bytes from the request's own start.
+        WRITE stores one uint32 per block at checksums_offset (of the bytes as they are when the block is handed to
+        the engine: they must not change meanwhile), READ verifies against them if ``verify``. FSYNC covers the writes
+        that were reaped before it was submitted; everything after ``file`` is 0. Bounds are checked (ValueError).
+        RuntimeError once closed, or with 65536 requests not reaped."""
     def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
         """(tag, status, error_number, offset, expected, actual); status as protocol.Status: OK, IO_ERROR,
-        SHORT_IO or INTEGRITY. One entry per request, after its last block."""
+        SHORT_IO or INTEGRITY. One entry per request, after its last block. OK: the request's own offset and bytes
+        (twice). Otherwise of the failed block with the lowest offset: its offset in the file, its bytes and those
+        moved, or the stored checksum and the one found. event_fd stays readable while more are there."""
     def stats(self) -> ReactorStats: ...
     def close(self, timeout_ms: int = 10_000) -> bool:
-        """Refuse new requests, wait for those in flight, end the thread. False if it timed out."""
+        """Refuse new requests, perform those accepted, end the thread. True: engine, files and buffers are released.
+        False if it timed out: the thread goes on and ends by itself; close() may be called again. What has completed
+        can still be reaped. A reactor that is dropped unclosed does the same without anybody waiting."""
