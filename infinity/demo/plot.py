@@ -37,6 +37,6 @@ def save_plot(path: Path, records: Sequence[StepRecord], timeline: Sequence[Samp
     memory.axhline(summary.state_bytes / 1e6, color="tab:red", linestyle="--", label="model state")
     memory.axhline(summary.host_budget_bytes / 1e6, color="tab:gray", linestyle=":", label="host budget")
     memory.set(xlabel="seconds", ylabel="memory, MB", ylim=(0, None))
-    memory.legend()
+    memory.legend(loc="lower right")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)

@@ -13,7 +13,7 @@ from rich.table import Table
 from infinity.demo.training import StepRecord
 
 ROWS_SHOWN = 8
-COLUMNS = ("step", "loss", "tokens/s", "resident MB", "on NVMe MB", "read GB/s", "write GB/s", "stall")
+COLUMNS = ("step", "loss", "tokens/s", "resident MB", "on NVMe MB", "read GB/s", "write GB/s", "    stalled")
 
 
 def cells(record: StepRecord) -> list[str]:
@@ -64,7 +64,7 @@ class TrainingProgress:
     def show(self, record: StepRecord) -> None:
         if self._live is None:
             words = (cell.rjust(len(name)) for cell, name in zip(cells(record), COLUMNS, strict=True))
-            self._console.print("  ".join(words), highlight=False)
+            self._console.print("  ".join(words), highlight=False, soft_wrap=True)
             return
         self._records = [*self._records, record][-ROWS_SHOWN:]
         self._bar.advance(self._task)

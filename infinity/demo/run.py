@@ -28,7 +28,7 @@ from infinity.demo.training import (
     train,
 )
 
-NUM_STEPS = 64
+NUM_STEPS = 48
 
 
 def main(words: Sequence[str] | None = None) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -79,6 +80,11 @@ def faster_dtype() -> torch.dtype:
     return min(seconds, key=lambda dtype: seconds[dtype])
 
 
+def compute_threads() -> int:
+    """Every core but one, which is the daemon's: OpenMP threads without a core of their own spin while they wait."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
 def state_bytes(num_parameters: int, dtype: torch.dtype) -> int:
     """What Adam keeps between steps."""
     return num_parameters * STATE_BYTES_PER_PARAMETER[dtype]
@@ -128,34 +134,44 @@ def train(
     settings: Settings, text: torch.Tensor, config: dict[str, Any], on_step: Callable[[StepRecord], None]
 ) -> None:
     """Train from construction to the last step; the engine, its daemon and its swap files are gone afterwards."""
+    torch.set_num_threads(compute_threads())
     torch.manual_seed(settings.seed)
     with infinity.Init(config_dict_or_path=config):
         model = ByteGPT(sequence=settings.sequence)
     engine, *_ = infinity.initialize(model=model, model_parameters=model.parameters(), config=config)
     batches = windows(text, batch=settings.batch, sequence=settings.sequence, seed=settings.seed)
     try:
+        before = engine.io_report()
         for index in range(settings.num_steps):
             started = time.perf_counter()
             loss = engine(next(batches))
             engine.backward(loss)
             engine.step()
             value, seconds = float(loss.detach()), time.perf_counter() - started
-            on_step(_record(index, value, seconds, settings, engine.io_report()))
+            after = engine.io_report()
+            on_step(_record(index, value, seconds, settings, before, after))
+            before = after
     finally:
         engine.destroy()
 
 
-def _record(index: int, loss: float, seconds: float, settings: Settings, report: IoReport) -> StepRecord:
-    traffic = report.nvme
+def _record(
+    index: int, loss: float, seconds: float, settings: Settings, before: IoReport, after: IoReport
+) -> StepRecord:
+    """One step's share of the totals since ``initialize``."""
+    if before.nvme_total is None or after.nvme_total is None:
+        raise RuntimeError("the engine trains without a daemon")
+    old, new = before.nvme_total, after.nvme_total
+    asked = new.hits + new.misses - old.hits - old.misses
     return StepRecord(
         index=index,
         loss=loss,
         seconds=seconds,
         tokens_per_s=settings.tokens_per_step / seconds,
-        resident_bytes=sum(report.resident_bytes.values()),
-        nvme_bytes=report.swap_bytes,
-        read_bytes=sum(traffic.bytes_read.values()) if traffic else 0,
-        written_bytes=sum(traffic.bytes_written.values()) if traffic else 0,
-        hit_rate=traffic.hit_rate if traffic else 0.0,
-        stall_s=report.times.stall_seconds,
+        resident_bytes=sum(after.resident_bytes.values()),
+        nvme_bytes=after.swap_bytes,
+        read_bytes=sum(new.bytes_read.values()) - sum(old.bytes_read.values()),
+        written_bytes=sum(new.bytes_written.values()) - sum(old.bytes_written.values()),
+        hit_rate=(new.hits - old.hits) / asked if asked else 1.0,
+        stall_s=after.times.stall_seconds,
     )
