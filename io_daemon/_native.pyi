@@ -69,8 +69,19 @@ class CompletionRing:
     @staticmethod
     def bytes_required(num_entries: int) -> int: ...
     def __init__(self, region: Region, offset: int, num_entries: int, event_fd: int, *, create: bool) -> None: ...
-    def push(self, seq: int, status: int, error_number: int, chunk: int, file: int, kind: int,
-             born_mask: int, offset: int, expected: int, actual: int) -> bool: ...
+    def push(
+        self,
+        seq: int,
+        status: int,
+        error_number: int,
+        chunk: int,
+        file: int,
+        kind: int,
+        born_mask: int,
+        offset: int,
+        expected: int,
+        actual: int,
+    ) -> bool: ...
     def pop(self) -> tuple[int, int, int, int, int, int, int, int, int, int] | None: ...
     def pop_batch(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int, int, int, int]]: ...
     def prepare_sleep(self) -> bool: ...
@@ -93,11 +104,13 @@ class ReactorStats(TypedDict):
 class Reactor:
     """One I/O thread over one engine: cuts requests into blocks, keeps ``queue_depth`` of them in
     flight, computes or verifies block checksums, reads every completion's result."""
+
     READ: Final[int]
     WRITE: Final[int]
     FSYNC: Final[int]
-    def __init__(self, engine: str, queue_depth: int, block_bytes: int, *,
-                 faults: Sequence[tuple[str, int, int]] = ()) -> None:
+    def __init__(
+        self, engine: str, queue_depth: int, block_bytes: int, *, faults: Sequence[tuple[str, int, int]] = ()
+    ) -> None:
         """faults, for tests: (what, nth block I/O from 0, value) with what in
         "errno_read" | "errno_write" (value = errno), "short_read" | "short_write" (value = bytes
         transferred), "flip_read" | "flip_write" (value = byte index), "delay" (value = microseconds).
@@ -118,8 +131,19 @@ class Reactor:
         memlock limit allows; without, I/O works as well. GIL released: pinning takes a while."""
     def remove_buffer(self, index: int) -> None:
         """RuntimeError while requests use it; does nothing once the reactor has ended."""
-    def submit(self, tag: int, op: int, file: int, offset: int, buffer: int, buffer_offset: int, num_bytes: int,
-               checksums: Region | None = None, checksums_offset: int = 0, verify: bool = False) -> None:
+    def submit(
+        self,
+        tag: int,
+        op: int,
+        file: int,
+        offset: int,
+        buffer: int,
+        buffer_offset: int,
+        num_bytes: int,
+        checksums: Region | None = None,
+        checksums_offset: int = 0,
+        verify: bool = False,
+    ) -> None:
         """Queue one request; never blocks. Blocks start at multiples of block_bytes from the request's own start.
         WRITE stores one uint32 per block at checksums_offset (of the bytes as they are when the block is handed to
         the engine: they must not change meanwhile), READ verifies against them if ``verify``. FSYNC covers the writes
