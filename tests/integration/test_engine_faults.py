@@ -62,7 +62,8 @@ def test_too_small_a_budget_names_the_smallest_that_works(param_tier: str, optim
 
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
 def test_nvme_without_a_path_is_refused_with_the_key(section: str, tmp_path: Path) -> None:
-    config = nvme_config(tmp_path)
+    tiers = {"offload_param": {"optimizer_tier": "none"}, "offload_optimizer": {"param_tier": "none"}}[section]
+    config = nvme_config(tmp_path, **tiers)
     del config["zero_optimization"][section]["nvme_path"]
     with pytest.raises(ConfigError, match=rf"zero_optimization\.{section}\.nvme_path"):
         initialize(config)
@@ -98,8 +99,9 @@ def test_too_little_disk_space_is_found_before_step_zero(tmp_path: Path) -> None
 def test_killed_daemon_is_a_typed_error_and_never_a_hang(steps_before: int, tmp_path: Path) -> None:
     config = nvme_config(tmp_path)
     config["io_daemon"]["host_budget_bytes"] = least_budget_bytes(everything, config)
+    before = set(process_tree(os.getpid()))
     engine = initialize(config)
-    (daemon,) = [pid for pid in process_tree(os.getpid()) if "io_daemon" in process_name(pid)]
+    (daemon,) = [pid for pid in process_tree(os.getpid()) if pid not in before and "io_daemon" in process_name(pid)]
 
     def step(batch: Any) -> None:
         engine.backward(loss_of(engine(batch)))
