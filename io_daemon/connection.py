@@ -77,6 +77,13 @@ class Connection:
                 f"`io-daemon serve --socket {socket_path} --swap-dir DIR`, or name its socket in io_daemon.socket "
                 "or $INFINITY_IO_SOCKET"
             ) from error
+        uid = peer_credentials(sock)[1]
+        if uid not in (0, os.getuid()):
+            sock.close()
+            raise ProtocolError(
+                f"the process that listens at {socket_path} belongs to user {uid}, not to {os.getuid()}: "
+                "no arena is handed to a stranger"
+            )
         connection = cls(Channel(sock), socket_path)
         try:
             welcome, _ = connection.request(Hello(protocol_version=PROTOCOL_VERSION), Welcome, timeout_s=timeout_s)

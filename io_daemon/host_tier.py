@@ -27,7 +27,7 @@ from io_daemon.residency import Plan
 from io_daemon.states import ObjectFlags, ObjectState
 from io_daemon.transfers import Transfers
 
-LOOK_AHEAD_STEPS_MAX: Final = 128
+LOOK_AHEAD_STEPS_MAX: Final = 32
 """Accesses examined in one event: bounds the event's time."""
 
 _ABSENT, _RESIDENT, _SWAPPING_IN = ObjectState.ABSENT, ObjectState.RESIDENT, ObjectState.SWAPPING_IN

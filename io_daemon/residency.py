@@ -13,7 +13,7 @@ A plan is advisory: a wrong one costs I/O, never contents.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -61,11 +61,20 @@ class Plan:
         return len(self.chunk)
 
 
-def plan(trace: Trace, object_frames: NDArray[np.uint8], num_frames: int) -> Plan:
-    """The plan for a validated trace that repeats for ever.
+class PlanRequest(NamedTuple):
+    """All that a plan depends on."""
 
-    object_frames: [object ids] frames that each object takes of the ``num_frames`` to be shared; 0: none (pinned).
-    """
+    trace: Trace
+    """Validated; it repeats for ever."""
+    object_frames: NDArray[np.uint8]
+    """[object ids]: frames that each object takes of those to be shared; 0: none (pinned)."""
+    num_frames: int
+    """To be shared."""
+
+
+def plan(request: PlanRequest) -> Plan:
+    """A pure function of picklable data, so that it can run in a process of its own."""
+    trace, object_frames, num_frames = request
     bits = np.unpackbits((trace.read_mask | trace.write_mask)[:, None], axis=1, bitorder="little")
     position, kind = np.nonzero(bits)
     object_id = trace.chunk[position].astype(np.int64) * KINDS_MAX + kind
@@ -170,6 +179,8 @@ class _Choice:
         kept = self._take_greedily(prices + 1.0)
         saved = self._saved_frames(kept)
         for _ in range(PRICE_ROUNDS):
+            if saved > saved_max - 1.0:
+                break  # no choice saves one frame more
             prices, saved_max = self._price(prices, saved)
             priced = self._take_greedily(prices)
             if (saved_priced := self._saved_frames(priced)) > saved:

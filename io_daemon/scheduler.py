@@ -29,6 +29,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
+import numpy as np
+
 from io_daemon.actions import Action, Complete, StartIo, TableWriter
 from io_daemon.catalog import Catalog, Chunk, SwapObject, checksums_per_object
 from io_daemon.counters import StepCounters
@@ -37,7 +39,7 @@ from io_daemon.fair_queue import FairQueue
 from io_daemon.host_tier import HostTier
 from io_daemon.leases import Lease, LeaseState
 from io_daemon.protocol import KINDS_MAX, NO_EXTENT, Access, ChunkSpec, Opcode, Status
-from io_daemon.residency import Plan, plan
+from io_daemon.residency import Plan, PlanRequest, plan
 from io_daemon.states import ObjectFlags, ObjectState
 from io_daemon.trace import Geometry, Trace
 from io_daemon.transfers import Transfer
@@ -199,17 +201,28 @@ class TenantScheduler:
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> list[Action]:
         """The order in which passes marked ``trace_id`` acquire. If the last MARK named it, the next access is taken
         to be its first. ValueError if it does not fit the registered chunks, or there are too many traces."""
+        return self.adopt_plan(trace_id, plan(self.plan_request(accesses)))
+
+    def plan_request(self, accesses: Sequence[Access]) -> PlanRequest:
+        """What ``residency.plan`` needs, here or elsewhere, to plan for these accesses. ValueError as ``set_trace``."""
         trace = accesses if isinstance(accesses, Trace) else Trace.from_accesses(accesses)
         if trace.geometry is not None and trace.geometry != self._catalog.geometry():
             raise ValueError("the trace was taken on chunks of other sizes")
         trace.validate(self._catalog.kind_masks())
+        usable_frames = self._catalog.usable_frames
+        slack_frames = self._in_flight_frames_max + self._catalog.demand_frames_max
+        shared_frames = max(usable_frames - slack_frames, usable_frames // 2)
+        return PlanRequest(trace, self._catalog.object_frames(), shared_frames)
+
+    def adopt_plan(self, trace_id: int, plan: Plan) -> list[Action]:
+        """Follow ``plan`` in passes marked ``trace_id``. ValueError as ``set_trace``."""
+        no_deaths = np.zeros_like(plan.read_mask)
+        Trace(plan.chunk, plan.read_mask, plan.write_mask, no_deaths).validate(self._catalog.kind_masks())
         if trace_id not in self._plans and len(self._plans) >= TRACES_MAX:
             raise ValueError(f"more than {TRACES_MAX} traces")
-        slack_frames = self._in_flight_frames_max + self._catalog.demand_frames_max
-        room_frames = max(self._catalog.usable_frames - slack_frames, self._catalog.usable_frames // 2)
-        self._plans[trace_id] = plan(trace, self._catalog.object_frames(), room_frames)
+        self._plans[trace_id] = plan
         if trace_id == self._trace_id:
-            self._tier.start_pass(self._plans[trace_id])
+            self._tier.start_pass(plan)
         return self._finish_event()
 
     def drain(self) -> list[Action]:

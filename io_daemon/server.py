@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from io_daemon._native import ENGINES, probe_engine
-from io_daemon.arena import adopt_arena, arena_bytes
+from io_daemon.arena import arena_bytes
 from io_daemon.config import ServeConfig, notify_socket
 from io_daemon.connection import check_socket_path, peer_credentials
 from io_daemon.control import (
@@ -53,8 +53,10 @@ from io_daemon.tenant import Tenant
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
+SEND_TIMEOUT_S: Final = 30.0
+"""A rank that takes its answer so slowly is taken for hung."""
 LAST_WORDS_TIMEOUT_S: Final = 1.0
-FIRST_TENANT_TIMEOUT_S: Final = 120.0
+FIRST_TENANT_TIMEOUT_S: Final = 3600.0
 """A private daemon to which nobody has come after so long was started by somebody who is gone."""
 ACCEPT_RETRY_S: Final = 1.0
 BACKLOG: Final = 128
@@ -313,7 +315,7 @@ class Server:
     def welcome(self) -> Welcome:
         return Welcome(protocol_version=PROTOCOL_VERSION, swap_dirs=tuple(self._devices))
 
-    def attach(self, request: Attach, arena_fd: int, peer: Peer) -> Tenant:
+    async def attach(self, request: Attach, arena_fd: int, peer: Peer) -> Tenant:
         """Raises ConfigError, BudgetError, SwapSpaceError, DeviceIOError, ProtocolError."""
         if self._stop.is_set():
             raise ConfigError("io_daemon.socket", str(self._config.socket_path), "the daemon there is shutting down")
@@ -333,10 +335,9 @@ class Server:
                 smallest_bytes=num_bytes,
                 reason=f"rank {request.rank} of {request.job} brings an arena of {num_bytes} bytes",
             )
-        arena = adopt_arena(arena_fd, request.num_frames, request.frame_bytes)
-        tenant = Tenant(
+        tenant = await Tenant.attach(
             request,
-            arena,
+            arena_fd,
             peer.pid,
             [self._devices[path] for path in request.swap_dirs],
             self._config,
@@ -363,7 +364,7 @@ class Server:
             verify_checksums=config.verify_checksums,
             private=config.private,
             devices=tuple(device.status() for device in self._devices.values()),
-            tenants=tuple(tenant.stats() for tenant in self._tenants),
+            tenants=tuple(tenant.stats() for tenant in sorted(self._tenants, key=lambda each: each.tenant_id)),
         )
 
 
@@ -398,8 +399,10 @@ class Conversation:
         """Idempotent."""
         tenant, self._tenant = self._tenant, None
         if tenant is not None:
-            await tenant.close()
-            self._server.detached(tenant)
+            try:
+                await tenant.close()
+            finally:
+                self._server.detached(tenant)
 
     async def _next_question(self) -> tuple[Message, list[int]] | None:
         """None if the rank hung up or must go."""
@@ -436,19 +439,19 @@ class Conversation:
         answer_fds: Sequence[int] = ()
         try:
             if isinstance(message, Attach):
-                answer, answer_fds = self._attach(message, fds)
+                answer, answer_fds = await self._attach(message, fds)
             else:
                 answer = await self._answer_plain(message)
         except ProtocolError:
             raise
         except (WorldError, ValueError, OSError) as error:
             answer = Fault.of(error)
-        await self._channel.send(answer, answer_fds)
+        await asyncio.wait_for(self._channel.send(answer, answer_fds), SEND_TIMEOUT_S)
 
-    def _attach(self, request: Attach, fds: Sequence[int]) -> tuple[Attached, list[int]]:
+    async def _attach(self, request: Attach, fds: Sequence[int]) -> tuple[Attached, list[int]]:
         if self._tenant is not None or len(fds) != 1:
             raise ProtocolError("attach: once, with exactly one fd")
-        self._tenant = self._server.attach(request, fds[0], self._peer)
+        self._tenant = await self._server.attach(request, fds[0], self._peer)
         self.had_tenant = True
         self._tenant.serve()
         return self._tenant.attached()

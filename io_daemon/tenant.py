@@ -20,7 +20,7 @@ from typing import Final
 
 from io_daemon._native import CompletionRing, Region, SubmissionRing
 from io_daemon.actions import Action, Complete, StartIo
-from io_daemon.arena import SEALS
+from io_daemon.arena import SEALS, adopt_arena
 from io_daemon.config import ServeConfig
 from io_daemon.control import Attach, Attached, Ended
 from io_daemon.counters import Counters
@@ -145,21 +145,37 @@ class Seat:
         self.swap_file.close()
 
 
+class Holdings:
+    """Everything that a tenant owns and must give back. Making and closing may take seconds (a big arena is registered
+    with every reactor, page by page): both belong in a thread."""
+
+    def __init__(
+        self, request: Attach, arena_fd: int, devices: Sequence[SwapDevice], block_bytes: int, owner: Owner
+    ) -> None:
+        """Raises ProtocolError, ConfigError, SwapSpaceError, DeviceIOError or OSError; nothing is left behind then."""
+        geometry = TableGeometry(request.num_frames, request.frame_bytes, block_bytes, request.chunks_max)
+        arena = adopt_arena(arena_fd, request.num_frames, request.frame_bytes)
+        with contextlib.ExitStack() as resources:
+            self.table = Table(geometry, request.job, request.rank)
+            resources.callback(self.table.close)
+            self.rings = Rings()
+            resources.callback(self.rings.close)
+            self.seats: list[Seat] = []
+            for index, device in enumerate(devices):
+                self.seats.append(Seat.take(device, request, index, owner, arena))
+                resources.callback(self.seats[-1].leave)
+            self._resources = resources.pop_all()
+
+    def close(self) -> None:
+        self._resources.close()
+
+
 class Tenant:
     """``on_end`` is called with the reason when the tenant cannot go on; whoever gave it then closes the tenant."""
 
     def __init__(
-        self,
-        request: Attach,
-        arena: Region,
-        pid: int,
-        devices: Sequence[SwapDevice],
-        config: ServeConfig,
-        owner: Owner,
-        on_end: Callable[[Ended], None],
+        self, request: Attach, holdings: Holdings, pid: int, config: ServeConfig, on_end: Callable[[Ended], None]
     ) -> None:
-        """``devices``: those that the rank named, in its order, which is that of file indexes. Raises SwapSpaceError,
-        DeviceIOError or OSError; nothing is left behind then."""
         self.tenant_id = next(_tenant_ids)
         self.job, self.rank, self.pid = request.job, request.rank, pid
         self.frame_bytes = request.frame_bytes
@@ -177,22 +193,10 @@ class Tenant:
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._clock = BusyClock()
-        with contextlib.ExitStack() as resources:
-            self.table = Table(
-                TableGeometry(request.num_frames, request.frame_bytes, config.block_bytes, request.chunks_max),
-                request.job,
-                request.rank,
-            )
-            resources.callback(self.table.close)
-            self.rings = Rings()
-            resources.callback(self.rings.close)
-            self.seats: list[Seat] = []
-            for index, device in enumerate(devices):
-                self.seats.append(Seat.take(device, request, index, owner, arena))
-                resources.callback(self.seats[-1].leave)
-            self._resources = resources.pop_all()
-        self._extents = [ExtentAllocator(0) for _ in devices]
-        ahead_bytes = READY_AHEAD_DEPTHS * config.queue_depth * config.block_bytes * len(devices)
+        self._holdings = holdings
+        self.table, self.rings, self.seats = holdings.table, holdings.rings, holdings.seats
+        self._extents = [ExtentAllocator(0) for _ in self.seats]
+        ahead_bytes = READY_AHEAD_DEPTHS * config.queue_depth * config.block_bytes * len(self.seats)
         self._scheduler = TenantScheduler(
             num_frames=request.num_frames,
             frame_bytes=request.frame_bytes,
@@ -203,6 +207,22 @@ class Tenant:
             chunks_max=request.chunks_max,
             in_flight_frames_max=max(2, min(request.num_frames // 2, -(-ahead_bytes // request.frame_bytes))),
         )
+
+    @classmethod
+    async def attach(
+        cls,
+        request: Attach,
+        arena_fd: int,
+        pid: int,
+        devices: Sequence[SwapDevice],
+        config: ServeConfig,
+        owner: Owner,
+        on_end: Callable[[Ended], None],
+    ) -> Tenant:
+        """``devices``: those that the rank named, in its order, which is that of file indexes. Raises what
+        ``Holdings`` raises."""
+        holdings = await asyncio.to_thread(Holdings, request, arena_fd, devices, config.block_bytes, owner)
+        return cls(request, holdings, pid, config, on_end)
 
     def __str__(self) -> str:
         return f"{self.job} rank {self.rank} (pid {self.pid})"
@@ -291,6 +311,8 @@ class Tenant:
             batch = self.rings.take(num_wanted)
             for entry in batch:
                 self._submit(*entry)
+            if not self._listening:
+                return  # one of them was the end of it
             if room <= 0:
                 self._come_again(ROOM_RETRY_S)
             elif len(batch) == num_wanted or not self.rings.sq.prepare_sleep():
@@ -365,7 +387,7 @@ class Tenant:
         for seat in self.seats:
             self._count_in_flight(-seat.device.forget(self))
         await self._quiet.wait()
-        self._resources.close()
+        await asyncio.to_thread(self._holdings.close)
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.RECLAIMED)
 
     def _stop_listening(self) -> None:

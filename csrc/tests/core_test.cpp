@@ -62,7 +62,7 @@ void test_checksum() {
   std::vector<std::byte> bytes(3 * 4096 + 100);
   fill_random(bytes, 1);
   for (std::size_t size = 0; size < bytes.size(); size += size < 80 ? 1 : 509) {
-    for (std::size_t begin : {0, 1, 7}) {
+    for (std::size_t begin = 0; begin < 8; ++begin) {
       const auto part = std::span(bytes).subspan(begin, std::min(size, bytes.size() - begin));
       CHECK(crc32c(part) == crc32c_portable(part));
     }
@@ -93,7 +93,7 @@ void test_ring() {
   CHECK(!producer.push({entries, 1}) && producer.num_ready() == 4);
   CHECK(consumer.wait(10'000, -1) == WaitResult::kReady);
   CHECK(consumer.pop()->seq == 1 && consumer.pop_batch(9).size() == 3);
-  CHECK(!producer.push({entries, 3}) == false && !producer.push({entries, 2}));
+  CHECK(producer.push({entries, 3}) && !producer.push({entries, 2}));  // all of a batch or nothing
   CHECK(consumer.pop_batch(2).size() == 2);
 
   auto* header = reinterpret_cast<wire::RingHeader*>(region->data() + 64);
@@ -150,8 +150,8 @@ class Fixture {
       const auto completions = reactor_->reap(1);
       if (!completions.empty()) return completions.front();
     }
-    CHECK(!"a completion in time");
-    return {};
+    std::fprintf(stderr, "core_test: no completion in time\n");
+    std::exit(1);
   }
 
   Completion perform(IoOp op) {

@@ -39,10 +39,7 @@ class Tower(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
-            if self.use_reentrant is None:
-                x = layer(x)
-            else:
-                x = checkpoint(layer, x, use_reentrant=self.use_reentrant)
+            x = layer(x) if self.use_reentrant is None else checkpoint(layer, x, use_reentrant=self.use_reentrant)
         return x.square().mean()
 
 

@@ -10,12 +10,14 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from numpy.typing import NDArray
 
 from io_daemon.catalog import SwapObject
 from io_daemon.cursor import RESYNC_LOOK_AHEAD, STRAYS_MAX, UNKNOWN_USE, UNPLANNED, Cursor
 from io_daemon.eviction import STREAMING, WORTHLESS, EvictionOrder, rank_of
 from io_daemon.protocol import KINDS_MAX, Access, kinds_of
-from io_daemon.residency import Plan, plan
+from io_daemon.residency import Plan, PlanRequest
+from io_daemon.residency import plan as plan_for
 from io_daemon.states import ObjectFlags
 from io_daemon.trace import Trace
 from tests.support.step_traces import chunk_specs, cyclic_scan, training_step
@@ -35,6 +37,10 @@ def traces(draw: st.DrawFn, accesses_max: int = 14) -> list[Access]:
     return accesses or [Access(0, 1, 0, 0)]
 
 
+def plan(trace: Trace, object_frames: NDArray[np.uint8], num_frames: int) -> Plan:
+    return plan_for(PlanRequest(trace, object_frames, num_frames))
+
+
 def item_of(chunk: int, kind: int = 0, *, next_use: int = 0, flags: int = ObjectFlags.BORN) -> SwapObject:
     item = SwapObject(object_bytes=4096, num_frames=1, object_id=chunk * KINDS_MAX + kind, chunk=chunk, kind=kind)
     item.next_use, item.flags = next_use, flags
@@ -50,7 +56,7 @@ def next_use(accesses: list[Access], begin: int, chunk: int, kind: int) -> tuple
     return None
 
 
-def moved_frames(accesses: list[Access], made: Plan, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> int:
+def moved_frames(accesses: list[Access], made: Plan, kept: NDArray[np.bool_]) -> int:
     """Frames read and written per pass if just the gaps in ``kept`` are kept and every object takes one frame."""
     moved = 0
     for begin, end in itertools.pairwise(made.first_use.tolist()):
@@ -75,7 +81,7 @@ def moved_frames(accesses: list[Access], made: Plan, kept: np.ndarray[tuple[int]
     return moved
 
 
-def in_use_frames(accesses: list[Access], made: Plan, kept: np.ndarray[tuple[int], np.dtype[np.bool_]]) -> list[int]:
+def in_use_frames(accesses: list[Access], made: Plan, kept: NDArray[np.bool_]) -> list[int]:
     """Frames taken at each access: by the access and by the gaps kept over it."""
     taken = [(access.read_mask | access.write_mask).bit_count() for access in accesses]
     for use in np.flatnonzero(kept).tolist():
@@ -156,8 +162,9 @@ def test_pinned_objects_take_no_room() -> None:
 
 
 def test_a_plan_can_come_from_another_process() -> None:
-    made = plan(Trace.from_accesses(training_step(range(3))), np.ones(3 * KINDS_MAX, dtype=np.uint8), 9)
-    again = pickle.loads(pickle.dumps(made))
+    request = PlanRequest(Trace.from_accesses(training_step(range(3))), np.ones(3 * KINDS_MAX, dtype=np.uint8), 9)
+    made = plan_for(request)
+    again = pickle.loads(pickle.dumps(plan_for(pickle.loads(pickle.dumps(request)))))
     assert (again.kept == made.kept).all()
     assert len(again) == len(made)
 

@@ -23,6 +23,7 @@ from tests.support.daemon import (
     ServedDaemon,
     chunk_is_intact,
     contents,
+    eventually,
     frame,
     pattern,
     specs,
@@ -235,6 +236,7 @@ def test_unregistered_space_is_used_again(daemon: ServedDaemon) -> None:
         for chunk in first:
             write_chunk(client, chunk, WEIGHT)
         reserved = client.stats().swap_bytes
+        eventually(lambda: client.stats().num_in_flight == 0, "the last write-behind has ended")
         client.unregister(first)
         assert client.stats().num_chunks == 0
         second = client.register(specs(16))

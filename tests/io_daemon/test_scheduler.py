@@ -10,6 +10,7 @@ from io_daemon.actions import StartIo
 from io_daemon.errors import BudgetError, SwapSpaceError
 from io_daemon.extents import ExtentAllocator
 from io_daemon.protocol import KINDS_MAX, NO_EXTENT, PAGE_BYTES, Access, ChunkSpec, Opcode, Status
+from io_daemon.residency import plan
 from io_daemon.scheduler import TenantScheduler
 from io_daemon.states import ObjectFlags, ObjectRecord, ObjectState
 from io_daemon.trace import Geometry, Trace
@@ -550,6 +551,15 @@ def test_a_trace_must_fit_the_chunks_and_traces_are_limited() -> None:
         tenant.set_trace(trace_id, good)
     with pytest.raises(ValueError, match="more than 16"):
         tenant.set_trace(16, good)
+
+
+def test_a_plan_made_elsewhere_is_adopted_unless_its_chunks_are_gone() -> None:
+    tenant = tenant_of(2, ONE, ONE)
+    made = plan(tenant.scheduler.plan_request([Access(1, 1, 0, 0)]))
+    tenant.take(tenant.scheduler.adopt_plan(0, made))
+    tenant.unregister(range(1, 2))
+    with pytest.raises(ValueError, match="access 0"):
+        tenant.scheduler.adopt_plan(0, made)
 
 
 def test_a_trace_dies_with_its_chunks() -> None:

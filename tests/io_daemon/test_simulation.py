@@ -15,7 +15,7 @@ import pytest
 from io_daemon.actions import StartIo
 from io_daemon.counters import Counters
 from io_daemon.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, Status
-from io_daemon.residency import plan
+from io_daemon.residency import PlanRequest, plan
 from io_daemon.trace import Trace
 from tests.support.fake_disk import Outcome
 from tests.support.simulator import DiskModel, Pass, Rank, Simulator
@@ -93,9 +93,10 @@ def test_a_training_step_moves_little_more_than_it_must(
     _, last = run_steps(num_frames, specs, [Pass(accesses=fill(chunks), trace_id=9), *repeated(step, 6)], window=window)
     sizes = [size // PAGE_BYTES for size in specs[0].object_bytes] + [0] * (KINDS_MAX - len(specs[0].object_bytes))
     object_frames = np.array(sizes * num_chunks, dtype=np.uint8)
-    whole = plan(Trace.from_accesses(step), object_frames, num_frames)
+    whole = plan(PlanRequest(Trace.from_accesses(step), object_frames, num_frames))
     slack = window + DEMAND_FRAMES
-    planned = plan(Trace.from_accesses(step), object_frames, max(num_frames - slack, num_frames // 2))
+    room = max(num_frames - slack, num_frames // 2)
+    planned = plan(PlanRequest(Trace.from_accesses(step), object_frames, room))
     moved = moved_frames(last)
     with capsys.disabled():
         print(
