@@ -159,6 +159,10 @@ def train_engine(build: Any, recipe: Recipe, config: dict[str, Any], *, rank: in
     return run
 
 
+_least_budgets: dict[tuple[str, str, str, int], int] = {}
+"""What this process's ranks have asked for already, by what it depends on."""
+
+
 @lru_cache
 def _oracle(recipe: Recipe, rank: int) -> Run:
     config = engine_config(recipe, param_tier="none", optimizer_tier="none", swap_dir="")
@@ -200,8 +204,10 @@ def judge(cell: Cell, num_steps: int, *, rank: int, swap_dir: Path) -> Verdict:
         recipe, param_tier=cell.param_tier, optimizer_tier=cell.optimizer_tier, swap_dir=str(swap_dir)
     )
     if not cell.in_memory:
-        least = least_budget_bytes(everything, config)
-        config["io_daemon"]["host_budget_bytes"] = least if cell.budget == "least" else 3 * least
+        shape = (cell.param_tier, cell.optimizer_tier, cell.dtype, cell.accumulation)
+        if shape not in _least_budgets:
+            _least_budgets[shape] = least_budget_bytes(everything, config)
+        config["io_daemon"]["host_budget_bytes"] = _least_budgets[shape] * (1 if cell.budget == "least" else 3)
     run = train_engine(everything, recipe, config, rank=rank)
     oracle = _oracle(recipe, rank)
     verdict = Verdict(
