@@ -239,6 +239,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tenant.finish_all()
         for chunk in sorted(self.specs):
             self.tenant.unregister(range(chunk, chunk + 1))
+        self.tenant.finish_all()
         self.books_balance()
         assert self.tenant.scheduler.num_free_frames == len(self.tenant.memory.states)
         assert sum(self.tenant.scheduler.resident_bytes) == 0
