@@ -15,6 +15,7 @@ from infinity.collectives import Collectives
 from infinity.config import Config, parse_config, read_environment
 from infinity.engine import Engine
 from infinity.errors import BudgetError, ConfigError
+from infinity.heap import return_freed
 from infinity.init_context import StagingArea, staged_param
 from infinity.optimizer import ShardedAdam, adam_from_config, adam_from_torch
 from infinity.precision import Precision
@@ -85,6 +86,7 @@ def initialize(
                 staged.discard()
         for area in areas:
             area.close()
+        return_freed()
         _move_buffers(model, device, precision.weight)
         engine = Engine(
             model, sharded, sharded_optimizer, config=parsed, collectives=collectives, connection=connection

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.collectives import Collectives
 from infinity.config import Config, parse_config, read_environment
+from infinity.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.hooks import AccessGuard, unguarded
 from infinity.memory_plan import MemoryPlan
 from infinity.param import ShardedParam
@@ -126,6 +127,8 @@ class StagedParam:
         del values
         self._memory.to_sharded(poison=False)
         self.is_staged = True
+        if self.numel >= RETURNED_NUMEL_MIN:
+            return_freed()
 
     def bring_back(self) -> None:
         """The full parameter in memory again."""

@@ -86,7 +86,10 @@ def main() -> int:
             if arguments.json:
                 live.console.print_json(json.dumps(asdict(verdict), default=str), indent=None)
             add_row(table, verdict)
-            live.refresh() if console.is_terminal else None
+            if console.is_terminal:
+                live.refresh()
+            else:  # the table comes at the end; somebody may be watching a log
+                print(f"{verdict.cell}: {'pass' if verdict.passed else 'FAIL'}", file=sys.stderr, flush=True)
             failures += [] if verdict.passed else [verdict]
     console.print(
         f"{len(cells) - len(failures)} of {len(cells)} cells pass ({arguments.cells}, pairwise seed {PAIRWISE_SEED}); "
