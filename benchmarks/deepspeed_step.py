@@ -140,7 +140,10 @@ def main() -> int:
     parser.add_argument("--swap-dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
     parser.add_argument("--deepspeed-python", type=Path, help="Python of an environment that has DeepSpeed")
     parser.add_argument(
-        "--deepspeed-venv", type=Path, default=Path(".venv-deepspeed"), help="created with DeepSpeed if it is missing"
+        "--deepspeed-venv",
+        type=Path,
+        default=Path("out/deepspeed-venv"),
+        help="created with DeepSpeed if it is missing",
     )
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--rounds", type=int, default=5)
@@ -157,7 +160,7 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(results, indent=2, default=str))
     else:
-        show(results, Console())
+        show(results, Console(width=None if sys.stdout.isatty() else 130))
     return 0 if results["ratio_of_medians"] <= 1 else 1
 
 

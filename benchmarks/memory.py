@@ -170,7 +170,7 @@ def main() -> int:
     if arguments.json:
         print(json.dumps(results, indent=2, default=str))
     else:
-        show(results, Console())
+        show(results, Console(width=None if sys.stdout.isatty() else 130))
     return 1 if results["shortcomings"] else 0
 
 

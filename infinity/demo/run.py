@@ -37,7 +37,9 @@ def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="infinity demo", description=__doc__)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimizer steps (default {NUM_STEPS})")
     parser.add_argument("--swap-dir", type=Path, help="where the swap files go (default: the temporary directory)")
-    parser.add_argument("--out", type=Path, default=Path("infinity-demo.png"), help="the picture (default %(default)s)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/infinity-demo.png"), help="the picture (default %(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON; progress goes to stderr")
     arguments = parser.parse_args(words)
     if arguments.steps < 1:
@@ -78,6 +80,7 @@ def _run(arguments: argparse.Namespace, swap_dir: Path) -> int:
     else:
         from infinity.demo.plot import save_plot  # only now: matplotlib takes memory that is not training's
 
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         save_plot(arguments.out, records, footprint.timeline, summary)
         console.print(f"picture: {arguments.out}")
     if arguments.json:
