@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from io_daemon.extents import ExtentAllocator
 from io_daemon.protocol import PAGE_BYTES
@@ -61,6 +61,7 @@ def test_capacity_is_whole_granules(capacity: int) -> None:
     st.integers(0, 20),
     st.lists(st.tuples(st.sampled_from(["allocate", "free", "grow", "shortfall"]), st.integers(1, 6)), max_size=60),
 )
+@settings(deadline=None)
 def test_against_a_bitmap(capacity: int, steps: list[tuple[str, int]]) -> None:
     allocator = ExtentAllocator(capacity, granule_bytes=1)
     used = [False] * capacity

@@ -6,7 +6,7 @@ import random
 
 import hypothesis.strategies as st
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from io_daemon.actions import StartIo
 from io_daemon.fair_queue import FairQueue
@@ -62,6 +62,7 @@ def test_bytes_in_flight_are_bounded_and_one_is_always_allowed() -> None:
     st.lists(st.integers(QUANTUM // 8, 3 * QUANTUM), min_size=2, max_size=4),
     st.integers(0, 2**32 - 1),
 )
+@settings(deadline=None)
 def test_tenants_with_a_backlog_get_equal_bytes(sizes: list[int], seed: int) -> None:
     """However large each one's requests are, and whichever class they are in."""
     rng = random.Random(seed)

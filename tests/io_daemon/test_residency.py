@@ -91,6 +91,7 @@ def in_use_frames(accesses: list[Access], made: Plan, kept: NDArray[np.bool_]) -
 
 
 @given(traces(), st.integers(2, 8))
+@settings(deadline=None)
 def test_a_plan_fits_its_room_counts_right_and_respects_its_bound(accesses: list[Access], num_frames: int) -> None:
     made = plan(Trace.from_accesses(accesses), ONE_FRAME_EACH, num_frames)
     assert made.selective
@@ -102,7 +103,7 @@ def test_a_plan_fits_its_room_counts_right_and_respects_its_bound(accesses: list
 
 
 @given(traces(accesses_max=6), st.integers(2, 5))
-@settings(max_examples=60)
+@settings(max_examples=60, deadline=None)
 def test_no_choice_beats_the_bound(accesses: list[Access], num_frames: int) -> None:
     made = plan(Trace.from_accesses(accesses), ONE_FRAME_EACH, num_frames)
     num_uses = len(made.position)
@@ -117,6 +118,7 @@ def test_no_choice_beats_the_bound(accesses: list[Access], num_frames: int) -> N
 
 
 @given(traces())
+@settings(deadline=None)
 def test_next_uses_are_what_looking_ahead_finds(accesses: list[Access]) -> None:
     made = plan(Trace.from_accesses(accesses), ONE_FRAME_EACH, 4)
     for position, access in enumerate(accesses):
@@ -183,6 +185,7 @@ def advance(cursor: Cursor, access: Access) -> int:
 
 
 @given(traces(), st.integers(1, 3))
+@settings(deadline=None)
 def test_a_faithful_pass_is_followed_for_ever_and_predicted_exactly(accesses: list[Access], num_passes: int) -> None:
     cursor = cursor_on(accesses)
     items = {(c, k): item_of(c, k) for c in range(NUM_CHUNKS) for k in range(2)}
@@ -199,6 +202,7 @@ def test_a_faithful_pass_is_followed_for_ever_and_predicted_exactly(accesses: li
 
 
 @given(traces(), st.data())
+@settings(deadline=None)
 def test_refreshed_predictions_are_those_from_here(accesses: list[Access], data: st.DataObject) -> None:
     cursor = cursor_on(accesses)
     for access in accesses[: data.draw(st.integers(0, len(accesses)))]:
@@ -289,6 +293,7 @@ def test_ranks() -> None:
 
 
 @given(st.lists(st.tuples(st.sampled_from("pdox"), st.integers(0, 9), st.integers(0, 50)), max_size=200))
+@settings(deadline=None)
 def test_the_order_against_a_sorted_list(steps: list[tuple[str, int, int]]) -> None:
     order = EvictionOrder()
     items = [item_of(chunk) for chunk in range(10)]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 
 from io_daemon.protocol import KINDS_MAX, Access, ChunkSpec
 from io_daemon.trace import TRACE_MAGIC, Geometry, Trace
@@ -21,6 +21,7 @@ GEOMETRIES = st.none() | st.builds(Geometry, st.integers(0, 2**40), st.lists(SPE
 
 
 @given(ACCESSES, GEOMETRIES)
+@settings(deadline=None)
 def test_the_bytes_say_all(accesses: list[Access], geometry: Geometry | None) -> None:
     trace = Trace.from_bytes(Trace.from_accesses(accesses, geometry).to_bytes())
     assert list(trace) == accesses
@@ -30,6 +31,7 @@ def test_the_bytes_say_all(accesses: list[Access], geometry: Geometry | None) ->
 
 
 @given(ACCESSES, GEOMETRIES, st.data())
+@settings(deadline=None)
 def test_damaged_bytes_are_refused(accesses: list[Access], geometry: Geometry | None, data: st.DataObject) -> None:
     whole = Trace.from_accesses(accesses, geometry).to_bytes()
     index = data.draw(st.integers(0, len(whole) - 1))
