@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
-    from infinity.init_context import Init
     from infinity.entry import initialize
+    from infinity.init_context import Init
 
 __all__ = ["Engine", "Init", "initialize"]
 __version__ = "0.1.0"
