@@ -180,7 +180,8 @@ class Client:
         self._connection.request(Unregister(start=chunks.start, stop=chunks.stop), Done, timeout_s=CONTROL_TIMEOUT_S)
 
     def upload_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
-        """Tell the daemon the order in which a pass over ``trace_id`` acquires."""
+        """Tell the daemon the order in which a pass over ``trace_id`` acquires. It plans in the background; the first
+        pass marked ``trace_id`` after that follows the plan. Raises ValueError if the trace does not fit the chunks."""
         rows = tuple((access.chunk, access.read_mask, access.write_mask, access.dead_mask) for access in accesses)
         self._connection.request(UploadTrace(trace_id=trace_id, accesses=rows), Done, timeout_s=CONTROL_TIMEOUT_S)
 

@@ -31,7 +31,7 @@ class IoTotals(Figures):
     """Submissions refused as malformed."""
     io_errors: int
     io_s: float
-    """Wall-clock seconds in which at least one request of the tenant was with a reactor."""
+    """Wall-clock seconds in which at least one request of the tenant was queued or running."""
 
 
 class TenantStats(Figures):
@@ -48,6 +48,8 @@ class TenantStats(Figures):
     resident_bytes: tuple[int, ...]
     """In frames now, by ``ObjectKind``."""
     num_chunks: int
+    num_plans: int
+    """Plans made from this rank's traces so far."""
     num_leases: int
     """Outstanding, granted or not."""
     num_in_flight: int

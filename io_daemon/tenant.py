@@ -1,43 +1,37 @@
-"""One attached rank: its arena, table, rings and swap files, and the scheduler that decides for it.
+"""One attached rank: takes its submissions, asks its scheduler, has done what that decides.
 
-Owned here, from attach to the end: three mappings (arena, table, rings), the table's fd, two eventfds, one swap file
-a directory, and the registrations of arena and files with the reactors. ``close`` gives all of it back, once the last
-I/O in flight has ended.
+What it owns lies in ``holdings``; ``close`` gives all of it back, once the last I/O in flight has ended.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import fcntl
 import itertools
 import logging
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
-from io_daemon._native import CompletionRing, Region, SubmissionRing
 from io_daemon.actions import Action, Complete, StartIo
-from io_daemon.arena import SEALS, adopt_arena
 from io_daemon.config import ServeConfig
 from io_daemon.control import Attach, Attached, Ended
 from io_daemon.counters import Counters
-from io_daemon.errors import ProtocolError, SwapSpaceError
+from io_daemon.errors import ProtocolError, SwapSpaceError, WorldError
 from io_daemon.extents import ExtentAllocator
+from io_daemon.holdings import NUM_CQES, NUM_SQES, Holdings
 from io_daemon.metrics import IoTotals, TenantStats
-from io_daemon.protocol import PAGE_BYTES, Access, ChunkSpec, Opcode, Status, align_up
+from io_daemon.planner import Planner
+from io_daemon.protocol import Access, ChunkSpec, Opcode, Status
+from io_daemon.residency import Plan, PlanRequest
 from io_daemon.scheduler import TenantScheduler
 from io_daemon.states import TENANT_TRANSITIONS, TenantState, transition
 from io_daemon.swap_device import SwapDevice
-from io_daemon.swap_file import Owner, SwapFile
-from io_daemon.table import Table, TableGeometry
+from io_daemon.swap_file import Owner
 
 log = logging.getLogger(__name__)
 
-NUM_SQES: Final = 1024
-NUM_CQES: Final = 4096
 BATCH_MAX: Final = 64
 """Submissions taken in one turn of the loop, so that one busy rank does not keep the others waiting."""
 ROOM_RETRY_S: Final = 0.001
@@ -48,133 +42,17 @@ READY_AHEAD_DEPTHS: Final = 4
 _tenant_ids = itertools.count(1)
 
 
-class Rings:
-    """Submission and completion ring of one tenant, on one sealed memfd, as the daemon holds them."""
-
-    def __init__(self) -> None:
-        self.cq_offset = align_up(SubmissionRing.bytes_required(NUM_SQES), PAGE_BYTES)
-        self.num_bytes = align_up(self.cq_offset + CompletionRing.bytes_required(NUM_CQES), PAGE_BYTES)
-        with contextlib.ExitStack() as undo:
-            self.fd = os.memfd_create("infinity-rings", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-            undo.callback(os.close, self.fd)
-            os.ftruncate(self.fd, self.num_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-            self.sq_event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            undo.callback(os.close, self.sq_event_fd)
-            self.cq_event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            undo.callback(os.close, self.cq_event_fd)
-            region = Region(self.fd, self.num_bytes)
-            self.sq = SubmissionRing(region, 0, NUM_SQES, self.sq_event_fd, create=True)
-            self.cq = CompletionRing(region, self.cq_offset, NUM_CQES, self.cq_event_fd, create=True)
-            undo.pop_all()
-
-    def num_completions(self) -> int:
-        """Completions that the rank has not reaped. Raises ProtocolError if the indexes are garbage."""
-        try:
-            return len(self.cq)
-        except ValueError as error:
-            raise ProtocolError(f"completion ring: {error}") from error
-
-    def take(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int]]:
-        """Submissions, at most ``entries_max``. Raises ProtocolError if the indexes are garbage."""
-        try:
-            return self.sq.pop_batch(entries_max)
-        except ValueError as error:
-            raise ProtocolError(f"submission ring: {error}") from error
-
-    def answer(self, completion: Complete) -> None:
-        """Raises ProtocolError if there is no room, although room was kept before the submission was taken."""
-        try:
-            pushed = self.cq.push(
-                completion.seq,
-                completion.status,
-                completion.error_number,
-                completion.chunk,
-                completion.file,
-                completion.kind,
-                completion.born_mask,
-                completion.offset,
-                completion.expected,
-                completion.actual,
-            )
-        except ValueError as error:
-            raise ProtocolError(f"completion ring: {error}") from error
-        if not pushed:
-            raise ProtocolError("completion ring: the room that was kept is gone, so its head was tampered with")
-
-    def close(self) -> None:
-        for fd in (self.fd, self.sq_event_fd, self.cq_event_fd):
-            os.close(fd)
-
-
-@dataclass(eq=False)
-class Seat:
-    """A tenant's place at one device: its swap file there, and the reactor's indexes of file and arena."""
-
-    device: SwapDevice
-    swap_file: SwapFile
-    file: int
-    buffer: int
-
-    @classmethod
-    def take(cls, device: SwapDevice, request: Attach, file_index: int, owner: Owner, arena: Region) -> Seat:
-        """Raises SwapSpaceError, DeviceIOError or OSError, and leaves nothing behind then."""
-        with contextlib.ExitStack() as undo:
-            swap_file = SwapFile.create(
-                device.swap_dir.path,
-                job=request.job,
-                rank=request.rank,
-                frame_bytes=request.frame_bytes,
-                file_index=file_index,
-                owner=owner,
-                direct=device.swap_dir.direct,
-            )
-            undo.callback(swap_file.close)
-            undo.callback(swap_file.unlink)
-            file = device.reactor.add_file(swap_file.fd)
-            undo.callback(device.reactor.remove_file, file)
-            buffer = device.reactor.add_buffer(arena)
-            undo.pop_all()
-        return cls(device, swap_file, file, buffer)
-
-    def leave(self) -> None:
-        """Only when no I/O of the tenant is in flight any more."""
-        self.device.reactor.remove_buffer(self.buffer)
-        self.device.reactor.remove_file(self.file)
-        self.swap_file.unlink()
-        self.swap_file.close()
-
-
-class Holdings:
-    """Everything that a tenant owns and must give back. Making and closing may take seconds (a big arena is registered
-    with every reactor, page by page): both belong in a thread."""
-
-    def __init__(
-        self, request: Attach, arena_fd: int, devices: Sequence[SwapDevice], block_bytes: int, owner: Owner
-    ) -> None:
-        """Raises ProtocolError, ConfigError, SwapSpaceError, DeviceIOError or OSError; nothing is left behind then."""
-        geometry = TableGeometry(request.num_frames, request.frame_bytes, block_bytes, request.chunks_max)
-        arena = adopt_arena(arena_fd, request.num_frames, request.frame_bytes)
-        with contextlib.ExitStack() as resources:
-            self.table = Table(geometry, request.job, request.rank)
-            resources.callback(self.table.close)
-            self.rings = Rings()
-            resources.callback(self.rings.close)
-            self.seats: list[Seat] = []
-            for index, device in enumerate(devices):
-                self.seats.append(Seat.take(device, request, index, owner, arena))
-                resources.callback(self.seats[-1].leave)
-            self._resources = resources.pop_all()
-
-    def close(self) -> None:
-        self._resources.close()
-
-
 class Tenant:
     """``on_end`` is called with the reason when the tenant cannot go on; whoever gave it then closes the tenant."""
 
     def __init__(
-        self, request: Attach, holdings: Holdings, pid: int, config: ServeConfig, on_end: Callable[[Ended], None]
+        self,
+        request: Attach,
+        holdings: Holdings,
+        pid: int,
+        config: ServeConfig,
+        planner: Planner,
+        on_end: Callable[[Ended], None],
     ) -> None:
         self.tenant_id = next(_tenant_ids)
         self.job, self.rank, self.pid = request.job, request.rank, pid
@@ -189,6 +67,11 @@ class Tenant:
         self._unanswered: set[int] = set()
         self._rejected = False
         self._num_chunks = 0
+        self._planner = planner
+        self._planning: dict[int, asyncio.Task[None]] = {}
+        self._plans: dict[int, Plan] = {}
+        """Made and not yet followed."""
+        self._num_plans = 0
         self._num_in_flight = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -217,12 +100,13 @@ class Tenant:
         devices: Sequence[SwapDevice],
         config: ServeConfig,
         owner: Owner,
+        planner: Planner,
         on_end: Callable[[Ended], None],
     ) -> Tenant:
         """``devices``: those that the rank named, in its order, which is that of file indexes. Raises what
         ``Holdings`` raises."""
         holdings = await asyncio.to_thread(Holdings, request, arena_fd, devices, config.block_bytes, owner)
-        return cls(request, holdings, pid, config, on_end)
+        return cls(request, holdings, pid, config, planner, on_end)
 
     def __str__(self) -> str:
         return f"{self.job} rank {self.rank} (pid {self.pid})"
@@ -272,8 +156,21 @@ class Tenant:
         self.table.store_num_chunks(self._num_chunks)
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
-        """Raises ValueError for a trace that does not fit the chunks."""
-        self._perform(self._scheduler.set_trace(trace_id, accesses))
+        """Have a plan made for passes marked ``trace_id``; it is followed from the first of them that begins when it
+        is there. Raises ValueError for a trace that does not fit the chunks."""
+        request = self._scheduler.plan_request(accesses)
+        if (earlier := self._planning.pop(trace_id, None)) is not None:
+            earlier.cancel()
+        self._planning[trace_id] = asyncio.ensure_future(self._plan(trace_id, request))
+
+    async def _plan(self, trace_id: int, request: PlanRequest) -> None:
+        try:
+            self._plans[trace_id] = await self._planner.plan(request)
+        except (WorldError, OSError) as error:
+            log.warning("%s: goes on without a plan for trace %d: %s", self, trace_id, error)
+        else:
+            self._num_plans += 1
+        del self._planning[trace_id]
 
     # --- data plane
 
@@ -327,7 +224,16 @@ class Tenant:
             self._unanswered.discard(arg)
         elif opcode == Opcode.MARK:
             self._clock.mark()
+            self._adopt_plan(arg)
         self._perform(self._scheduler.on_sqe(seq, opcode, flags, read_mask, write_mask, chunk, arg))
+
+    def _adopt_plan(self, trace_id: int) -> None:
+        plan = self._plans.pop(trace_id, None)
+        if plan is not None:
+            try:
+                self._perform(self._scheduler.adopt_plan(trace_id, plan))
+            except ValueError as error:  # chunks have come or gone since it was asked for
+                log.warning("%s: the plan for trace %d fits no longer: %s", self, trace_id, error)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         devices: set[SwapDevice] = set()
@@ -383,6 +289,8 @@ class Tenant:
             return
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.GONE)
         self._stop_listening()
+        for planning in self._planning.values():
+            planning.cancel()
         self.unlink_files()
         for seat in self.seats:
             self._count_in_flight(-seat.device.forget(self))
@@ -432,6 +340,7 @@ class Tenant:
             frames_free=self._scheduler.num_free_frames,
             resident_bytes=tuple(self._scheduler.resident_bytes),
             num_chunks=self._num_chunks,
+            num_plans=self._num_plans,
             num_leases=self._scheduler.num_leases,
             num_in_flight=self._num_in_flight,
             swap_bytes=sum(seat.swap_file.file_bytes for seat in self.seats),

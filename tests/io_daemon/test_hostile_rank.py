@@ -32,7 +32,7 @@ from io_daemon.protocol import PROTOCOL_VERSION, Opcode, Status
 from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
 
 TAIL_OFFSET, HEAD_OFFSET, SLEEPS_OFFSET = 64, 128, 192
-SQES_MAX = 1024
+SQES_MAX, CQES_MAX = 1024, 4096
 
 
 class RawRank:
@@ -178,15 +178,21 @@ def test_a_completion_head_out_of_range_ends_the_tenant(raw: RawRank) -> None:
 def test_a_rank_that_never_reaps_stalls_only_itself(raw: RawRank, bystander: Client) -> None:
     raw.hello().attach()
     num_pushed = 0
-    while raw.sq.push(num_pushed + 1, Opcode.ECHO, 0, 0, 0, 0, 0) or len(raw.sq) < SQES_MAX or len(raw.cq) < 4096:
-        num_pushed = num_pushed + 1 if len(raw.sq) < SQES_MAX else num_pushed
-        assert num_pushed < 1 << 20
+
+    def stalled() -> bool:
+        nonlocal num_pushed
+        while raw.sq.push(num_pushed + 1, Opcode.ECHO, 0, 0, 0, 0, 0):
+            num_pushed += 1
+        return len(raw.sq) == SQES_MAX and len(raw.cq) == CQES_MAX
+
+    eventually(stalled, "both rings are full")
+    assert num_pushed == SQES_MAX + CQES_MAX
     assert bystander.echo() < DEADLINE_S
     num_answers = 0
-    while len(raw.sq) or len(raw.cq):
-        raw.cq.wait(100)
-        num_answers += len(raw.cq.pop_batch(4096))
-    assert num_answers >= 4096 + SQES_MAX
+    while num_answers < num_pushed:
+        assert raw.cq.wait(int(DEADLINE_S * 1000)) == 0
+        num_answers += len(raw.cq.pop_batch(CQES_MAX))
+    assert num_answers == num_pushed
 
 
 def test_a_sleep_flag_and_a_flood_of_wakeups_are_harmless(raw: RawRank) -> None:

@@ -207,6 +207,7 @@ def test_a_traced_pass_is_prefetched(daemon: ServedDaemon) -> None:
         for chunk in chunks:
             write_chunk(client, chunk, WEIGHT)
         client.upload_trace(7, [Access(chunk, WEIGHT, 0, 0) for chunk in chunks])
+        eventually(lambda: client.stats().num_plans == 1, "the plan is made")
         for _ in range(3):
             client.mark(7)
             assert all(chunk_is_intact(client, chunk, WEIGHT) for chunk in chunks)

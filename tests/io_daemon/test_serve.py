@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from io_daemon import server
+from io_daemon import startup
 from io_daemon.cli import EXIT_FAULT, EXIT_NO_DAEMON, EXIT_USAGE, main
 from io_daemon.client import Client
 from io_daemon.connection import SOCKET_PATH_BYTES_MAX
@@ -66,16 +66,16 @@ def test_what_cannot_work_is_refused_at_start(tmp_path: Path, arguments: list[st
 
 
 def test_an_engine_that_does_not_work_is_replaced_aloud_or_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server, "probe_engine", lambda engine: "not permitted" if engine == "io_uring" else None)
-    engine, notes = server.choose_engine("auto")
+    monkeypatch.setattr(startup, "probe_engine", lambda engine: "not permitted" if engine == "io_uring" else None)
+    engine, notes = startup.choose_engine("auto")
     assert engine == "libaio"
     assert notes == ["engine io_uring does not work here (not permitted); falling back to libaio"]
     with pytest.raises(ConfigError, match="io_uring does not work here"):
-        server.choose_engine("require:io_uring")
-    monkeypatch.setattr(server, "ENGINES", ("posix",))
-    assert server.choose_engine("auto")[0] == "posix"
+        startup.choose_engine("require:io_uring")
+    monkeypatch.setattr(startup, "ENGINES", ("posix",))
+    assert startup.choose_engine("auto")[0] == "posix"
     with pytest.raises(ConfigError, match="not compiled in"):
-        server.choose_engine("require:libaio")
+        startup.choose_engine("require:libaio")
 
 
 @pytest.fixture

@@ -86,6 +86,10 @@ class ServedDaemon:
         """How many of its mappings are of ``what``."""
         return sum(what in line for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines())
 
+    def children(self) -> list[int]:
+        """Pids of its child processes."""
+        return [int(pid) for pid in Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text().split()]
+
     def swap_fds(self) -> list[int]:
         """Open flags of every swap file that it holds."""
         flags = []
