@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,3 +41,21 @@ def serve(swap_dir: Path) -> Iterator[Serve]:
 @pytest.fixture
 def daemon(serve: Serve) -> ServedDaemon:
     return serve()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """An ext4 of 16 MiB."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small filesystem needs root")
+    image, mount_point = tmp_path / "disk", tmp_path / "mnt"
+    mount_point.mkdir()
+    with image.open("wb") as file:
+        file.truncate(16 << 20)
+    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True)
+    if subprocess.run(
+        ["mount", "-o", "loop", str(image), str(mount_point)], capture_output=True, check=False
+    ).returncode:
+        pytest.skip("this machine mounts no loop devices")
+    yield mount_point
+    subprocess.run(["umount", "-l", str(mount_point)], check=True)

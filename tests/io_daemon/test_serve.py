@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -17,9 +18,10 @@ from io_daemon import startup
 from io_daemon.cli import EXIT_FAULT, EXIT_NO_DAEMON, EXIT_USAGE, main
 from io_daemon.client import Client
 from io_daemon.connection import SOCKET_PATH_BYTES_MAX
-from io_daemon.errors import ConfigError, DaemonLostError
+from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, SwapSpaceError
 from io_daemon.protocol import PROTOCOL_VERSION
 from tests.io_daemon.conftest import Serve
+from tests.io_daemon.test_reclaim import dead_owner, leave
 from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
 
 
@@ -164,10 +166,6 @@ def test_gc_removes_what_a_killed_daemon_left(serve: Serve, swap_dir: Path, caps
 
 
 def test_gc_says_what_is_still_locked(swap_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    import fcntl
-
-    from tests.io_daemon.test_reclaim import dead_owner, leave
-
     path = leave(swap_dir, dead_owner())
     with path.open() as holder:
         fcntl.flock(holder, fcntl.LOCK_EX)
@@ -222,3 +220,66 @@ def test_a_private_daemon_ends_with_its_parent(tmp_path: Path, swap_dir: Path) -
 def test_interrupt_ends_it_like_sigterm(daemon: ServedDaemon) -> None:
     daemon.process.send_signal(signal.SIGINT)
     assert daemon.process.wait(DEADLINE_S) == 0
+
+
+@pytest.mark.root
+def test_a_full_disk_is_found_at_register_and_every_directory_is_as_before(
+    serve: Serve, swap_dir: Path, small_disk: Path
+) -> None:
+    daemon = serve(swap_dirs=[swap_dir, small_disk])
+    with daemon.attached(num_frames=4) as client:
+        first = client.register(specs(2))
+        reserved = client.stats().swap_bytes
+        with pytest.raises(SwapSpaceError) as caught:
+            client.register(specs(1000))
+        assert caught.value.path == str(small_disk)
+        assert caught.value.needed_bytes > caught.value.free_bytes > 0
+        assert "No space left on device" in str(caught.value)
+        assert client.stats().swap_bytes == reserved
+        assert sum(path.stat().st_size for each in (swap_dir, small_disk) for path in each.glob("*.swap")) == reserved
+        second = client.register(specs(16))
+        for chunk in (*first, *second):
+            write_chunk(client, chunk, WEIGHT)
+        assert all(chunk_is_intact(client, chunk, WEIGHT) for chunk in (*first, *second))
+
+
+NOBODY = 65534
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_another_users_process_is_turned_away(daemon: ServedDaemon) -> None:
+    daemon.directory.chmod(0o755)
+    os.chmod(daemon.socket, 0o666)  # as if the file's mode did not protect it
+    child = os.fork()
+    if child == 0:
+        os.setuid(NOBODY)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
+            stranger.settimeout(DEADLINE_S)
+            stranger.connect(daemon.socket)
+            os._exit(0 if stranger.recv(1) == b"" else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert "is not allowed here" in daemon.stderr()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user needs root")
+def test_no_arena_is_handed_to_another_users_daemon(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    listening, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as impostor:
+            impostor.bind(path)
+            os.setuid(NOBODY)
+            impostor.listen()
+            os.write(told, b"x")
+            impostor.accept()
+            signal.pause()
+    os.read(listening, 1)
+    with pytest.raises(ProtocolError, match="belongs to user 65534"):
+        Client.connect(path, job="job", rank=0, timeout_s=DEADLINE_S)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    os.close(listening)
+    os.close(told)

@@ -6,7 +6,6 @@ import errno
 import fcntl
 import os
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,29 +16,11 @@ from io_daemon.swap_dir import filesystem_of
 from io_daemon.swap_file import Owner, SwapFile, SwapHeader
 from io_daemon.wire import SWAP_HEADER
 
-needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small filesystem needs root")
-
 
 def create(directory: Path, *, direct: bool = True) -> SwapFile:
     return SwapFile.create(
         directory, job="job", rank=3, frame_bytes=8192, file_index=1, owner=Owner.this_process(), direct=direct
     )
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """An ext4 of 16 MiB."""
-    image, mount_point = tmp_path / "disk", tmp_path / "mnt"
-    mount_point.mkdir()
-    with image.open("wb") as file:
-        file.truncate(16 << 20)
-    subprocess.run(["mkfs.ext4", "-q", str(image)], check=True, capture_output=True)
-    if subprocess.run(
-        ["mount", "-o", "loop", str(image), str(mount_point)], capture_output=True, check=False
-    ).returncode:
-        pytest.skip("this machine mounts no loop devices")
-    yield mount_point
-    subprocess.run(["umount", "-l", str(mount_point)], check=True)
 
 
 def test_the_header_survives_and_names_its_owner(tmp_path: Path) -> None:
@@ -94,7 +75,6 @@ def test_files_of_one_rank_get_names_of_their_own_and_stay_locked(tmp_path: Path
 
 
 @pytest.mark.root
-@needs_root
 def test_a_full_disk_is_found_before_step_0_and_the_file_cut_back(small_disk: Path) -> None:
     swap_file = create(small_disk)
     swap_file.grow(1 << 20)
