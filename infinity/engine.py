@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -19,7 +19,7 @@ from infinity.errors import DaemonLostError
 from infinity.gradients import GradientChunks
 from infinity.hooks import ModuleHooks
 from infinity.live_set import LiveSet
-from infinity.optimizer import ShardedAdam, Update, group_indices
+from infinity.optimizer import ShardedAdam, Update
 from infinity.param_group import ParamGroup
 from infinity.reducer import Reducer
 from infinity.report import IoReport, StepTimes
@@ -47,6 +47,7 @@ class Engine:
         module: nn.Module,
         sharded: ShardedModel,
         optimizer: ShardedAdam,
+        optimizer_groups: Sequence[int],
         *,
         config: Config,
         collectives: Collectives,
@@ -77,8 +78,9 @@ class Engine:
             prefetch_numel_max=zero.stage3_prefetch_bucket_size,
         )
         self._hooks = ModuleHooks(module, sharded.groups, sharded.anchors, self._live_set, self._on_gradient)
-        self._update = self._build_update()
+        self._update = self._build_update(optimizer_groups)
         optimizer.bind(self._run_update)
+        module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
         sharded.refresh_persistent()
 
     # The loop
@@ -237,11 +239,10 @@ class Engine:
         self.micro_steps = 0
         self._training_pass = False
 
-    def _build_update(self) -> Update:
+    def _build_update(self, optimizer_groups: Sequence[int]) -> Update:
         sharded = self._sharded
-        groups = group_indices(self.optimizer, sharded.layout.index_of, sharded.layout.params)
         sub_groups = [
-            SubGroup(chunk_id, chunk, master=sharded.precision.master, group_of=groups)
+            SubGroup(chunk_id, chunk, master=sharded.precision.master, group_of=optimizer_groups)
             for chunk_id, chunk in enumerate(sharded.chunks)
             if sharded.layout.placements[chunk.group].trainable
         ]
@@ -310,3 +311,11 @@ class Engine:
             for name, param in self.module.named_parameters(remove_duplicate=False)
             if index_of[id(param)] in by_index
         }
+
+
+def _refuse_state_dict(module: nn.Module, _prefix: str, _keep_vars: bool) -> None:
+    """The module's own state dict would hold NaN for every sharded weight, and be saved without a word."""
+    raise RuntimeError(
+        f"the weights of {type(module).__name__} are sharded: call engine.full_state_dict() (before engine.destroy()) "
+        "instead of module.state_dict()"
+    )

@@ -17,7 +17,8 @@ from infinity.engine import Engine
 from infinity.errors import BudgetError, ConfigError
 from infinity.heap import return_freed
 from infinity.init_context import StagingArea, staged_param
-from infinity.optimizer import ShardedAdam, adam_from_config, adam_from_torch
+from infinity.optimizer import ShardedAdam, adam_from_config, adam_from_torch, group_indices
+from infinity.param import is_sharded
 from infinity.precision import Precision
 from infinity.schedules import build_schedule
 from infinity.sharded_model import Layout, ShardedModel
@@ -57,6 +58,8 @@ def initialize(
     device = _device(place := NodePlace.find(collectives))
     precision = Precision.of(parsed)
     layout = Layout.of(model, parsed, collectives.world_size)
+    optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
+    _check_whole(layout)
     environment = read_environment()
     areas = _staging_areas(layout)
     connection = next((area.connection for area in areas if area.connection is not None), None)
@@ -89,7 +92,13 @@ def initialize(
         return_freed()
         _move_buffers(model, device, precision.weight)
         engine = Engine(
-            model, sharded, sharded_optimizer, config=parsed, collectives=collectives, connection=connection
+            model,
+            sharded,
+            sharded_optimizer,
+            optimizer_groups,
+            config=parsed,
+            collectives=collectives,
+            connection=connection,
         )
     except BaseException:
         sharded.store.close()
@@ -125,6 +134,16 @@ def _device(place: NodePlace) -> torch.device:
         return torch.device("cpu")
     torch.accelerator.set_device_index(place.local_rank)
     return torch.device(accelerator.type, place.local_rank)
+
+
+def _check_whole(layout: Layout) -> None:
+    for name, param in zip(layout.names, layout.params, strict=True):
+        if staged_param(param) is None and is_sharded(param):
+            raise ConfigError(
+                f"model.{name}",
+                "sharded",
+                "an engine holds its values, or held them until destroy(): build the model anew",
+            )
 
 
 def _staging_areas(layout: Layout) -> list[StagingArea]:

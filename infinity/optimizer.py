@@ -97,6 +97,13 @@ def group_indices(optimizer: ShardedAdam, index_of: dict[int, int], params: Sequ
             if id(param) not in index_of:
                 raise ConfigError("model_parameters", tuple(param.shape), "the parameter does not belong to the model")
             groups[index_of[id(param)]] = number
+    for index, param in enumerate(params):
+        if param.requires_grad and groups[index] < 0:
+            raise ConfigError(
+                "model_parameters",
+                tuple(param.shape),
+                "a trainable parameter of this shape is in no group: add it, or freeze it with requires_grad_(False)",
+            )
     return groups
 
 

@@ -60,3 +60,8 @@ class ShardedParam:
             self.full.fill_(torch.nan)
         else:
             self._storage.resize_(0)
+
+
+def is_sharded(param: nn.Parameter) -> bool:
+    """Whether the parameter is a placeholder of some engine. What ``Init`` staged looks alike: ask there first."""
+    return param.numel() > 1 and not any(param.stride())

@@ -1,0 +1,81 @@
+"""What a user may get wrong with a model or an optimizer: refused with what to do, before anything is lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import ConfigError
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW"},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+WITHOUT_OPTIMIZER = {key: value for key, value in CONFIG.items() if key != "optimizer"}
+
+
+def model() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+
+
+def assert_untouched(module: nn.Module) -> None:
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_a_trainable_parameter_outside_every_optimizer_group() -> None:
+    module = model()
+    with pytest.raises(ConfigError, match="is in no group: add it, or freeze it"):
+        infinity.initialize(model=module, model_parameters=module[0].parameters(), config=CONFIG)
+    assert_untouched(module)
+
+
+def test_a_parameter_of_another_model() -> None:
+    module = model()
+    with pytest.raises(ConfigError, match="does not belong to the model"):
+        infinity.initialize(model=module, model_parameters=model().parameters(), config=CONFIG)
+    assert_untouched(module)
+
+
+def test_an_optimizer_with_no_sharded_form() -> None:
+    module = model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match=r"SGD.*torch.optim.Adam or torch.optim.AdamW"):
+        infinity.initialize(model=module, optimizer=optimizer, config=WITHOUT_OPTIMIZER)
+    assert_untouched(module)
+
+
+def test_two_optimizers() -> None:
+    module = model()
+    optimizer = torch.optim.AdamW(module.parameters())
+    with pytest.raises(ConfigError, match="remove one"):
+        infinity.initialize(model=module, optimizer=optimizer, config=CONFIG)
+
+
+def test_no_optimizer() -> None:
+    with pytest.raises(ConfigError, match="pass an optimizer"):
+        infinity.initialize(model=model(), config=WITHOUT_OPTIMIZER)
+
+
+def test_a_model_without_parameters() -> None:
+    with pytest.raises(ConfigError, match="nothing to"):
+        infinity.initialize(model=nn.Identity(), config=CONFIG)
+
+
+def test_the_state_dict_of_a_sharded_module_is_not_full_of_nan_but_refused() -> None:
+    module = model()
+    with infinity.initialize(model=module, config=CONFIG)[0] as engine:
+        with pytest.raises(RuntimeError, match=r"engine\.full_state_dict"):
+            module.state_dict()
+        assert all(torch.isfinite(value).all() for value in engine.full_state_dict().values())
+
+
+def test_a_model_whose_engine_was_destroyed() -> None:
+    module = model()
+    infinity.initialize(model=module, config=CONFIG)[0].destroy()
+    with pytest.raises(ConfigError, match="build the model anew"):
+        infinity.initialize(model=module, config=CONFIG)
