@@ -91,6 +91,7 @@ def main() -> int:
             else:  # the table comes at the end; somebody may be watching a log
                 print(f"{verdict.cell}: {'pass' if verdict.passed else 'FAIL'}", file=sys.stderr, flush=True)
             failures += [] if verdict.passed else [verdict]
+    console.print()
     console.print(
         f"{len(cells) - len(failures)} of {len(cells)} cells pass ({arguments.cells}, pairwise seed {PAIRWISE_SEED}); "
         f"with clipping a relative error up to {CLIPPED_ERROR_MAX} against the plain loop is allowed, "
