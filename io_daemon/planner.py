@@ -49,7 +49,7 @@ class Planner:
 
 
 def main() -> None:
-    os.nice(NICENESS)
+    os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
     request = pickle.load(sys.stdin.buffer)
     pickle.dump(plan(request), sys.stdout.buffer)
 

@@ -23,7 +23,7 @@ from io_daemon.errors import BudgetError, ConfigError
 from io_daemon.metrics import DaemonStatus
 from io_daemon.planner import Planner
 from io_daemon.protocol import PROTOCOL_VERSION
-from io_daemon.startup import announce_ready, choose_engine, listening, reclaim_unless, watching_parent
+from io_daemon.startup import announce_ready, choose_engine, listening, raise_priority, reclaim_unless, watching_parent
 from io_daemon.swap_device import SwapDevice
 from io_daemon.swap_dir import check_swap_dir
 from io_daemon.swap_file import Owner
@@ -39,6 +39,7 @@ ACCEPT_RETRY_S: Final = 1.0
 
 async def serve(config: ServeConfig) -> int:
     """Run until told to end; the exit code. Raises ConfigError or WorldError if the daemon cannot start."""
+    raise_priority()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

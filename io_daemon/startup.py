@@ -23,8 +23,17 @@ from io_daemon.swap_dir import SwapDir, reclaim
 log = logging.getLogger(__name__)
 
 PROBE_TIMEOUT_S: Final = 1.0
+NICENESS: Final = -10
 BACKLOG: Final = 128
 ENGINES_BY_RANK: Final = ("io_uring", "libaio", "posix")
+
+
+def raise_priority() -> None:
+    """Where that is allowed, and unless somebody chose a niceness: turns of the loop are short and a rank sleeps
+    through each of them. (Measured with compute on both cores: p99 of an acquire 3.6 ms, and 1.3 to 1.8 ms so.)"""
+    if os.getpriority(os.PRIO_PROCESS, 0) == 0:
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, NICENESS)
 
 
 def choose_engine(choice: str) -> tuple[str, list[str]]:

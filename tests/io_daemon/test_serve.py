@@ -217,6 +217,12 @@ def test_a_private_daemon_ends_with_its_parent(tmp_path: Path, swap_dir: Path) -
     assert list(swap_dir.iterdir()) == []
 
 
+def test_it_takes_precedence_where_it_may_and_respects_a_chosen_niceness(daemon: ServedDaemon) -> None:
+    may = os.geteuid() == 0 and os.getpriority(os.PRIO_PROCESS, 0) == 0
+    ours = os.getpriority(os.PRIO_PROCESS, 0)
+    assert os.getpriority(os.PRIO_PROCESS, daemon.pid) == (startup.NICENESS if may else ours)
+
+
 def test_interrupt_ends_it_like_sigterm(daemon: ServedDaemon) -> None:
     daemon.process.send_signal(signal.SIGINT)
     assert daemon.process.wait(DEADLINE_S) == 0
