@@ -28,7 +28,8 @@ class Layer(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.dense(x))
-        return x + y * self.adapter(x) if self.frozen else x + self.adapter(y)
+        added: torch.Tensor = y * self.adapter(x) if self.frozen else self.adapter(y)
+        return x + added
 
 
 class Tower(nn.Module):

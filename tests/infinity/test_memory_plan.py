@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,11 +13,17 @@ from infinity.memory_plan import DEMAND_SETS_MIN, MemoryPlan, StateShape, plan_m
 from infinity.sharding import NORM_BLOCK
 from io_daemon.protocol import PAGE_BYTES, ObjectKind
 
-BF16 = {ObjectKind.WEIGHT: 2, ObjectKind.GRAD: 2, ObjectKind.MASTER: 4, ObjectKind.EXP_AVG: 4, ObjectKind.EXP_AVG_SQ: 4}
-WEIGHT_ONLY = {ObjectKind.WEIGHT: 2}
+BF16: Mapping[int, int] = {
+    ObjectKind.WEIGHT: 2,
+    ObjectKind.GRAD: 2,
+    ObjectKind.MASTER: 4,
+    ObjectKind.EXP_AVG: 4,
+    ObjectKind.EXP_AVG_SQ: 4,
+}
+WEIGHT_ONLY: Mapping[int, int] = {ObjectKind.WEIGHT: 2}
 
 
-def shape(numels: list[int], itemsizes: dict[ObjectKind, int], pinned_mask: int = 0) -> StateShape:
+def shape(numels: list[int], itemsizes: Mapping[int, int], pinned_mask: int = 0) -> StateShape:
     return StateShape(
         group_shard_numels=numels,
         group_trainable=[True] * len(numels),
