@@ -52,7 +52,7 @@ class TrainingProgress:
         if self._live is not None:
             self._live.start()
         else:
-            self._console.print("  ".join(COLUMNS))
+            self._console.print("  ".join(COLUMNS), soft_wrap=True)
         return self
 
     def __exit__(

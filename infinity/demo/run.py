@@ -58,7 +58,8 @@ def _run(arguments: argparse.Namespace, swap_dir: Path) -> int:
     console.print(
         f"{num_parameters:,} parameters ({settings.dtype}) on {len(text):,} bytes of Python's standard library: "
         f"{state_bytes(num_parameters, settings.dtype) / 1e6:,.0f} MB of state, "
-        f"{budget_bytes / 1e6:,.0f} MB of memory for it, the rest in {swap_dir}"
+        f"{budget_bytes / 1e6:,.0f} MB of memory for it, the rest in {swap_dir}",
+        soft_wrap=True,
     )
     records: list[StepRecord] = []
     sampler = FootprintSampler(os.getpid(), swap_dir).start()
