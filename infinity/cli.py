@@ -216,6 +216,8 @@ def _run(words: list[str]) -> int:
 
 def _torchrun(words: Sequence[str], *, socket: str | None) -> int:
     env = dict(os.environ) if socket is None else {**os.environ, "INFINITY_IO_SOCKET": socket}
+    # idle compute threads that spin take the cores that the daemon needs: 1.3 instead of 7.3 CPU seconds a step
+    env.setdefault("OMP_WAIT_POLICY", "passive")
     child = subprocess.Popen([*TORCHRUN_COMMAND, *words], env=env)
     with _forwarded_signals(child):
         code = child.wait()

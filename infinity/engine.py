@@ -22,7 +22,7 @@ from infinity.live_set import LiveSet
 from infinity.optimizer import ShardedAdam, Update
 from infinity.param_group import ParamGroup
 from infinity.reducer import Reducer
-from infinity.report import IoReport, StepTimes
+from infinity.report import IoReport, StepTimes, TierTraffic
 from infinity.sharded_model import ShardedModel
 from infinity.states import PHASE_TRANSITIONS, StepPhase, check_transition
 from infinity.sub_group import SubGroup
@@ -67,6 +67,8 @@ class Engine:
         self._training_pass = False
         self._times = self._last_times = StepTimes()
         self._stall_seconds_before = 0.0
+        self._traffic: TierTraffic | None = None
+        self._last_traffic: TierTraffic | None = None
         zero = config.zero_optimization
         num_params = len(sharded.params)
         self._gradients = GradientChunks(self._store, sharded.chunks, num_params)
@@ -82,6 +84,7 @@ class Engine:
         optimizer.bind(self._run_update)
         module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
         sharded.refresh_persistent()
+        self._close_traffic()
 
     # The loop
 
@@ -127,6 +130,7 @@ class Engine:
             self.lr_scheduler.step()
         self.global_steps += 1
         self._last_times = self._close_times()
+        self._close_traffic()
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next (or just finished) micro-batch is the last before an update."""
@@ -176,6 +180,7 @@ class Engine:
             step=self.global_steps,
             times=self._last_times,
             live_numel_peak=self._live_set.live_numel_peak,
+            last_step=self._last_traffic,
             tenant=self._tenant_stats(),
         )
 
@@ -299,6 +304,13 @@ class Engine:
         self._stall_seconds_before = stall_seconds
         self._times = StepTimes()
         return times
+
+    def _close_traffic(self) -> None:
+        tenant = self._tenant_stats()
+        if tenant is not None:
+            total = TierTraffic.of(tenant.total)
+            self._last_traffic = None if self._traffic is None else total.since(self._traffic)
+            self._traffic = total
 
     def _tenant_stats(self) -> TenantStats | None:
         host = self._sharded.host_store

@@ -31,6 +31,16 @@ class TierTraffic:
             io_seconds=totals.io_s,
         )
 
+    def since(self, earlier: TierTraffic) -> TierTraffic:
+        """What came after ``earlier``, both counted from the same start."""
+        return TierTraffic(
+            bytes_read={kind: count - earlier.bytes_read[kind] for kind, count in self.bytes_read.items()},
+            bytes_written={kind: count - earlier.bytes_written[kind] for kind, count in self.bytes_written.items()},
+            hits=self.hits - earlier.hits,
+            misses=self.misses - earlier.misses,
+            io_seconds=self.io_seconds - earlier.io_seconds,
+        )
+
     @property
     def total_bytes(self) -> int:
         return sum(self.bytes_read.values()) + sum(self.bytes_written.values())
@@ -67,7 +77,8 @@ class IoReport:
     """Number of steps done; the report is about the last of them."""
     times: StepTimes
     nvme: TierTraffic | None
-    """The last step; None without a daemon."""
+    """From the end of the step before to the end of the last one: writes still under way then count to the next.
+    None without a daemon, or before the first step."""
     nvme_total: TierTraffic | None
     """Since ``initialize``, the writing of the initial state included."""
     resident_bytes: dict[str, int] = field(default_factory=dict)
@@ -90,13 +101,21 @@ class IoReport:
         return plain
 
     @classmethod
-    def of(cls, *, step: int, times: StepTimes, live_numel_peak: int, tenant: TenantStats | None) -> IoReport:
+    def of(
+        cls,
+        *,
+        step: int,
+        times: StepTimes,
+        live_numel_peak: int,
+        last_step: TierTraffic | None,
+        tenant: TenantStats | None,
+    ) -> IoReport:
         if tenant is None:
             return cls(step=step, times=times, nvme=None, nvme_total=None, live_numel_peak=live_numel_peak)
         return cls(
             step=step,
             times=times,
-            nvme=TierTraffic.of(tenant.last_step) if tenant.last_step is not None else None,
+            nvme=last_step,
             nvme_total=TierTraffic.of(tenant.total),
             resident_bytes=_by_kind(tenant.resident_bytes),
             arena_bytes=tenant.arena_bytes,

@@ -121,7 +121,9 @@ def _parser() -> argparse.ArgumentParser:
 def _serve(arguments: argparse.Namespace) -> int:
     from io_daemon.server import serve
 
-    logging.basicConfig(level=logging.INFO, format="io-daemon: %(levelname)s %(message)s", stream=sys.stderr)
+    # a private daemon's stderr is its user's terminal: only what needs attention
+    level = logging.WARNING if arguments.private else logging.INFO
+    logging.basicConfig(level=level, format="io-daemon: %(levelname)s %(message)s", stream=sys.stderr)
     config = ServeConfig(
         socket_path=arguments.socket or default_socket_path(),
         swap_dirs=tuple(arguments.swap_dir),
