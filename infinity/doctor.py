@@ -10,7 +10,6 @@ import json
 import os
 import platform
 import resource
-import shutil
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
@@ -19,6 +18,7 @@ from pathlib import Path
 from io_daemon.errors import ConfigError
 
 CAP_IPC_LOCK = 14
+TORCH_VERSION_MIN = (2, 6)
 GIB = 1 << 30
 FREE_BYTES_WARNED = 10 * GIB
 MEMLOCK_BYTES_WARNED = 1 * GIB
@@ -100,14 +100,20 @@ def _fail(subject: str, value: str, remedy: str) -> Finding:
 
 def _software() -> list[Finding]:
     findings = [_ok("python", platform.python_version()), _ok("kernel", platform.release())]
-    if importlib.util.find_spec("torch") is None:
-        return [*findings, _fail("torch", "not installed", "pip install 'torch>=2.6'")]
+    if (problem := _torch_problem()) is not None:
+        return [*findings, _fail("torch", problem, "pip install 'torch>=2.6'")]
     import torch
 
-    version = ".".join(torch.__version__.split(".")[:2])
-    if tuple(int(part) for part in version.split(".")) < (2, 6):
-        return [*findings, _fail("torch", torch.__version__, "pip install 'torch>=2.6'")]
     return [*findings, _ok("torch", torch.__version__)]
+
+
+def _torch_problem() -> str | None:
+    if importlib.util.find_spec("torch") is None:
+        return "not installed"
+    import torch
+
+    major, minor = torch.__version__.split(".")[:2]
+    return torch.__version__ if (int(major), int(minor)) < TORCH_VERSION_MIN else None
 
 
 def _engines() -> list[Finding]:
@@ -215,7 +221,7 @@ def _devices() -> list[Finding]:
     nodes = _read("/sys/devices/system/node/online")
     findings.append(_ok("NUMA nodes", nodes or "one"))
     accelerator = None
-    if importlib.util.find_spec("torch") is not None:
+    if _torch_problem() is None:
         import torch
 
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
@@ -224,8 +230,6 @@ def _devices() -> list[Finding]:
     else:
         findings.append(_ok("accelerator", f"{torch.accelerator.device_count()} x {accelerator.type}"))
     findings.append(_kvikio(accelerator is not None))
-    if shutil.which("torchrun") is None and importlib.util.find_spec("torch") is None:
-        findings.append(_fail("torchrun", "not found", "pip install 'torch>=2.6'"))
     return findings
 
 
