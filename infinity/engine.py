@@ -89,7 +89,7 @@ class Engine:
     # The loop
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's forward; its output unchanged, of any type."""
+        """The model's forward; its output, of any type, but for views of weights, which become copies."""
         training = self.module.training and torch.is_grad_enabled()
         with self._phase_of(StepPhase.FORWARD):
             self._begin_pass(training)
@@ -122,6 +122,8 @@ class Engine:
 
     def step(self) -> None:
         """Update the parameters if ``gradient_accumulation_steps`` micro-batches were seen; nothing before that."""
+        if self._phase is not StepPhase.IDLE:
+            self._go(StepPhase.OPTIMIZER)  # refused: the message says what the engine is in
         if self.micro_steps < self.config.gradient_accumulation_steps:
             return
         with self._phase_of(StepPhase.OPTIMIZER):
@@ -129,6 +131,9 @@ class Engine:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.global_steps += 1
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self._collectives.rank == 0:
+            _log.info("step %d, lr %s, %.3f s", self.global_steps, self.get_lr(), self._times.seconds)
         self._last_times = self._close_times()
         self._close_traffic()
 
@@ -187,12 +192,12 @@ class Engine:
     def full_state_dict(self) -> dict[str, torch.Tensor]:
         """Name -> full weight on the CPU, shared parameters under each name, buffers included. Collective.
 
-        Every rank holds the whole result; ``save_16bit_model`` streams instead.
+        Every rank holds the whole result.
         """
         full = {}
         for group in self._sharded.groups:
             full.update(group.gather(ObjectKind.WEIGHT, self._sharded.precision.weight))
-        return {**self._named(full), **{name: b.detach().cpu().clone() for name, b in self.module.named_buffers()}}
+        return {**self._named(full), **self._buffers()}
 
     def full_master_state_dict(self) -> dict[str, torch.Tensor]:
         """Name -> full fp32 master weight on the CPU, trainable parameters only. Collective."""
@@ -231,6 +236,10 @@ class Engine:
         self._live_set.begin_pass(training=training)
 
     def _on_gradient(self, group: ParamGroup) -> None:
+        if self._phase is not StepPhase.BACKWARD:
+            raise RuntimeError(
+                "call engine.backward(loss) instead of loss.backward(): the engine must see the backward"
+            )
         if group.has_all_gradients:
             self._reducer.complete(group)
             self._hooks.release(group)
@@ -315,6 +324,15 @@ class Engine:
     def _tenant_stats(self) -> TenantStats | None:
         host = self._sharded.host_store
         return None if host is None else host.tenant_stats()
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        """The persistent ones, as ``state_dict`` has them."""
+        return {
+            f"{prefix}.{name}" if prefix else name: buffer.detach().cpu().clone()
+            for prefix, module in self.module.named_modules()
+            for name, buffer in module.named_buffers(recurse=False)
+            if name not in module._non_persistent_buffers_set
+        }
 
     def _named(self, by_index: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
         index_of = self._sharded.layout.index_of

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,23 +54,26 @@ def initialize(
         ConfigError, BudgetError, SwapSpaceError, DaemonLostError: on every rank, before anything is trained.
     """
     collectives = Collectives.of_world()
-    parsed = parse_config(config, world_size=collectives.world_size)
-    sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
-    device = _device(place := NodePlace.find(collectives))
-    precision = Precision.of(parsed)
-    layout = Layout.of(model, parsed, collectives.world_size)
-    optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
-    _check_whole(layout)
-    environment = read_environment()
-    areas = _staging_areas(layout)
-    connection = next((area.connection for area in areas if area.connection is not None), None)
-    if connection is None and parsed.offloads:
-        connection = DaemonConnection(parsed, environment, collectives, place)
-    try:
+    with ExitStack() as cleanup:
+        areas = _staging_areas(model)
+        for area in areas:
+            cleanup.callback(area.close)
+        parsed = parse_config(config, world_size=collectives.world_size)
+        sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
+        _check_schedule(parsed, optimizer, lr_scheduler)
+        device = _device(place := NodePlace.find(collectives))
+        layout = Layout.of(model, parsed, collectives.world_size)
+        optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
+        _check_whole(layout)
+        connection = next((area.connection for area in areas if area.connection is not None), None)
+        environment = read_environment()
+        if connection is None and parsed.offloads:
+            connection = DaemonConnection(parsed, environment, collectives, place)
+            cleanup.callback(connection.close)
         sharded = ShardedModel(
             layout,
             config=parsed,
-            precision=precision,
+            precision=Precision.of(parsed),
             collectives=collectives,
             device=device,
             place=place,
@@ -77,20 +81,16 @@ def initialize(
             budget_bytes=_budget(parsed, areas),
             poison=environment.poison,
         )
-    except BaseException:
-        if connection is not None:
-            connection.close()
-        raise
-    try:
+        cleanup.callback(sharded.store.close)
         _broadcast_plain(layout, collectives)
         sharded.write_initial(_values_of)
         for param in layout.params:
             if (staged := staged_param(param)) is not None:
                 staged.discard()
         for area in areas:
-            area.close()
+            area.close_store()
         return_freed()
-        _move_buffers(model, device, precision.weight)
+        _move_buffers(model, device, sharded.precision.weight)
         engine = Engine(
             model,
             sharded,
@@ -100,13 +100,10 @@ def initialize(
             collectives=collectives,
             connection=connection,
         )
-    except BaseException:
-        sharded.store.close()
-        if connection is not None:
-            connection.close()
-        raise
-    engine.lr_scheduler = _schedule(parsed, sharded_optimizer, lr_scheduler)
-    return engine, sharded_optimizer, _loader(parsed, training_data, collectives), engine.lr_scheduler
+        engine.lr_scheduler = _schedule(parsed, sharded_optimizer, lr_scheduler)
+        loader = _loader(parsed, training_data, collectives)
+        cleanup.pop_all()  # all of it is the engine's now
+    return engine, sharded_optimizer, loader, engine.lr_scheduler
 
 
 def _optimizer(
@@ -146,8 +143,8 @@ def _check_whole(layout: Layout) -> None:
             )
 
 
-def _staging_areas(layout: Layout) -> list[StagingArea]:
-    staged = (staged_param(param) for param in layout.params)
+def _staging_areas(model: nn.Module) -> list[StagingArea]:
+    staged = (staged_param(param) for param in model.parameters())
     return list(dict.fromkeys(s.area for s in staged if s is not None))
 
 
@@ -174,6 +171,7 @@ def _values_of(param: nn.Parameter, first: int, numel: int) -> torch.Tensor:
     """Initial values from the model as it was built: what ``Init`` staged, or the parameter itself."""
     staged = staged_param(param)
     if staged is not None:
+        staged.check_unchanged()
         return staged.read(first, numel)
     return param.detach().reshape(-1)[first : first + numel]
 
@@ -184,14 +182,27 @@ def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) ->
         buffer.data = buffer.data.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
 
 
+def _check_schedule(
+    config: Config,
+    optimizer: torch.optim.Optimizer | None,
+    given: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
+) -> None:
+    if given is not None and config.scheduler is not None:
+        raise ConfigError("scheduler", config.scheduler.type, "a scheduler was passed too: remove one")
+    if isinstance(given, LRScheduler) and given.optimizer is not optimizer:
+        raise ConfigError(
+            "lr_scheduler",
+            type(given).__name__,
+            "it drives another optimizer than the one passed: pass both, or a function from optimizer to scheduler",
+        )
+
+
 def _schedule(
     config: Config,
     optimizer: ShardedAdam,
     given: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
 ) -> LRScheduler | None:
     if given is not None:
-        if config.scheduler is not None:
-            raise ConfigError("scheduler", config.scheduler.type, "a scheduler was passed too: remove one")
         return given if isinstance(given, LRScheduler) else given(optimizer)
     return build_schedule(config.scheduler, optimizer) if config.scheduler is not None else None
 
@@ -207,5 +218,4 @@ def _loader(config: Config, data: Dataset[Any] | None, collectives: Collectives)
         batch_size=config.train_micro_batch_size_per_gpu,
         sampler=sampler,
         shuffle=sampler is None,
-        drop_last=True,
     )

@@ -6,7 +6,7 @@ Three nets, from coarse to fine, so that every model works without being told to
 2. ``AccessGuard``, a TorchFunctionMode: an operation on a parameter that is not unsharded (a tied head, a parent
    that uses ``self.child.weight``) unshards it first, and the innermost running module counts as its user.
 3. Saved-tensor hooks: when a backward node unpacks a view of a parameter, its group is unsharded at that moment and
-   counts as in use while the view lives. Outputs need no hooks, so any output type works.
+   counts as in use until another node runs. Outputs need no hooks, so any output type works.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from infinity.live_set import LiveSet
 from infinity.param_group import ParamGroup
@@ -111,6 +111,8 @@ class ModuleHooks:
         self._group_of = {id(param.param): group for group in groups for param in group.params}
         self._group_of_storage = {param.storage_key: group for group in groups for param in group.params}
         self._calls: list[list[ParamGroup]] = []
+        self._node: object = None
+        self._node_groups: list[ParamGroup] = []
         self._in_backward = False
         self._guard = AccessGuard(self._is_sharded, self._touch)
         self._removable: list[Any] = []
@@ -146,6 +148,7 @@ class ModuleHooks:
     def reset(self) -> None:
         """After an exception, or at the end of backward: no module call is in progress."""
         self._calls.clear()
+        self._leave_node()
         for group in self._groups:
             group.forget_users()
 
@@ -166,14 +169,23 @@ class ModuleHooks:
                 if frozen:
                     self._watch_inputs(frozen, (args, kwargs))
 
-        def leave(_module: nn.Module, _args: Any, _output: Any) -> None:
+        def leave(_module: nn.Module, _args: Any, output: Any) -> Any:
             if self._calls:
+                output = self._detach_from_weights(output)
                 with unguarded():
                     for group in self._calls.pop():
                         self._end(group)
+            return output
 
         self._removable.append(module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True))
         self._removable.append(module.register_forward_hook(leave, always_call=True))
+
+    def _detach_from_weights(self, output: Any) -> Any:
+        """``output`` with views of weights replaced by copies: their memory goes when the group is resharded."""
+        leaves = tree_leaves(output)
+        if not any(isinstance(x, torch.Tensor) and self._owner(x) is not None for x in leaves):
+            return output
+        return tree_map_only(torch.Tensor, lambda x: x if self._owner(x) is None else x.clone(), output)
 
     def _watch_inputs(self, frozen: list[ParamGroup], arguments: Any) -> None:
         """Frozen parameters get no gradient to tell that backward has passed them; the call's inputs do."""
@@ -215,21 +227,39 @@ class ModuleHooks:
     ) -> Callable[[torch.Tensor], None]:
         def accumulated(_param: torch.Tensor) -> None:
             with unguarded():
+                self._leave_node()
                 on_gradient(group)
 
         return accumulated
 
     def _pack(self, tensor: torch.Tensor) -> torch.Tensor | tuple[ParamGroup, torch.Tensor]:
-        group = self._group_of_storage.get(tensor.untyped_storage()._cdata)
+        group = self._owner(tensor)
         return tensor if group is None else (group, tensor)
+
+    def _owner(self, tensor: torch.Tensor) -> ParamGroup | None:
+        """The group whose weights the tensor is a view of."""
+        if tensor.layout is not torch.strided:
+            return None
+        return self._group_of_storage.get(tensor.untyped_storage()._cdata)
 
     def _unpack(self, packed: torch.Tensor | tuple[ParamGroup, torch.Tensor]) -> torch.Tensor:
         if isinstance(packed, torch.Tensor):
             return packed
         group, tensor = packed
+        node = torch._C._current_autograd_node()
         with unguarded():
+            if node is None or node is not self._node:
+                self._leave_node()
+                self._node = node
+            group.held_by_node = True
+            self._node_groups.append(group)
             self._live_set.use(group)
-            view = tensor.detach()
-            group.track_view(view)
             self._live_set.linger(group)
-        return view
+        return tensor
+
+    def _leave_node(self) -> None:
+        """The node that unpacked last is done, since another one runs: nothing it unpacked is in use by it."""
+        for group in self._node_groups:
+            group.held_by_node = False
+        self._node_groups.clear()
+        self._node = None

@@ -57,9 +57,15 @@ class StagingArea:
         if "nvme" in (zero.offload_param.device, zero.offload_optimizer.device):
             self._open_daemon_store()
 
-    def close(self) -> None:
+    def close_store(self) -> None:
         """Remove the staged shards. The connection stays: the engine goes on with it."""
         self.store.close()
+
+    def close(self) -> None:
+        """No engine will take over: end the private daemon too."""
+        self.close_store()
+        if self.connection is not None:
+            self.connection.close()
 
     def _open_daemon_store(self) -> None:
         place = NodePlace.find(self.collectives)
@@ -129,6 +135,11 @@ class StagedParam:
         self.is_staged = True
         if self.numel >= RETURNED_NUMEL_MIN:
             return_freed()
+
+    def check_unchanged(self) -> None:
+        """Raises RuntimeError if the parameter was written to after ``Init`` ended: that would be lost."""
+        if self._memory is not None and self._memory.is_changed:
+            self._memory.refuse_change()
 
     def bring_back(self) -> None:
         """The full parameter in memory again."""
@@ -222,8 +233,6 @@ class Init:
             self._evict(keep=frozenset(), numel_max=-1)
         elif self._area is not None:
             self._area.close()
-            if self._area.connection is not None:
-                self._area.connection.close()
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is None or staged_param(param) is not None or param.device.type == "meta":

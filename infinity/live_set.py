@@ -117,7 +117,7 @@ class LiveSet:
                 group.unshard()
 
     def _reshard(self, group: ParamGroup) -> None:
-        group.reshard()
         del self._live[group.index]
         self._lingering.pop(group.index, None)
         self.live_numel -= group.numel
+        group.reshard()  # last: it refuses weights that were changed in place

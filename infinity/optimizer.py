@@ -29,6 +29,8 @@ class ShardedAdam(torch.optim.Optimizer):
     def __init__(self, param_groups: Iterable[dict[str, Any]], defaults: dict[str, Any]) -> None:
         super().__init__(list(param_groups), defaults)
         self._update: Callable[[], None] | None = None
+        self.taken_over: Any = None
+        """The torch optimizer whose groups these are, if the user gave one; its schedulers go on working."""
 
     def bind(self, update: Callable[[], None]) -> None:
         """The engine's update of all chunks, run by ``step``."""
@@ -41,6 +43,8 @@ class ShardedAdam(torch.optim.Optimizer):
         if self._update is None:
             raise RuntimeError("the optimizer is not bound to an engine")
         self._update()
+        if self.taken_over is not None:
+            self.taken_over._opt_called = True  # what torch's schedulers look for
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are taken out of ``param.grad`` as they appear and dropped by the update: nothing to do."""
@@ -58,6 +62,9 @@ def adam_from_config(config: OptimizerConfig, params: Sequence[Any]) -> ShardedA
         "decoupled_weight_decay": config.decoupled_weight_decay,
     }
     groups = [dict(p) for p in params] if params and isinstance(params[0], dict) else [{"params": list(params)}]
+    for number, group in enumerate(groups):
+        for name in group.keys() - {"params", "name", *OPTIONS}:
+            raise ConfigError(f"model_parameters[{number}].{name}", group[name], f"known here: {', '.join(OPTIONS)}")
     return ShardedAdam(groups, defaults)
 
 
@@ -72,17 +79,18 @@ def adam_from_torch(optimizer: torch.optim.Optimizer) -> ShardedAdam:
     if optimizer.state:
         raise ConfigError("optimizer", "has state", "pass it before its first step; state is sharded from step 0 on")
     decoupled = isinstance(optimizer, torch.optim.AdamW)
-    groups = []
     for group in optimizer.param_groups:
         for name in ("amsgrad", "capturable", "differentiable"):
             if group.get(name):
                 raise ConfigError(f"optimizer.{name}", True, "not available with sharded state: set it to False")
-        options = {name: group[name] for name in OPTIONS if name in group}
-        options["decoupled_weight_decay"] = group.get("decoupled_weight_decay", decoupled)
-        if isinstance(options["lr"], torch.Tensor):
-            options["lr"] = options["lr"].item()
-        groups.append({"params": list(group["params"]), **options})
-    return ShardedAdam(groups, {k: v for k, v in groups[0].items() if k != "params"})
+        group.setdefault("decoupled_weight_decay", decoupled)
+        if isinstance(group["lr"], torch.Tensor):
+            group["lr"] = group["lr"].item()
+    groups = optimizer.param_groups
+    sharded = ShardedAdam([dict(group) for group in groups], {k: v for k, v in groups[0].items() if k != "params"})
+    sharded.param_groups = groups  # the same dicts: a schedule made on the given optimizer drives this one
+    sharded.taken_over = optimizer
+    return sharded
 
 
 def group_indices(optimizer: ShardedAdam, index_of: dict[int, int], params: Sequence[nn.Parameter]) -> list[int]:

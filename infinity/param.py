@@ -29,6 +29,7 @@ class ShardedParam:
         self._storage = self.full.untyped_storage()
         self._storage_bytes = self._storage.nbytes()
         self._storage.resize_(0)
+        self._version = param._version
 
     @property
     def storage_key(self) -> int:
@@ -50,8 +51,21 @@ class ShardedParam:
             self._storage.resize_(self._storage_bytes)
         return self.full.view(-1)
 
+    @property
+    def is_changed(self) -> bool:
+        """Whether somebody wrote to the parameter since it was last sharded or unsharded."""
+        return self.param._version != self._version
+
+    def refuse_change(self) -> None:
+        """Weights live in the store and only the optimizer writes there: any other change would be lost in silence."""
+        raise RuntimeError(
+            f"{self.name or 'a parameter'} (shape {tuple(self.shape)}) was changed in place, which sharded weights do "
+            "not keep: change it before infinity.initialize(), or make the change part of forward's arithmetic"
+        )
+
     def to_unsharded(self) -> None:
         self.param.data = self.full
+        self._version = self.param._version
 
     def to_sharded(self, *, poison: bool) -> None:
         """Give the memory back; under the debug mode keep it and fill it with NaN, so that stale views show."""
@@ -60,6 +74,7 @@ class ShardedParam:
             self.full.fill_(torch.nan)
         else:
             self._storage.resize_(0)
+        self._version = self.param._version
 
 
 def is_sharded(param: nn.Parameter) -> bool:

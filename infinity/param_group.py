@@ -7,7 +7,6 @@ ever reaches autograd.
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 
@@ -69,7 +68,8 @@ class ParamGroup:
         """Module calls in progress that use the group."""
         self.held_for_backward = False
         """Recomputed inside backward: saved views may lie where the unpack hook does not see them."""
-        self._views: set[weakref.ref[torch.Tensor]] = set()
+        self.held_by_node = False
+        """The running autograd node has unpacked a view of the group."""
         self._store, self._collectives, self._allowance, self._copies = store, collectives, allowance, copies
         self._dtype, self._reduce_dtype, self._poison = dtype, reduce_dtype, poison
         self._leases: list[Lease] = []
@@ -85,7 +85,7 @@ class ParamGroup:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.num_users or self.held_for_backward or self._views)
+        return bool(self.num_users or self.held_for_backward or self.held_by_node)
 
     # Weights
 
@@ -100,6 +100,9 @@ class ParamGroup:
         """Copy the weights into the parameters. Blocks until every chunk was resident once."""
         if self.state is ShardedState.SHARDED:
             self.unshard()
+        for param in self.params:
+            if param.is_changed:
+                param.refuse_change()
         flats = {param.index: param.allocate() for param in self.params}
         self._gather_into(flats, ObjectKind.WEIGHT, self._dtype)
         for param in self.params:
@@ -117,20 +120,20 @@ class ParamGroup:
         """Give up the full weights, or the leases on them; a group in use may not be resharded."""
         if self.state is ShardedState.UNSHARDING:
             self._drop_leases()
+            self._go(ShardedState.SHARDED)
         else:
+            changed = [param for param in self.params if param.is_changed]
             for param in self.params:
                 param.to_sharded(poison=self._poison)
-        self._go(ShardedState.SHARDED)
-
-    def track_view(self, view: torch.Tensor) -> None:
-        """The group is in use as long as ``view``, handed to an autograd node, lives."""
-        self._views.add(weakref.ref(view, self._views.discard))
+            self._go(ShardedState.SHARDED)
+            for param in changed:
+                param.refuse_change()
 
     def forget_users(self) -> None:
         """After an exception: no call is in progress any more."""
         self.num_users = 0
         self.held_for_backward = False
-        self._views.clear()
+        self.held_by_node = False
 
     def _drop_leases(self) -> None:
         for lease in self._leases:
@@ -186,6 +189,10 @@ class ParamGroup:
                 flats[param.param][start : start + valid].copy_(by_rank[source, param.offset : param.offset + valid])
 
     # Gradients
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(param.param.grad is not None for param in self.params)
 
     @property
     def has_all_gradients(self) -> bool:

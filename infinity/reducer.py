@@ -70,6 +70,7 @@ class Reducer:
             self._issue()
         while self._in_flight:
             self._add_reduced()
+        self._reduce_again()
         self._completed.clear()
         self._num_issued = 0
         self._collectives.max(self._used)
@@ -78,6 +79,16 @@ class Reducer:
             self._order = [*seen, *(index for index in self._order if index not in seen)]
             self._order_learnt = True
 
+    def _reduce_again(self) -> None:
+        """Re-entrant checkpointing may accumulate into a group that was reduced already: once more, on every rank."""
+        order = sorted(self._groups)
+        again = torch.tensor([self._groups[index].has_gradients for index in order], dtype=torch.uint8)
+        self._collectives.max(again)
+        for index, flag in zip(order, again.tolist(), strict=True):
+            if flag:
+                self._start(self._groups[index])
+                self._add_reduced()
+
     def _add_own(self, group: ParamGroup) -> None:
         params, gradient_of = group.take_gradients()
         if params:
@@ -85,8 +96,10 @@ class Reducer:
             self._gradients.add([chunk for chunk, _ in group.chunks], gradient_of, params, norms=self.norms)
 
     def _issue(self) -> None:
-        group = self._groups[self._order[self._num_issued]]
+        self._start(self._groups[self._order[self._num_issued]])
         self._num_issued += 1
+
+    def _start(self, group: ParamGroup) -> None:
         self._used[[param.index for param in group.params if param.param.grad is not None]] = 1
         self._in_flight.append((group, *group.reduce_scatter_gradients()))
 

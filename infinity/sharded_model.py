@@ -56,6 +56,11 @@ class Layout:
         named = list(model.named_parameters())
         if not named:
             raise ConfigError("model", type(model).__name__, "has no parameters: there is nothing to shard")
+        for name, module in model.named_modules():
+            if isinstance(module, torch.jit.ScriptModule):
+                raise ConfigError(
+                    f"model.{name}", "ScriptModule", "compiled modules hide their weights: pass it unscripted"
+                )
         for name, param in named:
             if not param.is_floating_point():
                 raise ConfigError(f"model.{name}", str(param.dtype), "only floating-point parameters can be sharded")

@@ -112,7 +112,7 @@ _TOP = (
         "data_types.grad_accum_dtype", "gradients accumulate in fp32", 'write "fp32"', accepts=("fp32", "float32")
     ),
     _refused("data_types.param_dtype", "bf16.enabled decides", "remove it"),
-    _refused("data_types.buffer_dtype", "buffers keep their dtype", "remove it"),
+    _refused("data_types.buffer_dtype", "floating buffers take the weights' dtype", "remove it"),
     _refused("data_types.keep_in_fp32_modules", "one dtype for all weights", "remove it"),
 )
 
@@ -184,7 +184,7 @@ _ZERO = (
             ("compute_grad_norm", "the norm is computed where gradient_clipping asks for it"),
             ("memory_efficient_linear", "autograd never holds a gathered copy of a weight"),
             ("enable_sanity_checks", "state transitions are always checked"),
-            ("stage3_gather_16bit_weights_on_model_save", "save_16bit_model() gathers whenever it is called"),
+            ("stage3_gather_16bit_weights_on_model_save", "full_state_dict() gathers whenever it is called"),
             ("offload_optimizer.pipeline_read", "reads always run ahead of the update"),
             ("offload_optimizer.pipeline_write", "writes always run behind the update"),
             ("offload_optimizer.fast_init", "moments are born zero and not written before the first update"),

@@ -76,13 +76,10 @@ class DaemonConnection:
 
     def _find_or_start(self, *, start: bool) -> str | None:
         settings = self._config.io_daemon
-        if settings.socket != "auto":
-            return settings.socket
-        if self._environment.io_socket is not None:
-            return str(self._environment.io_socket)
-        default = str(self._environment.default_socket)
-        if _answers(default):
-            return default
+        existing = self._existing_socket()
+        if existing is not None:
+            self._refuse_other_settings(existing)
+            return existing
         if settings.start != "auto" or not start:
             return None
         self._process = DaemonProcess(
@@ -96,6 +93,27 @@ class DaemonConnection:
             environment=self._environment,
         )
         return str(self._process.socket)
+
+    def _existing_socket(self) -> str | None:
+        if self._config.io_daemon.socket != "auto":
+            return self._config.io_daemon.socket
+        if self._environment.io_socket is not None:
+            return str(self._environment.io_socket)
+        default = str(self._environment.default_socket)
+        return default if _answers(default) else None
+
+    def _refuse_other_settings(self, socket_path: str) -> None:
+        """A daemon that runs already has its own I/O settings: the configuration's would be ignored."""
+        settings = self._config.io_daemon
+        for name in ("engine", "block_size", "queue_depth", "verify_checksums"):
+            value = getattr(settings, name)
+            if value != type(settings).model_fields[name].default:
+                raise ConfigError(
+                    f"io_daemon.{name}",
+                    value,
+                    f"the daemon at {socket_path} has settings of its own: give this one to `io-daemon serve` or "
+                    "`infinity run` instead, and remove it here",
+                )
 
     def _swap_dirs(self, client: Client) -> list[str]:
         for path in self._config.swap_dirs:

@@ -64,7 +64,7 @@ def test_with_no_allowance_only_what_is_in_use_is_live(frozen: bool, use_reentra
     """Also through frozen layers under checkpointing: six layers never add up."""
     model = Tower(num_layers=6, frozen=frozen, use_reentrant=use_reentrant)
     peak = live_numel_peak(model, stage3_max_live_parameters=0, stage3_max_reuse_distance=0)
-    assert LAYER_NUMEL <= peak <= 2.5 * LAYER_NUMEL
+    assert LAYER_NUMEL <= peak <= 3.5 * LAYER_NUMEL
 
 
 def test_everything_stays_live_within_a_generous_limit() -> None:
