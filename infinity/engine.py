@@ -17,6 +17,7 @@ from infinity.collectives import Collectives
 from infinity.config import Config
 from infinity.errors import DaemonLostError
 from infinity.gradients import GradientChunks
+from infinity.heap import return_freed
 from infinity.hooks import ModuleHooks
 from infinity.live_set import LiveSet
 from infinity.optimizer import ShardedAdam, Update
@@ -98,6 +99,7 @@ class Engine:
             if not training and not self._training_pass:
                 self._live_set.reshard_all()
                 self._store.complete()
+            self._return_freed()
         return output
 
     forward = __call__
@@ -250,8 +252,14 @@ class Engine:
         self._reducer.clear()
         self._sharded.refresh_persistent()
         self._store.complete()
+        self._return_freed()
         self.micro_steps = 0
         self._training_pass = False
+
+    def _return_freed(self) -> None:
+        """Weights come and go all the time: without this, what a process holds would grow with the model's depth."""
+        if self._sharded.host_store is not None and self.device.type == "cpu":
+            return_freed()
 
     def _build_update(self, optimizer_groups: Sequence[int]) -> Update:
         sharded = self._sharded
