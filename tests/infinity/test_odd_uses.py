@@ -175,6 +175,7 @@ def rank_main(rank: int, directory: str) -> None:
             weights = engine.full_state_dict()
         worst = max(float((weights[name] - value).abs().max()) for name, value in reference.state_dict().items())
         Path(directory, f"worst-{rank}").write_text(str(worst))
+        dist.barrier()  # gloo aborts a rank whose peer hangs up while it tears down
     finally:
         dist.destroy_process_group()
 
