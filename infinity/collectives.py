@@ -99,7 +99,3 @@ class Collectives:
             if failure is not None:
                 raise WorldError(f"rank {rank} failed: {failure}")
         return cast(Result, result)
-
-    def barrier(self) -> None:
-        if self._group is not None:
-            dist.barrier(group=self._group)

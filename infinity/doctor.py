@@ -16,6 +16,7 @@ from enum import Enum
 from pathlib import Path
 
 from io_daemon.errors import ConfigError
+from io_daemon.metrics import size_text
 
 CAP_IPC_LOCK = 14
 TORCH_VERSION_MIN = (2, 6)
@@ -155,11 +156,11 @@ def _limits() -> list[Finding]:
     elif soft == resource.RLIM_INFINITY:
         memlock = _ok("memlock limit", "unlimited")
     elif soft >= MEMLOCK_BYTES_WARNED:
-        memlock = _ok("memlock limit", f"{_size(soft)}; a larger arena stays unlocked")
+        memlock = _ok("memlock limit", f"{size_text(soft)}; a larger arena stays unlocked")
     else:
         memlock = _absent(
             "memlock limit",
-            f"{_size(soft)}: arenas stay unlocked, and pin_memory: true is refused",
+            f"{size_text(soft)}: arenas stay unlocked, and pin_memory: true is refused",
             "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit",
         )
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -194,10 +195,10 @@ def _memory() -> list[Finding]:
         if rest.split()
     }
     total, available = meminfo.get("MemTotal", 0) << 10, meminfo.get("MemAvailable", 0) << 10
-    findings = [_ok("memory", f"{_size(available)} of {_size(total)} available")]
+    findings = [_ok("memory", f"{size_text(available)} of {size_text(total)} available")]
     bound = _read("/sys/fs/cgroup/memory.max")
     if bound.isdigit():
-        findings.append(_ok("memory of this cgroup", _size(int(bound))))
+        findings.append(_ok("memory of this cgroup", size_text(int(bound))))
     pages = meminfo.get("HugePages_Total", 0)
     page_bytes = meminfo.get("Hugepagesize", 0) << 10
     transparent = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -208,7 +209,7 @@ def _memory() -> list[Finding]:
         findings.append(
             _absent(
                 "huge pages for arenas",
-                f"transparent: {chosen or 'not in this kernel'}; reserved: {pages} of {_size(page_bytes)}",
+                f"transparent: {chosen or 'not in this kernel'}; reserved: {pages} of {size_text(page_bytes)}",
                 "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; until then pages of 4 KiB are used",
             )
         )
@@ -283,9 +284,9 @@ def _directory(text: str) -> list[Finding]:
     findings += _block_device(text)
     free = swap_dir.free_bytes()
     findings.append(
-        _ok(f"{text}: free space", f"{_size(free)}, {free // 18 / 1e6:,.0f} M parameters at 18 bytes")
+        _ok(f"{text}: free space", f"{size_text(free)}, {free // 18 / 1e6:,.0f} M parameters at 18 bytes")
         if free >= FREE_BYTES_WARNED
-        else _absent(f"{text}: free space", _size(free), "free some: a parameter takes up to 18 bytes")
+        else _absent(f"{text}: free space", size_text(free), "free some: a parameter takes up to 18 bytes")
     )
     return findings
 
@@ -313,12 +314,3 @@ def _read(path: str | Path) -> str:
         return Path(path).read_text().strip()
     except OSError:
         return ""
-
-
-def _size(num_bytes: int) -> str:
-    value = float(num_bytes)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.4g} {unit}"
-        value /= 1024
-    return f"{value:.4g} TiB"

@@ -27,11 +27,11 @@ from infinity.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.hooks import AccessGuard, unguarded
 from infinity.memory_plan import MemoryPlan
 from infinity.param import ShardedParam
-from infinity.sharding import ALIGNMENT, align_up
+from infinity.sharding import ALIGNMENT
 from infinity.tiers.base import ChunkLayout, ShardStore
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.tiers.memory import MemoryStore
-from io_daemon.protocol import PAGE_BYTES, ObjectKind
+from io_daemon.protocol import PAGE_BYTES, ObjectKind, align_up
 
 STAGING_FRAMES: Final = 8
 STAGING_BYTES_MAX: Final = 64 << 20

@@ -111,6 +111,8 @@ class ParamGroup:
 
     def gather(self, kind: ObjectKind, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """The full contents of one kind, for export: parameter index -> flat tensor [numel] on the CPU."""
+        if self.state is ShardedState.UNSHARDING:
+            self.reshard()  # what is leased ahead are weights, perhaps not the kind asked for
         device = self.params[0].full.device
         flats = {param.index: torch.empty(param.numel, dtype=dtype, device=device) for param in self.params}
         self._gather_into(flats, kind, dtype)

@@ -15,12 +15,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from io_daemon.protocol import align_up
+
 ALIGNMENT: Final = 64
 NORM_BLOCK: Final = 16_384
-
-
-def align_up(value: int, alignment: int) -> int:
-    return -(-value // alignment) * alignment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -96,31 +96,32 @@ def status_lines(daemon: DaemonStatus) -> Iterator[str]:
     """For people."""
     yield (
         f"io-daemon pid {daemon.pid} on {daemon.socket_path}, up {daemon.uptime_s:.0f} s, "
-        f"{_size(daemon.block_bytes)} blocks, queue depth {daemon.queue_depth}, "
+        f"{size_text(daemon.block_bytes)} blocks, queue depth {daemon.queue_depth}, "
         f"checksums {'verified' if daemon.verify_checksums else 'not verified'}"
     )
     for device in daemon.devices:
         yield (
             f"  {device.path} ({device.filesystem}, {device.engine}, {'direct' if device.direct else 'buffered'}): "
-            f"read {_size(device.bytes_read)}, written {_size(device.bytes_written)}, "
-            f"{device.num_in_flight} in flight, {_size(device.free_bytes)} free"
+            f"read {size_text(device.bytes_read)}, written {size_text(device.bytes_written)}, "
+            f"{device.num_in_flight} in flight, {size_text(device.free_bytes)} free"
         )
     if not daemon.tenants:
         yield "  no tenants"
     for tenant in daemon.tenants:
         yield (
-            f"  {tenant.job} rank {tenant.rank} (pid {tenant.pid}): arena {_size(tenant.arena_bytes)}"
-            f"{' page-locked' if tenant.page_locked else ''}, {_size(sum(tenant.resident_bytes))} resident, "
-            f"{tenant.num_chunks} chunks in {_size(tenant.swap_bytes)} of swap, {tenant.num_leases} leases"
+            f"  {tenant.job} rank {tenant.rank} (pid {tenant.pid}): arena {size_text(tenant.arena_bytes)}"
+            f"{' page-locked' if tenant.page_locked else ''}, {size_text(sum(tenant.resident_bytes))} resident, "
+            f"{tenant.num_chunks} chunks in {size_text(tenant.swap_bytes)} of swap, {tenant.num_leases} leases"
         )
         total = tenant.total
         yield (
-            f"    read {_size(sum(total.bytes_read))}, written {_size(sum(total.bytes_written))}; hits {total.hits}, "
-            f"prefetched {total.prefetch_hits}, missed {total.misses}, I/O errors {total.io_errors}"
+            f"    read {size_text(sum(total.bytes_read))}, written {size_text(sum(total.bytes_written))}; "
+            f"hits {total.hits}, prefetched {total.prefetch_hits}, missed {total.misses}, I/O errors {total.io_errors}"
         )
 
 
-def _size(num_bytes: int) -> str:
+def size_text(num_bytes: int) -> str:
+    """Four digits and a binary unit, for people."""
     value = float(num_bytes)
     for unit in ("B", "KiB", "MiB", "GiB"):
         if value < 1024:

@@ -131,9 +131,6 @@ class TracedStore(ShardStore):
         """The pass failed: what was recorded is worth nothing."""
         self._recorder = None
 
-    def accesses(self) -> Sequence[Access]:
-        return [] if self._recorder is None else self._recorder.accesses
-
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
         self._known.add(trace_id)
         self._inner.set_trace(trace_id, accesses)
