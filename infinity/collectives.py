@@ -33,6 +33,16 @@ class Collectives:
         """The default process group, if there is one."""
         return cls(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
 
+    def close(self) -> None:
+        """Let go of the process groups. Idempotent.
+
+        A group that something still refers to outlives ``dist.destroy_process_group``, and a thread of gloo's that
+        lets go of a tensor while the interpreter ends aborts the process (pytorch's AsyncBarrierWork, seen 1 in 9).
+        """
+        if self._reduce_group is not None and dist.is_initialized():
+            dist.destroy_process_group(self._reduce_group)
+        self._group = self._reduce_group = None
+
     @staticmethod
     def world_size_of_world() -> int:
         """Without making a group: 1 where torch.distributed is not in use."""

@@ -221,6 +221,7 @@ class Engine:
         self._store.close()
         if self._connection is not None:
             self._connection.close()
+        self._collectives.close()
 
     def __enter__(self) -> Engine:
         return self

@@ -55,6 +55,7 @@ def initialize(
     """
     collectives = Collectives.of_world()
     with ExitStack() as cleanup:
+        cleanup.callback(collectives.close)
         areas = _staging_areas(model)
         for area in areas:
             cleanup.callback(area.close)

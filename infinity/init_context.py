@@ -60,6 +60,7 @@ class StagingArea:
     def close_store(self) -> None:
         """Remove the staged shards. The connection stays: the engine goes on with it."""
         self.store.close()
+        self.collectives.close()
 
     def close(self) -> None:
         """No engine will take over: end the private daemon too."""
