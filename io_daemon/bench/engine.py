@@ -1,0 +1,56 @@
+"""Who performs the block I/Os of one job: the daemon's reactor, or another library to compare it with.
+
+An engine is given batches of I/Os, each of ``bs`` bytes between one place of one file and one slot of an arena, keeps at
+most ``iodepth`` of them in flight, and reports a batch once all of it has ended. It neither chooses places nor looks at
+bytes. Latencies are taken per I/O, next to the system call, not per batch.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from io_daemon.latency import Latencies
+
+
+class Counters(NamedTuple):
+    """Since the engine was made."""
+
+    read_bytes: int
+    write_bytes: int
+    num_reads: int
+    num_writes: int
+    num_short: int
+    """I/Os that moved fewer bytes than asked for and went on."""
+
+
+class BlockEngine(Protocol):
+    @property
+    def name(self) -> str:
+        """As ``--engine`` names it."""
+
+    def submit(
+        self, tag: int, writes: NDArray[np.uint8], offsets: NDArray[np.uint64], slots: NDArray[np.uint64]
+    ) -> None:
+        """Queue a batch; never blocks. ``writes``: 1 for a write, 0 for a read. ``offsets``: bytes in the file.
+        ``slots``: which ``bs`` bytes of the arena. All three of one length. In flight in the order given."""
+
+    def reap(self, timeout_s: float) -> list[int]:
+        """Tags of batches that have ended since; waits for one at most ``timeout_s``, then returns none.
+        Raises DeviceIOError with errno, path and offset if an I/O of a batch failed."""
+
+    def counters(self) -> Counters: ...
+
+    def latencies(self) -> Latencies:
+        """A copy of what has been counted since the last reset; of two of them the counts can be subtracted."""
+
+    def reset_latencies(self) -> None:
+        """Count from here on: the ramp has ended."""
+
+    def sync(self) -> None:
+        """fsync. Nothing may be in flight. Raises DeviceIOError."""
+
+    def close(self) -> None:
+        """Give everything back, waiting for what is in flight. Idempotent. Raises DeviceIOError if that never ends."""

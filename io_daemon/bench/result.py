@@ -1,0 +1,198 @@
+"""What a measurement says, as frozen pydantic models: their JSON is the stable, documented output of ``--json``.
+
+Sizes in bytes, rates in bytes a second, times in seconds but for latencies, which are nanoseconds. Fields are only
+ever added; a change of meaning raises ``SCHEMA_VERSION``.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+SCHEMA_VERSION: Final = 1
+
+
+class Record(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class LatencySummary(Record):
+    """Nanoseconds, of every I/O of the measured time; percentiles to 1.6 %."""
+
+    num_ios: int
+    min_ns: int
+    mean_ns: float
+    p50_ns: int
+    p99_ns: int
+    p999_ns: int
+    max_ns: int
+
+
+class Direction(Record):
+    """Reads or writes of the measured time, all jobs together."""
+
+    io_bytes: int
+    num_ios: int
+    num_short_ios: int
+    bw_bytes: float
+    """Bytes a second."""
+    iops: float
+    slat: LatencySummary
+    """From handing an I/O to the engine until the kernel has it."""
+    clat: LatencySummary
+    """From there until its completion was reaped."""
+    lat: LatencySummary
+    """Both."""
+
+
+class TimeSeries(Record):
+    """Rates over equal intervals, ramp included; negative times lie in the ramp."""
+
+    interval_s: float
+    at_s: list[float]
+    """Middle of each interval, from the start of the measured time."""
+    read_bw_bytes: list[float]
+    write_bw_bytes: list[float]
+    clat_p99_ns: list[int]
+
+
+class SteadyState(Record):
+    """Whether the rate settled: SNIA PTS's criterion, range within 20 % and slope within 10 % of the mean."""
+
+    reached: bool
+    begin_s: float | None
+    """From when on the rest of the measured time holds the criterion."""
+    bw_bytes: float | None
+    """Mean rate from there on."""
+    burst_bw_bytes: float | None
+    """Mean rate before it, if there was a before."""
+
+
+class Verification(Record):
+    num_blocks: int
+    num_bad_blocks: int
+    seconds: float
+    bad: list[str]
+    """The first of them: file, offset, and what is wrong."""
+
+
+class Cpu(Record):
+    """Of this process, all threads, over the measured time."""
+
+    user_s: float
+    system_s: float
+    s_per_gb: float
+    """Per 10^9 bytes moved."""
+
+
+class IoResult(Record):
+    """One measurement of ``bench io``."""
+
+    engine: str
+    direct: bool
+    measured_s: float
+    read: Direction | None
+    write: Direction | None
+    cpu: Cpu
+    series: TimeSeries
+    steady: SteadyState
+    verification: Verification | None
+    """None: switched off."""
+    warnings: list[str]
+
+
+class SweepCell(Record):
+    engine: str
+    bs: int
+    iodepth: int
+    score_bw_bytes: float
+    """Bytes a second, reads and writes together at the training ratio; median of ``rounds``."""
+    rounds: list[float]
+
+
+class SweepResult(Record):
+    """``io_daemon`` is a section that ``infinity config check`` accepts."""
+
+    cells: list[SweepCell]
+    chosen: SweepCell
+    seconds: float
+    num_grid_cells: int
+    io_daemon: dict[str, Any]
+    remembered_in: str | None
+    warnings: list[str]
+
+
+class ComparePair(Record):
+    """One ABBA pair of runs in one setting. ``ours`` and ``fio`` name what ``metric`` counts."""
+
+    ours: float
+    fio: float
+
+
+class CompareLine(Record):
+    """One metric of one setting: pairs of ours and fio's, and fio against itself in the same run."""
+
+    rw: str
+    engine: str
+    bs: int
+    iodepth: int
+    metric: Literal["bw_bytes", "clat_p50_ns", "clat_p99_ns", "cpu_s_per_gb"]
+    pairs: list[ComparePair]
+    ratio: float
+    """Median of ours / fio."""
+    fio_spread: tuple[float, float]
+    """Lowest and highest ratio of two neighbouring fio runs."""
+    inside: bool
+
+
+class CompareResult(Record):
+    lines: list[CompareLine]
+    fio_version: str
+    warnings: list[str]
+
+
+class StepResult(Record):
+    """What ``bench step`` predicts for the full model, from a replay that was scaled to the space given."""
+
+    trace: str
+    scale: float
+    """Share of the model's chunks that was replayed."""
+    num_steps: int
+    step_s: float
+    """Seconds per optimizer step of the full model, median."""
+    steps_s: list[float]
+    """Of each replayed step, scaled to the full model."""
+    compute_s: float
+    update_s: float
+    stall_s: float
+    stall_share: float
+    read_bytes: int
+    write_bytes: int
+    """Per step of the full model, on this node."""
+    bytes_per_day_written: float
+    drive_life_days: float | None
+    drive_life_note: str
+    cpu_offload_step_s: float
+    """The same step with its whole state in host memory."""
+    break_even_note: str
+    host_budget_bytes: int
+    warnings: list[str]
+
+
+class Report(Record):
+    """The envelope of every sub-command's JSON."""
+
+    schema_version: Literal[1] = SCHEMA_VERSION
+    kind: Literal["io", "sweep", "step", "compare"]
+    version: str
+    """Of this program."""
+    started: str
+    """ISO 8601, UTC."""
+    command: list[str]
+    settings: dict[str, Any]
+    machine: dict[str, Any]
+    """See ``machine.MachineFacts``."""
+    result: Annotated[IoResult | SweepResult | CompareResult | StepResult, Field(union_mode="left_to_right")]
+    advice: str
+    """One plain sentence."""
