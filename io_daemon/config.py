@@ -71,6 +71,27 @@ def default_socket_path() -> Path:
     return base / "io.sock"
 
 
+def socket_parents() -> list[Path]:
+    """Where directories for private sockets may be made, best first."""
+    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
+    parents = [Path(runtime_dir)] if runtime_dir and os.path.isdir(runtime_dir) else []
+    return [*parents, Path(tempfile.gettempdir()), Path("/tmp")]
+
+
+def state_dirs() -> tuple[Path, ...]:
+    """Where what was learnt about this machine is kept: looked for in this order, written to the first.
+
+    ``$INFINITY_STATE_DIR`` alone where it is set; else the user's own directory (not root's) and the machine's."""
+    named = os.environ.get("INFINITY_STATE_DIR")
+    if named:
+        return (Path(named),)
+    machine = Path("/var/lib/infinity")
+    if os.getuid() == 0:
+        return (machine,)
+    user = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    return user / "infinity", machine
+
+
 def notify_socket() -> str | None:
     """Where systemd waits for READY=1."""
     return os.environ.get("NOTIFY_SOCKET")
