@@ -9,7 +9,9 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <chrono>
+#include <memory>
 #include <tuple>
 
 #include "checksum.hpp"
@@ -28,6 +30,7 @@ namespace {
 
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Words = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::span<const std::byte> as_span(const Bytes& bytes) {
   return {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()};
@@ -247,6 +250,55 @@ nb::list reap(Reactor& self, std::int64_t completions_max) {
   return tuples;
 }
 
+void submit_blocks(Reactor& self, std::uint64_t tag, int file, const Bytes& writes,
+                   const Words& offsets, int buffer, const Words& buffer_offsets,
+                   std::int64_t num_bytes) {
+  const std::size_t num_blocks = offsets.size();
+  require(num_blocks > 0, "no blocks");
+  require(writes.size() == num_blocks && buffer_offsets.size() == num_blocks,
+          "writes, offsets and buffer_offsets are not of one length");
+  Request request{
+      .tag = tag, .file = file, .buffer = buffer, .num_bytes = as_unsigned(num_bytes, "num_bytes")};
+  request.blocks.reserve(num_blocks);
+  for (std::size_t i = 0; i < num_blocks; ++i) {
+    require(writes.data()[i] <= 1, "writes holds more than 0 and 1");
+    request.blocks.push_back({writes.data()[i] == 1 ? IoOp::kWrite : IoOp::kRead, offsets.data()[i],
+                              buffer_offsets.data()[i]});
+  }
+  self.submit(std::move(request));
+}
+
+nb::dict histogram(const Histogram& histogram) {
+  auto counts = std::make_unique<std::uint64_t[]>(Histogram::kNumBuckets);
+  std::ranges::copy(histogram.counts, counts.get());
+  const nb::capsule owner(counts.get(),
+                          [](void* p) noexcept { delete[] static_cast<std::uint64_t*>(p); });
+  const std::size_t shape[] = {Histogram::kNumBuckets};
+  nb::dict fields;
+  fields["counts"] =
+      nb::ndarray<nb::numpy, std::uint64_t, nb::ndim<1>>(counts.release(), 1, shape, owner);
+  fields["num"] = histogram.num;
+  fields["sum_ns"] = histogram.sum_ns;
+  fields["min_ns"] = histogram.num == 0 ? 0 : histogram.min_ns;
+  fields["max_ns"] = histogram.max_ns;
+  return fields;
+}
+
+nb::dict latencies(const Reactor& self) {
+  const auto latencies = std::make_unique<const Latencies>(self.latencies());
+  const auto stages = [](const StageLatencies& of) {
+    nb::dict fields;
+    fields["slat"] = histogram(of.slat);
+    fields["clat"] = histogram(of.clat);
+    fields["lat"] = histogram(of.lat);
+    return fields;
+  };
+  nb::dict directions;
+  directions["read"] = stages(latencies->read);
+  directions["write"] = stages(latencies->write);
+  return directions;
+}
+
 nb::dict stats(const Reactor& self) {
   const ReactorStats stats = self.stats();
   nb::dict fields;
@@ -275,8 +327,12 @@ void bind_reactor(nb::module_& module) {
       .def("remove_buffer", &Reactor::remove_buffer, "index"_a, ReleaseGil())
       .def("submit", &submit, "tag"_a, "op"_a, "file"_a, "offset"_a, "buffer"_a, "buffer_offset"_a,
            "num_bytes"_a, "checksums"_a = nb::none(), "checksums_offset"_a = 0, "verify"_a = false)
+      .def("submit_blocks", &submit_blocks, "tag"_a, "file"_a, "writes"_a.noconvert(),
+           "offsets"_a.noconvert(), "buffer"_a, "buffer_offsets"_a.noconvert(), "num_bytes"_a)
       .def("reap", &reap, "completions_max"_a)
       .def("stats", &stats)
+      .def("latencies", &latencies)
+      .def("reset_latencies", &Reactor::reset_latencies)
       .def(
           "close",
           [](Reactor& self, int timeout_ms) {
@@ -295,6 +351,8 @@ NB_MODULE(_native, module) {
   module.attr("ENGINES") = nb::tuple(nb::cast(engine_names()));
   module.attr("WIRE_LAYOUT") = wire_layout();
   module.attr("WIRE_CONSTANTS") = wire_constants();
+  module.attr("NUM_LATENCY_BUCKETS") = Histogram::kNumBuckets;
+  module.def("latency_bucket", &Histogram::bucket, "ns"_a);
   module.def("probe_engine", &probe_engine, "engine"_a, ReleaseGil());
   module.def(
       "checksum",

@@ -38,6 +38,8 @@ std::vector<Completion> Reactor::reap(std::size_t completions_max) {
 }
 
 ReactorStats Reactor::stats() const { return core_->stats(); }
+Latencies Reactor::latencies() const { return core_->latencies(); }
+void Reactor::reset_latencies() { core_->reset_latencies(); }
 
 bool Reactor::close(std::chrono::milliseconds timeout) {
   if (::getpid() != owner_pid_) return true;  // the thread did not come along

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "engine.hpp"
+#include "latency.hpp"
 #include "region.hpp"
 
 namespace infinity {
@@ -17,8 +18,17 @@ namespace infinity {
 inline constexpr unsigned kQueueDepthMax = 4096;
 inline constexpr std::uint32_t kBlockBytesMax = std::uint32_t{1} << 30;
 
+inline constexpr std::size_t kBlocksMax = 65536;  // that one request may name
+
 // Numbered as protocol.Status.
 enum class IoStatus : std::uint32_t { kOk = 0, kIoError = 2, kShortIo = 3, kIntegrity = 4 };
+
+// Where one block lies, and which way its bytes go.
+struct BlockPlace {
+  IoOp op = IoOp::kRead;
+  std::uint64_t offset = 0;
+  std::uint64_t buffer_offset = 0;
+};
 
 struct Request {
   std::uint64_t tag = 0;
@@ -31,10 +41,13 @@ struct Request {
   std::shared_ptr<Region> checksums;  // one uint32 per block from checksums_offset on; or null
   std::uint64_t checksums_offset = 0;
   bool verify = false;
+  // If not empty: the places of single blocks of num_bytes each, at most block_bytes, instead of op
+  // and offsets. They have no checksums.
+  std::vector<BlockPlace> blocks;
 };
 
-// Of a request that went well: its own offset and size. Of one that failed: of the first block, by
-// offset, that did.
+// Of a request that went well: its own (first) offset and all its bytes. Of one that failed: of the
+// first block, in the order of the request, that did.
 struct Completion {
   std::uint64_t tag = 0;
   IoStatus status = IoStatus::kOk;
@@ -77,6 +90,10 @@ class Reactor {
   void submit(Request request);
   std::vector<Completion> reap(std::size_t completions_max);
   ReactorStats stats() const;
+
+  // Of block I/Os whose bytes have all moved, continuations included, since the last reset.
+  Latencies latencies() const;
+  void reset_latencies();
 
   // Refuses new requests and waits until those accepted have ended and the thread is gone.
   bool close(std::chrono::milliseconds timeout);

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <chrono>
 #include <limits>
 
 #include "atomics.hpp"
@@ -21,6 +22,20 @@ constexpr std::size_t kBatchMax = 16;
 // A checksum takes about as long as a submission from here on: start the device on the first block
 // before summing the second.
 constexpr std::size_t kSummedBytesPerBatch = std::size_t{1} << 18;
+
+std::uint64_t now_ns() noexcept {
+  const auto now = std::chrono::steady_clock::now().time_since_epoch();
+  return static_cast<std::uint64_t>(std::chrono::nanoseconds(now).count());
+}
+
+void check_place(const BlockPlace& place, std::uint64_t num_bytes, const Region& region) {
+  constexpr auto kOffsetMax = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
+  require(place.offset <= kOffsetMax && num_bytes <= kOffsetMax - place.offset,
+          "offset is beyond what a file can have");
+  region.slice(place.buffer_offset, num_bytes);
+  require(place.op == IoOp::kWrite || region.writable(),
+          "READ into a region that is mapped read-only");
+}
 
 }  // namespace
 
@@ -78,26 +93,41 @@ std::uint32_t* ReactorCore::resolve_checksums(const Request& request) const {
   return reinterpret_cast<std::uint32_t*>(bytes.data());
 }
 
+// Returns how many blocks the request has.
+std::size_t ReactorCore::resolve_blocks(const Request& request, const Region& region) const {
+  require(request.num_bytes > 0, "num_bytes is 0");
+  if (request.blocks.empty()) {
+    check_place({request.op, request.offset, request.buffer_offset}, request.num_bytes, region);
+    return (request.num_bytes - 1) / block_bytes_ + 1;
+  }
+  require(request.blocks.size() <= kBlocksMax, "more than 65536 blocks");
+  require(request.num_bytes <= block_bytes_, "num_bytes of a block is more than block_bytes");
+  require(request.checksums == nullptr, "blocks that are named singly have no checksums");
+  for (const BlockPlace& place : request.blocks) {
+    require(place.op != IoOp::kFsync, "FSYNC has no blocks");
+    check_place(place, request.num_bytes, region);
+  }
+  return request.blocks.size();
+}
+
 ReactorCore::ActiveRequest ReactorCore::resolve(Request request) const {
   ActiveRequest active;
   active.file = files_.find(request.file);
+  active.completion = {request.tag,    IoStatus::kOk,     0,
+                       request.offset, request.num_bytes, request.num_bytes};
   if (request.op == IoOp::kFsync) {
     require(request.num_bytes == 0 && request.offset == 0 && request.buffer_offset == 0,
             "FSYNC takes neither offsets nor bytes");
+    active.num_blocks = 1;
   } else {
     active.buffer = buffers_.find(request.buffer);
-    require(request.num_bytes > 0, "num_bytes is 0");
-    constexpr auto kOffsetMax = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
-    require(request.offset <= kOffsetMax && request.num_bytes <= kOffsetMax - request.offset,
-            "offset is beyond what a file can have");
-    const Region& region = active.buffer->region();
-    active.data = region.slice(request.buffer_offset, request.num_bytes).data();
-    require(request.op == IoOp::kWrite || region.writable(),
-            "READ into a region that is mapped read-only");
+    active.num_blocks = resolve_blocks(request, active.buffer->region());
+  }
+  if (!request.blocks.empty()) {
+    active.completion.offset = request.blocks.front().offset;
+    active.completion.expected = active.completion.actual = active.num_blocks * request.num_bytes;
   }
   active.checksums = resolve_checksums(request);
-  active.completion = {request.tag,    IoStatus::kOk,     0,
-                       request.offset, request.num_bytes, request.num_bytes};
   active.request = std::move(request);
   return active;
 }
@@ -133,6 +163,16 @@ ReactorStats ReactorCore::stats() const {
   ReactorStats stats = stats_;
   stats.num_in_flight = num_unreaped_ - completed_.size();
   return stats;
+}
+
+Latencies ReactorCore::latencies() const {
+  const std::lock_guard lock(mutex_);
+  return latencies_;
+}
+
+void ReactorCore::reset_latencies() {
+  const std::lock_guard lock(mutex_);
+  latencies_ = {};
 }
 
 void ReactorCore::begin_close() {
@@ -198,11 +238,8 @@ bool ReactorCore::send_blocks() {
       engine_is_stalled_ = false;
       return progressed;
     }
-    std::array<Io, kBatchMax> batch;
     const std::size_t num_offered = std::min(outgoing_.size(), kBatchMax);
-    for (std::size_t i = 0; i < num_offered; ++i) batch[i] = describe(outgoing_[i]);
-    const std::size_t num_taken = engine_->submit({batch.data(), num_offered});
-    outgoing_.erase(outgoing_.begin(), outgoing_.begin() + static_cast<std::ptrdiff_t>(num_taken));
+    const std::size_t num_taken = offer_blocks(num_offered);
     progressed |= num_taken > 0;
     engine_is_stalled_ = num_taken < num_offered || engine_->has_backlog();
     if (engine_is_stalled_) return progressed;
@@ -221,52 +258,82 @@ void ReactorCore::cut_blocks() {
 }
 
 void ReactorCore::cut_block() {
-  const RequestPosition position = next_to_cut_;
-  ActiveRequest& active = *position;
-  const std::uint64_t begin = active.bytes_cut;
-  const auto num_bytes = static_cast<std::uint32_t>(
-      std::min<std::uint64_t>(block_bytes_, active.request.num_bytes - begin));
-  if (active.request.op == IoOp::kWrite && active.checksums != nullptr) {
-    store_release(active.checksums[begin / block_bytes_], crc32c({active.data + begin, num_bytes}));
+  const Block block = next_block();
+  ActiveRequest& active = *block.request;
+  if (block.place.op == IoOp::kWrite && active.checksums != nullptr) {
+    store_release(active.checksums[block.index], crc32c(block.bytes()));
   }
   const std::size_t cell = free_cells_.back();
   free_cells_.pop_back();
-  blocks_[cell] = {.request = position, .begin = begin, .num_bytes = num_bytes};
+  blocks_[cell] = block;
   outgoing_.push_back(cell);
-  active.bytes_cut += num_bytes;
-  ++active.num_blocks_in_flight;
-  if (active.bytes_cut == active.request.num_bytes) {
-    active.all_cut = true;
-    ++next_to_cut_;
+  ++active.num_in_flight;
+  if (++active.num_cut == active.num_blocks) ++next_to_cut_;
+}
+
+ReactorCore::Block ReactorCore::next_block() const {
+  const std::size_t index = next_to_cut_->num_cut;
+  const Request& request = next_to_cut_->request;
+  Block block{.request = next_to_cut_, .index = index};
+  if (!request.blocks.empty()) {
+    block.place = request.blocks[index];
+    block.num_bytes = static_cast<std::uint32_t>(request.num_bytes);
+  } else {
+    const std::uint64_t begin = index * std::uint64_t{block_bytes_};
+    block.place = {request.op, request.offset + begin, request.buffer_offset + begin};
+    block.num_bytes = static_cast<std::uint32_t>(
+        std::min<std::uint64_t>(block_bytes_, request.num_bytes - begin));
   }
+  return block;
+}
+
+// Two clock readings a batch: what lies between them is the slat of each of its blocks.
+std::size_t ReactorCore::offer_blocks(std::size_t num_offered) {
+  std::array<Io, kBatchMax> batch;
+  const std::uint64_t offered_ns = now_ns();
+  for (std::size_t i = 0; i < num_offered; ++i) {
+    Block& block = blocks_[outgoing_[i]];
+    if (block.offered_ns == 0) block.offered_ns = offered_ns;
+    batch[i] = describe(outgoing_[i]);
+  }
+  const std::size_t num_taken = engine_->submit({batch.data(), num_offered});
+  const std::uint64_t taken_ns = now_ns();
+  for (std::size_t i = 0; i < num_taken; ++i) {
+    Block& block = blocks_[outgoing_.front()];
+    if (block.taken_ns == 0) block.taken_ns = taken_ns;
+    outgoing_.pop_front();
+  }
+  return num_taken;
 }
 
 Io ReactorCore::describe(std::size_t cell) const {
   const Block& block = blocks_[cell];
   const ActiveRequest& active = *block.request;
-  Io io{.op = active.request.op,
+  Io io{.op = block.place.op,
         .fd = active.file->fd(),
         .file_slot = active.file->slot(),
         .token = cell};
-  if (active.request.op == IoOp::kFsync) return io;
-  const std::uint64_t begin = block.begin + block.resume_at;
-  io.data = active.data + begin;
-  io.num_bytes = block.num_bytes - block.resume_at;
-  io.offset = active.request.offset + begin;
-  io.buffer_slot = active.buffer->slot(active.request.buffer_offset + begin, io.num_bytes);
+  if (io.op == IoOp::kFsync) return io;
+  const auto rest = block.bytes().subspan(block.resume_at);
+  io.data = rest.data();
+  io.num_bytes = static_cast<std::uint32_t>(rest.size());
+  io.offset = block.place.offset + block.resume_at;
+  io.buffer_slot = active.buffer->slot(block.place.buffer_offset + block.resume_at, rest.size());
   return io;
 }
 
 bool ReactorCore::reap_blocks() {
   std::array<IoResult, kBatchMax> results;
   const std::size_t num_reaped = engine_->reap(results);
+  if (num_reaped == 0) return false;
+  const std::uint64_t reaped_ns = now_ns();
   for (const IoResult& result : std::span(results).first(num_reaped)) {
-    end_round(static_cast<std::size_t>(result.token), result.result);
+    end_round(static_cast<std::size_t>(result.token), result.result, reaped_ns);
   }
-  return num_reaped > 0;
+  return true;
 }
 
-void ReactorCore::end_round(std::size_t cell, std::int64_t result) {
+void ReactorCore::end_round(std::size_t cell, std::int64_t result, std::uint64_t reaped_ns) {
   Block& block = blocks_[cell];
   if ((result == -EINTR || result == -EAGAIN) && block.num_retries < kRetriesMax) {
     ++block.num_retries;
@@ -275,7 +342,7 @@ void ReactorCore::end_round(std::size_t cell, std::int64_t result) {
   }
   if (result < 0) {
     fail(block, IoStatus::kIoError, static_cast<int>(-result), block.num_bytes, block.num_done);
-  } else if (block.request->request.op != IoOp::kFsync) {
+  } else if (block.place.op != IoOp::kFsync) {
     count(block, result);
     const auto reached = static_cast<std::uint32_t>(block.resume_at + result);
     if (reached < block.num_bytes && reached > block.num_done) {
@@ -286,8 +353,10 @@ void ReactorCore::end_round(std::size_t cell, std::int64_t result) {
     }
     if (reached < block.num_bytes) {
       fail(block, IoStatus::kShortIo, 0, block.num_bytes, block.num_done);
-    } else if (block.request->request.verify) {
-      verify(block);
+    } else {
+      timed_.push_back(
+          {block.place.op, block.taken_ns - block.offered_ns, reaped_ns - block.taken_ns});
+      if (block.request->request.verify) verify(block);
     }
   }
   free_block(cell);
@@ -295,7 +364,7 @@ void ReactorCore::end_round(std::size_t cell, std::int64_t result) {
 
 void ReactorCore::count(const Block& block, std::int64_t result) {
   const auto bytes = static_cast<std::uint64_t>(result);
-  if (block.request->request.op == IoOp::kRead) {
+  if (block.place.op == IoOp::kRead) {
     ++delta_.num_reads;
     delta_.bytes_read += bytes;
   } else {
@@ -307,28 +376,29 @@ void ReactorCore::count(const Block& block, std::int64_t result) {
 
 void ReactorCore::verify(Block& block) {
   const ActiveRequest& active = *block.request;
-  const std::uint32_t stored = load_acquire(active.checksums[block.begin / block_bytes_]);
-  const std::uint32_t found = crc32c({active.data + block.begin, block.num_bytes});
+  const std::uint32_t stored = load_acquire(active.checksums[block.index]);
+  const std::uint32_t found = crc32c(block.bytes());
   if (found != stored) fail(block, IoStatus::kIntegrity, 0, stored, found);
 }
 
-// Leaves the rest of the request uncut. Of several errors the one at the lowest offset is kept:
-// the blocks before it were cut earlier and are waited for, so the report does not depend on the
-// order in which blocks end.
+// Leaves the rest of the request uncut. Of several errors that of the first block is kept: the
+// blocks before it were cut earlier and are waited for, so the report does not depend on the order
+// in which blocks end.
 void ReactorCore::fail(Block& block, IoStatus status, int error_number, std::uint64_t expected,
                        std::uint64_t actual) {
   ActiveRequest& active = *block.request;
-  const std::uint64_t offset = active.request.offset + block.begin;
-  if (active.completion.status != IoStatus::kOk && active.completion.offset < offset) return;
-  active.completion = {active.request.tag, status, error_number, offset, expected, actual};
+  if (active.completion.status != IoStatus::kOk && active.first_failed < block.index) return;
+  active.first_failed = block.index;
+  active.completion = {active.request.tag, status,   error_number,
+                       block.place.offset, expected, actual};
   if (next_to_cut_ == block.request) ++next_to_cut_;
-  active.all_cut = true;
+  active.num_blocks = active.num_cut;
 }
 
 void ReactorCore::free_block(std::size_t cell) {
   const RequestPosition request = blocks_[cell].request;
   free_cells_.push_back(cell);
-  if (--request->num_blocks_in_flight == 0 && request->all_cut) settle(request);
+  if (--request->num_in_flight == 0 && request->num_cut == request->num_blocks) settle(request);
 }
 
 // Lets go of file, buffer and checksums before the completion can be seen: whoever has seen it may
@@ -348,6 +418,11 @@ void ReactorCore::publish() {
   stats_.num_writes += delta_.num_writes;
   stats_.num_short += delta_.num_short;
   delta_ = {};
+  for (const BlockTime& block : timed_) {
+    (block.op == IoOp::kRead ? latencies_.read : latencies_.write)
+        .record(block.slat_ns, block.clat_ns);
+  }
+  timed_.clear();
   if (!settled_.empty()) signal_event(completed_event_.get());
   settled_.clear();
 }

@@ -27,6 +27,8 @@ class ReactorCore {
   void submit(Request request);
   std::vector<Completion> reap(std::size_t completions_max);
   ReactorStats stats() const;
+  Latencies latencies() const;
+  void reset_latencies();
   void begin_close();
   bool wait_closed(std::chrono::milliseconds timeout);
 
@@ -39,11 +41,11 @@ class ReactorCore {
     Request request;
     std::shared_ptr<RegisteredFile> file;
     std::shared_ptr<RegisteredBuffer> buffer;  // null: FSYNC
-    std::byte* data = nullptr;
-    std::uint32_t* checksums = nullptr;  // null: none kept
-    std::uint64_t bytes_cut = 0;
-    std::size_t num_blocks_in_flight = 0;
-    bool all_cut = false;
+    std::uint32_t* checksums = nullptr;        // null: none kept
+    std::size_t num_blocks = 0;                // falls to num_cut when a block fails
+    std::size_t num_cut = 0;
+    std::size_t num_in_flight = 0;
+    std::size_t first_failed = 0;  // which block, once completion.status says that one did
     Completion completion;
   };
   using RequestPosition = std::list<ActiveRequest>::iterator;
@@ -52,16 +54,31 @@ class ReactorCore {
   // page boundary reached, since direct I/O takes no other offsets.
   struct Block {
     RequestPosition request;
-    std::uint64_t begin = 0;  // from the request's own start
+    std::size_t index = 0;  // within the request
+    BlockPlace place;
     std::uint32_t num_bytes = 0;
     std::uint32_t num_done = 0;
     std::uint32_t resume_at = 0;
     unsigned num_retries = 0;
+    std::uint64_t offered_ns = 0;  // to the engine for the first time; 0: not yet
+    std::uint64_t taken_ns = 0;    // by the engine for the first time; 0: not yet
+
+    std::span<std::byte> bytes() const {
+      return {request->buffer->region().data() + place.buffer_offset, num_bytes};
+    }
+  };
+
+  // What is left to count of a block whose bytes have all moved.
+  struct BlockTime {
+    IoOp op;
+    std::uint64_t slat_ns;
+    std::uint64_t clat_ns;
   };
 
   // The callers' side, mutex_ held.
   std::shared_ptr<IoEngine> engine() const;  // takes mutex_ itself
   ActiveRequest resolve(Request request) const;
+  std::size_t resolve_blocks(const Request& request, const Region& region) const;
   std::uint32_t* resolve_checksums(const Request& request) const;
   void refuse_if_ended() const;
   void wake_thread();
@@ -72,9 +89,11 @@ class ReactorCore {
   bool send_blocks();
   void cut_blocks();
   void cut_block();
+  Block next_block() const;
+  std::size_t offer_blocks(std::size_t num_offered);
   Io describe(std::size_t cell) const;
   bool reap_blocks();
-  void end_round(std::size_t cell, std::int64_t result);
+  void end_round(std::size_t cell, std::int64_t result, std::uint64_t reaped_ns);
   void count(const Block& block, std::int64_t result);
   void verify(Block& block);
   void fail(Block& block, IoStatus status, int error_number, std::uint64_t expected,
@@ -100,6 +119,7 @@ class ReactorCore {
   std::deque<ActiveRequest> incoming_;
   std::deque<Completion> completed_;
   ReactorStats stats_;
+  Latencies latencies_;
   std::size_t num_unreaped_ = 0;
   bool thread_sleeps_ = false;
   bool closing_ = false;
@@ -114,6 +134,7 @@ class ReactorCore {
   std::deque<std::size_t> outgoing_;  // cells to hand to the engine
   std::vector<Completion> settled_;
   ReactorStats delta_;
+  std::vector<BlockTime> timed_;
   bool engine_is_stalled_ = false;
 };
 

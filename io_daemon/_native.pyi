@@ -11,6 +11,11 @@ ENGINES: Final[tuple[str, ...]]
 WIRE_LAYOUT: Final[dict[str, dict[str, tuple[int, int]]]]
 """struct -> field -> (offset, size); the key "" holds (sizeof, alignof)."""
 WIRE_CONSTANTS: Final[dict[str, int]]
+NUM_LATENCY_BUCKETS: Final[int]
+"""Of a histogram; see io_daemon/latency.py."""
+
+def latency_bucket(ns: int) -> int:
+    """Which bucket counts a latency of ``ns`` nanoseconds, 0 to 2**64 - 1."""
 
 def probe_engine(engine: str) -> str | None:
     """None if the engine works on this machine, else one line that says why not."""
@@ -100,6 +105,27 @@ class ReactorStats(TypedDict):
     num_in_flight: int
     """Requests submitted and not completed."""
 
+class HistogramFields(TypedDict):
+    """Nanoseconds. ``counts``: uint64 of shape (NUM_LATENCY_BUCKETS,), a copy. Minimum and maximum are 0 of nothing."""
+
+    counts: NDArray[np.uint64]
+    num: int
+    sum_ns: int
+    min_ns: int
+    max_ns: int
+
+class StageFields(TypedDict):
+    slat: HistogramFields
+    """From when the reactor offers a block to the engine until the engine has taken it."""
+    clat: HistogramFields
+    """From then until its last byte's completion was reaped."""
+    lat: HistogramFields
+    """Both."""
+
+class LatencyFields(TypedDict):
+    read: StageFields
+    write: StageFields
+
 @final
 class Reactor:
     """One I/O thread over one engine: cuts requests into blocks, keeps ``queue_depth`` of them in
@@ -149,12 +175,31 @@ class Reactor:
         the engine: they must not change meanwhile), READ verifies against them if ``verify``. FSYNC covers the writes
         that were reaped before it was submitted; everything after ``file`` is 0. Bounds are checked (ValueError).
         RuntimeError once closed, or with 65536 requests not reaped."""
+    def submit_blocks(
+        self,
+        tag: int,
+        file: int,
+        writes: NDArray[np.uint8],
+        offsets: NDArray[np.uint64],
+        buffer: int,
+        buffer_offsets: NDArray[np.uint64],
+        num_bytes: int,
+    ) -> None:
+        """Queue one request of single blocks, each ``num_bytes`` (1 to block_bytes) at its own place; never blocks.
+        ``writes``: 1 for WRITE, 0 for READ. The arrays are of one length n, 1 to 65536, contiguous, and copied.
+        Blocks start in the order given and have no checksums. Completes as any request: OK with the first block's
+        offset and the bytes of all (twice), otherwise with the first block, in the order given, that failed. Raises as
+        ``submit``; TypeError for other dtypes."""
     def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
         """(tag, status, error_number, offset, expected, actual); status as protocol.Status: OK, IO_ERROR,
         SHORT_IO or INTEGRITY. One entry per request, after its last block. OK: the request's own offset and bytes
-        (twice). Otherwise of the failed block with the lowest offset: its offset in the file, its bytes and those
+        (twice). Otherwise of the first block that failed: its offset in the file, its bytes and those
         moved, or the stored checksum and the one found. event_fd stays readable while more are there."""
     def stats(self) -> ReactorStats: ...
+    def latencies(self) -> LatencyFields:
+        """A copy of what has been counted since the last reset: block I/Os whose bytes have all moved, each once, from
+        its first submission to its last completion."""
+    def reset_latencies(self) -> None: ...
     def close(self, timeout_ms: int = 10_000) -> bool:
         """Refuse new requests, perform those accepted, end the thread. True: engine, files and buffers are released.
         False if it timed out: the thread goes on and ends by itself; close() may be called again. What has completed

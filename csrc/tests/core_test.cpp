@@ -9,6 +9,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <random>
 
 #include "checksum.hpp"
@@ -141,6 +142,16 @@ class Fixture {
                       .verify = read});
   }
 
+  // Every block of the file, last first, as one request.
+  void submit_blocks(IoOp op) {
+    Request request{.file = file_, .buffer = buffer_, .num_bytes = kBlockBytes};
+    for (std::uint64_t at = kFileBytes / kBlockBytes * kBlockBytes; at > 0;) {
+      at -= kBlockBytes;
+      request.blocks.push_back({op, at, op == IoOp::kRead ? kFileBytes + at : at});
+    }
+    reactor_->submit(std::move(request));
+  }
+
   Completion finish() {
     const auto deadline = std::chrono::steady_clock::now() + kDeadline;
     while (std::chrono::steady_clock::now() < deadline) {
@@ -183,6 +194,27 @@ void test_round_trip(const std::string& engine) {
   CHECK(throws<std::runtime_error>([&] { fixture.submit(IoOp::kFsync); }));
 }
 
+void test_blocks(const std::string& engine) {
+  Fixture fixture(engine,
+                  {{"short_write", 2, 5000}, {"errno_read", 4, EAGAIN}, {"errno_read", 50, EIO}});
+  fixture.submit_blocks(IoOp::kWrite);
+  CHECK(fixture.finish().status == IoStatus::kOk);
+  fixture.submit_blocks(IoOp::kRead);
+  CHECK(fixture.finish().status == IoStatus::kOk);
+  constexpr std::size_t kNumBlocks = kFileBytes / kBlockBytes;
+  constexpr std::size_t kWhole = kNumBlocks * kBlockBytes;
+  CHECK(equal(fixture.written().first(kWhole), fixture.found().first(kWhole)));
+  const auto latencies = std::make_unique<const Latencies>(fixture.reactor().latencies());
+  CHECK(latencies->read.clat.num == kNumBlocks && latencies->write.lat.num == kNumBlocks);
+  CHECK(latencies->write.lat.sum_ns == latencies->write.slat.sum_ns + latencies->write.clat.sum_ns);
+  fixture.reactor().reset_latencies();
+  fixture.submit_blocks(IoOp::kRead);
+  const Completion failed = fixture.finish();
+  CHECK(failed.status == IoStatus::kIoError && failed.error_number == EIO);
+  CHECK(failed.offset % kBlockBytes == 0 && failed.expected == kBlockBytes);
+  CHECK(fixture.reactor().close(kDeadline));
+}
+
 void test_faults(const std::string& engine) {
   Fixture fixture(engine, {{"errno_write", 5, ENOSPC}, {"flip_read", 1, 17}});
   const Completion failed = fixture.perform(IoOp::kWrite);
@@ -219,6 +251,7 @@ int main() {
       continue;
     }
     test_round_trip(engine);
+    test_blocks(engine);
     test_faults(engine);
     test_close_in_flight(engine);
     std::printf("core_test: %s passed\n", engine.c_str());

@@ -1,18 +1,25 @@
 """Who performs the block I/Os of one job: the daemon's reactor, or another library to compare it with.
 
-An engine is given batches of I/Os, each of ``bs`` bytes between one place of one file and one slot of an arena, keeps at
-most ``iodepth`` of them in flight, and reports a batch once all of it has ended. It neither chooses places nor looks at
-bytes. Latencies are taken per I/O, next to the system call, not per batch.
+An engine is given batches of I/Os, each of ``bs`` bytes between one place of one file and one slot of an arena, keeps
+at most ``iodepth`` of them in flight, and reports a batch once all of it has ended. It neither chooses places nor looks
+at bytes. Latencies are taken per I/O, next to the system call, not per batch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Final, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from io_daemon._native import Region, probe_engine
+from io_daemon.errors import ConfigError
 from io_daemon.latency import Latencies
+
+REACTOR_ENGINES: Final = ("io_uring", "libaio", "posix")
+"""Those that training uses."""
+ENGINES: Final = REACTOR_ENGINES
 
 
 class Counters(NamedTuple):
@@ -39,7 +46,8 @@ class BlockEngine(Protocol):
 
     def reap(self, timeout_s: float) -> list[int]:
         """Tags of batches that have ended since; waits for one at most ``timeout_s``, then returns none.
-        Raises DeviceIOError with errno, path and offset if an I/O of a batch failed."""
+        Raises DeviceIOError with errno, path and offset if an I/O of a batch failed; batches that ended beside
+        it are then not reported."""
 
     def counters(self) -> Counters: ...
 
@@ -54,3 +62,32 @@ class BlockEngine(Protocol):
 
     def close(self) -> None:
         """Give everything back, waiting for what is in flight. Idempotent. Raises DeviceIOError if that never ends."""
+
+
+def engine_problem(name: str) -> str | None:
+    """None if the engine works on this machine, else one line of why not, with the remedy where there is one.
+    Raises ConfigError for an unknown name."""
+    if name in REACTOR_ENGINES:
+        return probe_engine(name)
+    raise ConfigError("engine", name, f"is none of {', '.join(ENGINES)}")
+
+
+def open_engine(
+    name: str,
+    fd: int,
+    arena: Region,
+    bs: int,
+    iodepth: int,
+    path: str,
+    *,
+    faults: Sequence[tuple[str, int, int]] = (),
+) -> BlockEngine:
+    """The engine of that name over the file that ``fd`` refers to, which stays the caller's; the file is direct if its
+    descriptor is. ``arena``: slots of ``bs`` bytes. ``path`` names the file in errors. ``faults``, for tests of what
+    stands above: as ``Reactor`` takes them, and only for the reactor's engines.
+    Raises ConfigError if the engine does not work on this machine, OSError if it cannot start."""
+    if (problem := engine_problem(name)) is not None:
+        raise ConfigError("engine", name, problem)
+    from io_daemon.bench.reactor_engine import ReactorEngine
+
+    return ReactorEngine(name, fd, arena, bs, iodepth, path, faults)
