@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from io_daemon.errors import ConfigError, SwapBusyError
+from io_daemon.mounts import find_mount
 from io_daemon.protocol import PAGE_BYTES
 from io_daemon.swap_file import PREFIX, SUFFIX, SwapHeader
 
@@ -83,16 +84,9 @@ def probe_direct(path: Path) -> str | None:
 
 
 def filesystem_of(path: Path) -> str:
-    """Kind of the filesystem that holds ``path``: that of the longest mount point above it."""
-    target = str(path.resolve())
-    kind, longest = "unknown", -1
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        mount_point = left.split()[4].encode().decode("unicode_escape")
-        above = mount_point.rstrip("/") + "/"
-        if (target + "/").startswith(above) and len(above) >= longest:  # a later mount covers an earlier one
-            kind, longest = right.split()[0].partition(".")[0], len(above)
-    return kind
+    """Kind of the filesystem that holds ``path``."""
+    mount = find_mount(path)
+    return "unknown" if mount is None else mount.filesystem
 
 
 @dataclass(frozen=True)
