@@ -34,7 +34,6 @@ class Direction(Record):
 
     io_bytes: int
     num_ios: int
-    num_short_ios: int
     bw_bytes: float
     """Bytes a second."""
     iops: float
@@ -97,6 +96,8 @@ class IoResult(Record):
     cpu: Cpu
     series: TimeSeries
     steady: SteadyState
+    num_short_ios: int
+    """I/Os that moved fewer bytes than asked for and went on."""
     verification: Verification | None
     """None: switched off."""
     warnings: list[str]
@@ -115,9 +116,13 @@ class SweepResult(Record):
     """``io_daemon`` is a section that ``infinity config check`` accepts."""
 
     cells: list[SweepCell]
+    """The best first."""
     chosen: SweepCell
     seconds: float
+    """Of the search, laying out included."""
     num_grid_cells: int
+    confirmation: IoResult | None
+    """The chosen setting measured for longer, and verified."""
     io_daemon: dict[str, Any]
     remembered_in: str | None
     warnings: list[str]

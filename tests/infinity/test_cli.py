@@ -146,7 +146,14 @@ def _infinity(*words: str | Path, torchrun: bool = False) -> subprocess.Popen[st
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        preexec_fn=_heed_signals,
     )
+
+
+def _heed_signals() -> None:
+    """Under nohup or in the background of a script, signals come ignored, and children inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
 
 
 CONNECTS = """

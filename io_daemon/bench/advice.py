@@ -1,0 +1,68 @@
+"""One plain sentence at the end: what the figures mean for a training engineer. Pure."""
+
+from __future__ import annotations
+
+from io_daemon.bench.result import CompareResult, IoResult, SweepResult
+from io_daemon.bench.settings import IoSettings
+
+READ_BYTES_PER_PARAM, WRITE_BYTES_PER_PARAM = 16, 14
+"""Exact fp32 Adam with 16-bit weights, nothing kept in memory: 2 + 2 + 12 read, 2 + 12 written a step."""
+EXAMPLE_PARAMS = 7_000_000_000
+
+
+def advise_io(settings: IoSettings, result: IoResult) -> str:
+    if result.verification is not None and result.verification.num_bad_blocks:
+        return (
+            f"Do not train on this: {result.verification.num_bad_blocks} of {result.verification.num_blocks} blocks "
+            "read back were not what was written."
+        )
+    read = result.read.bw_bytes if result.read else 0.0
+    write = result.write.bw_bytes if result.write else 0.0
+    moved = f"{(read + write) / 1e9:.2f} GB/s"
+    if result.steady.reached and result.steady.burst_bw_bytes is not None and result.steady.bw_bytes is not None:
+        begin_s = result.steady.begin_s or 0.0
+        moved = f"{result.steady.bw_bytes / 1e9:.2f} GB/s once steady, after {begin_s:.0f} s"
+    if read and write:
+        return (
+            f"This drive moves {moved} of training's mix, so a step of a 7B-parameter model with nothing kept in "
+            f"memory spends {mixed_step_s(read + write):.0f} s on I/O: hide it behind as much compute (larger batches, "
+            "more accumulation), or give the daemon more host memory."
+        )
+    direction = "reads" if read else "writes"
+    return (
+        f"{direction.capitalize()} with --bs {settings.bs >> 10}K --iodepth {settings.iodepth} reach {moved}; training "
+        "mixes both, so measure with --rw rw before you size a machine."
+    )
+
+
+def mixed_step_s(bw_bytes: float, num_params: int = EXAMPLE_PARAMS) -> float:
+    """Seconds of I/O of one streamed step at so many bytes a second, reads and writes together."""
+    return num_params * (READ_BYTES_PER_PARAM + WRITE_BYTES_PER_PARAM) / bw_bytes
+
+
+def advise_sweep(result: SweepResult) -> str:
+    chosen = result.chosen
+    setting = f"{chosen.engine} with block_size {chosen.bs >> 10}K and queue_depth {chosen.iodepth}"
+    rate = chosen.score_bw_bytes
+    if result.confirmation is not None:
+        if result.confirmation.verification is not None and result.confirmation.verification.num_bad_blocks:
+            return f"Do not train on this: {result.confirmation.verification.num_bad_blocks} blocks came back wrong."
+        confirmed = [way.bw_bytes for way in (result.confirmation.read, result.confirmation.write) if way is not None]
+        rate = result.confirmation.steady.bw_bytes or sum(confirmed)
+    kept = "which a daemon here uses by itself" if result.remembered_in else "which belongs into the job's config"
+    return (
+        f"Use {setting}, {kept}: it moves {rate / 1e9:.2f} GB/s of training's mix, so a step of a 7B-parameter model "
+        f"with nothing kept in memory spends {mixed_step_s(rate):.0f} s on I/O."
+    )
+
+
+def advise_compare(result: CompareResult) -> str:
+    outside = [line for line in result.lines if not line.inside]
+    if not outside:
+        return f"All {len(result.lines)} figures lie within what two equal runs of fio differ by: trust either."
+    worst = max(outside, key=lambda line: abs(line.ratio - 1))
+    return (
+        f"{len(outside)} of {len(result.lines)} figures differ from fio's by more than fio's own runs do; the farthest "
+        f"is {worst.metric} of {worst.rw} with {worst.engine}, {worst.bs >> 10}K, depth {worst.iodepth}: "
+        f"{worst.ratio:.2f} x."
+    )

@@ -1,0 +1,144 @@
+"""``bench compare``: fio and this tool in turns on one file, so that a difference is the tool's and not the minute's.
+
+Runs go A B B A: what drifts in a straight line meets both alike. fio against itself, first and last run of each such
+turn, says how far apart two equal runs lie on this machine; a ratio inside that is no difference.
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from io_daemon.bench.fio import Figures, fio_version, run_fio
+from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoResult
+from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, open_bench, open_targets
+from io_daemon.bench.settings import WRITE_LIMIT_BYTES, IoSettings, Rw, check_limit
+
+METRICS: Final = ("bw_bytes", "clat_p50_ns", "clat_p99_ns", "cpu_s_per_gb")
+CPU_RATIO_MAX: Final = 1.20
+"""CPU per GB has a bound of its own: fio's spread says nothing about what a library costs."""
+
+
+class CompareSettings(BaseModel):
+    """Every combination of these is compared, on one file."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directory: Path
+    rws: Annotated[tuple[Rw, ...], Field(min_length=1)] = ("read", "write", "rw")
+    rwmixread: Annotated[int, Field(ge=0, le=100)] = 50
+    engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = ("io_uring", "libaio")
+    block_sizes: Annotated[tuple[int, ...], Field(min_length=1)] = (1 << 20,)
+    iodepths: Annotated[tuple[int, ...], Field(min_length=1)] = (32,)
+    pairs: Annotated[int, Field(ge=1, le=1000)] = 10
+    direct: bool = True
+    size: Annotated[int, Field(ge=1 << 20)] = 2 << 30
+    runtime_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
+    ramp_time_s: Annotated[float, Field(ge=0, le=60)] = 0.3
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1
+    write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
+
+    @field_validator("directory")
+    @classmethod
+    def _resolved(cls, value: Path) -> Path:
+        return value.resolve()
+
+    def combinations(self) -> Iterator[IoSettings]:
+        for rw, engine, bs, iodepth in itertools.product(self.rws, self.engines, self.block_sizes, self.iodepths):
+            yield IoSettings(
+                directories=(self.directory,),
+                rw=rw,
+                rwmixread=self.rwmixread,
+                engine=engine,
+                bs=bs,
+                iodepth=iodepth,
+                direct=self.direct,
+                size=self.size,
+                runtime_s=self.runtime_s,
+                ramp_time_s=self.ramp_time_s,
+                seed=self.seed,
+                verify=False,
+                write_limit_bytes=self.write_limit_bytes,
+            )
+
+
+def run_compare(settings: CompareSettings, observer: Observer | None = None) -> CompareResult:
+    """Raises ConfigError without fio, SwapSpaceError, DeviceIOError, WorldError; leaves no file behind."""
+    observer = observer or Silent()
+    version = fio_version()
+    combinations = list(settings.combinations())
+    check_limit(combinations[0])
+    lines: list[CompareLine] = []
+    with open_targets(combinations[0]) as targets:
+        with open_bench(combinations[0], targets) as bench:
+            bench.lay_out(observer)
+        for combination in combinations:
+            name = f"{combination.rw} {combination.engine} bs {combination.bs >> 10}K iodepth {combination.iodepth}"
+            observer.phase(name, settings.pairs)
+            with open_bench(combination, targets) as bench:
+                turns = [_turn(bench, number, observer) for number in range(settings.pairs)]
+            lines += compare_turns(combination, turns)
+        warnings = cache_warnings(combinations[0], targets)
+    return CompareResult(lines=lines, fio_version=version, warnings=warnings)
+
+
+Turn = tuple[Figures, Figures, Figures, Figures]
+"""fio, ours, ours, fio."""
+
+
+def _turn(bench: Bench, number: int, observer: Observer) -> Turn:
+    path = bench.jobs[0].target.path
+    first = run_fio(bench.settings, path)
+    ours = figures_of(bench.measure(Silent())), figures_of(bench.measure(Silent()))
+    last = run_fio(bench.settings, path)
+    observer.progress(number + 1)
+    return first, *ours, last
+
+
+def figures_of(result: IoResult) -> Figures:
+    """In the same terms as fio's."""
+    ways = [way for way in (result.read, result.write) if way is not None]
+    main = max(ways, key=lambda way: way.num_ios)
+    return Figures(
+        bw_bytes=sum(way.bw_bytes for way in ways),
+        clat_p50_ns=main.clat.p50_ns,
+        clat_p99_ns=main.clat.p99_ns,
+        cpu_s_per_gb=result.cpu.s_per_gb,
+    )
+
+
+def compare_turns(settings: IoSettings, turns: Sequence[Turn]) -> list[CompareLine]:
+    """A line for each metric. Pure."""
+    return [_line(settings, metric, turns) for metric in METRICS]
+
+
+def _line(
+    settings: IoSettings,
+    metric: Literal["bw_bytes", "clat_p50_ns", "clat_p99_ns", "cpu_s_per_gb"],
+    turns: Sequence[Turn],
+) -> CompareLine:
+    values = [[float(getattr(figures, metric)) for figures in turn] for turn in turns]
+    pairs = [
+        ComparePair(ours=(ours_1 + ours_2) / 2, fio=(fio_1 + fio_2) / 2) for fio_1, ours_1, ours_2, fio_2 in values
+    ]
+    ratio = statistics.median(pair.ours / pair.fio for pair in pairs)
+    against_itself = [last / first for first, _, _, last in values]
+    against_itself += [1 / each for each in against_itself]  # which of two equal runs comes first means nothing
+    low, high = min(against_itself), max(against_itself)
+    inside = ratio <= CPU_RATIO_MAX if metric == "cpu_s_per_gb" else low <= ratio <= high
+    return CompareLine(
+        rw=settings.rw,
+        engine=settings.engine,
+        bs=settings.bs,
+        iodepth=settings.iodepth,
+        metric=metric,
+        pairs=pairs,
+        ratio=ratio,
+        fio_spread=(low, high),
+        inside=inside,
+    )

@@ -1,0 +1,179 @@
+"""One file under load: batches from a workload into an engine, laid out before and verified after."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from types import TracebackType
+from typing import Final, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+from io_daemon._native import Region
+from io_daemon.bench.engine import BlockEngine
+from io_daemon.bench.pattern import Pattern
+from io_daemon.bench.result import Verification
+from io_daemon.bench.settings import IoSettings
+from io_daemon.bench.target import DATA_OFFSET, Target
+from io_daemon.bench.workload import Batch, Workload
+from io_daemon.errors import ConfigError, DeviceIOError
+from io_daemon.protocol import PAGE_BYTES
+
+BATCH_BYTES: Final = 8 << 20
+BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 256
+SPARE_BATCHES: Final = 2
+"""Beyond the I/O depth, so that the device never waits for Python."""
+STALL_TIMEOUT_S: Final = 60.0
+REAP_TIMEOUT_S: Final = 1.0
+BAD_BLOCKS_SHOWN: Final = 8
+
+OpenEngine = Callable[[Target, Region], BlockEngine]
+
+
+def batch_ios(bs: int) -> int:
+    """I/Os handed to an engine at once: enough that Python's share of each is small."""
+    return max(BATCH_IOS_MIN, min(BATCH_IOS_MAX, BATCH_BYTES // bs))
+
+
+class Job:
+    """Owns its engine and its arena. Not thread-safe: one thread runs a job."""
+
+    def __init__(self, settings: IoSettings, target: Target, job: int, open_engine: OpenEngine) -> None:
+        self.target = target
+        self._settings = settings
+        self._batch_ios = batch_ios(settings.bs)
+        self._num_batches = -(-settings.iodepth // self._batch_ios) + SPARE_BATCHES
+        num_slots = self._num_batches * self._batch_ios
+        self._read_slot = num_slots
+        """First slot of the upper half of the arena, where reads go: what was written stays to be compared with."""
+        self._arena = _make_arena(2 * num_slots * settings.bs)
+        slots = self._arena.array()[: 2 * num_slots * settings.bs].reshape(2 * num_slots, settings.bs)
+        self._found = slots[num_slots:]
+        self._pattern = Pattern(slots[:num_slots], settings.num_blocks, settings.seed * 65536 + job)
+        self._workload = Workload(settings, job)
+        self._idle = list(range(self._num_batches))
+        self.engine = open_engine(target, self._arena)
+
+    def lay_out(self, progress: Callable[[int], None], should_stop: Callable[[], bool]) -> None:
+        """Write every block once, in order; tells ``progress`` bytes as it goes."""
+        self._perform(self._every_block(write=True, progress=progress, should_stop=should_stop))
+        self.engine.sync()
+
+    def load(self, should_stop: Callable[[], bool]) -> None:
+        """The workload, until told to stop and everything in flight has ended."""
+        self._perform(self._endless(should_stop))
+
+    def verify(self, progress: Callable[[int], None], should_stop: Callable[[], bool]) -> Verification:
+        """Read every block back and compare it with what was written last."""
+        begin = time.perf_counter()
+        num_bad, shown = 0, list[str]()
+
+        def check(blocks: NDArray[np.uint64], batch: int) -> None:
+            nonlocal num_bad
+            found = self._found[batch * self._batch_ios :][: blocks.size]
+            for block, fault in self._pattern.find_faults(blocks, found):
+                num_bad += 1
+                if len(shown) < BAD_BLOCKS_SHOWN:
+                    offset = DATA_OFFSET + block * self._settings.bs
+                    shown.append(f"{self.target.path} at offset {offset}: {fault}")
+
+        self._perform(self._every_block(write=False, progress=progress, should_stop=should_stop), check)
+        return Verification(
+            num_blocks=self._settings.num_blocks,
+            num_bad_blocks=num_bad,
+            seconds=time.perf_counter() - begin,
+            bad=shown,
+        )
+
+    def close(self) -> None:
+        """Raises DeviceIOError if I/O in flight never ends."""
+        self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _every_block(
+        self, *, write: bool, progress: Callable[[int], None], should_stop: Callable[[], bool]
+    ) -> Iterator[Batch]:
+        for begin in range(0, self._settings.num_blocks, self._batch_ios):
+            if should_stop():
+                return
+            blocks = np.arange(begin, min(begin + self._batch_ios, self._settings.num_blocks), dtype=np.uint64)
+            yield Batch(np.full(blocks.size, write, np.uint8), blocks)
+            progress(blocks.size * self._settings.bs)
+
+    def _endless(self, should_stop: Callable[[], bool]) -> Iterator[Batch]:
+        while not should_stop():
+            yield self._workload.next(self._batch_ios)
+
+    def _perform(
+        self, batches: Iterator[Batch], check: Callable[[NDArray[np.uint64], int], None] | None = None
+    ) -> None:
+        """Keep the engine supplied until the batches are used up, then wait for the last."""
+        in_flight: dict[int, NDArray[np.uint64]] = {}
+        more = True
+        while True:
+            while more and self._idle:
+                batch = next(batches, None)
+                if batch is None:
+                    more = False
+                    break
+                number = self._idle.pop()
+                in_flight[number] = batch.blocks
+                self._submit(number, batch)
+            if not in_flight:
+                return
+            for number in self._reap():
+                blocks = in_flight.pop(number)
+                if check is not None:
+                    check(blocks, number)
+                self._idle.append(number)
+
+    def _submit(self, number: int, batch: Batch) -> None:
+        num_ios = batch.blocks.size
+        slots = np.arange(number * self._batch_ios, number * self._batch_ios + num_ios, dtype=np.uint64)
+        is_write = batch.writes == 1
+        if is_write.any():
+            self._pattern.stamp(batch.blocks[is_write], slots[is_write])
+        places = np.where(is_write, slots, slots + np.uint64(self._read_slot))
+        offsets = np.uint64(DATA_OFFSET) + batch.blocks * np.uint64(self._settings.bs)
+        self.engine.submit(number, batch.writes, offsets, places)
+
+    def _reap(self) -> list[int]:
+        deadline = time.monotonic() + STALL_TIMEOUT_S
+        while True:
+            ended = self.engine.reap(REAP_TIMEOUT_S)
+            if ended:
+                return ended
+            if time.monotonic() > deadline:
+                raise DeviceIOError(
+                    errno=0,
+                    path=str(self.target.path),
+                    offset=0,
+                    expected_bytes=self._settings.bs,
+                    actual_bytes=0,
+                    operation=f"I/O that has not ended within {STALL_TIMEOUT_S:g} s",
+                )
+
+
+def _make_arena(num_bytes: int) -> Region:
+    fd = os.memfd_create("infinity-bench", os.MFD_CLOEXEC)
+    try:
+        os.truncate(fd, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+        region = Region(fd, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
+        region.advise_huge()
+        region.prefault(min(len(os.sched_getaffinity(0)), 8))
+    except OSError as error:
+        raise ConfigError(
+            "iodepth", num_bytes, f"the machine does not give this much memory for buffers ({error.strerror})"
+        ) from error
+    finally:
+        os.close(fd)
+    return region

@@ -1,0 +1,277 @@
+"""One measurement: files laid out, brought up to speed, measured, verified."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Final, Protocol
+
+from io_daemon._native import Region
+from io_daemon.bench.engine import BlockEngine, Counters, open_engine
+from io_daemon.bench.job import Job
+from io_daemon.bench.result import IoResult, Verification
+from io_daemon.bench.sample import Sample, cpu_between, cpu_seconds, direction_between, series_of
+from io_daemon.bench.settings import IoSettings, check_limit
+from io_daemon.bench.steady import find_steady_state
+from io_daemon.bench.target import Target
+from io_daemon.latency import Latencies
+from io_daemon.swap_dir import check_swap_dir
+
+SAMPLES_MAX: Final = 1000
+SAMPLE_INTERVAL_MIN_S: Final = 0.1
+JOIN_TIMEOUT_S: Final = 120.0
+
+
+class Observer(Protocol):
+    """Who is told how it goes."""
+
+    def phase(self, name: str, total: float) -> None:
+        """A part of the work begins: ``total`` bytes or seconds of it."""
+
+    def progress(self, done: float) -> None:
+        """So much of the phase is done."""
+
+    def rate(self, read_bw_bytes: float, write_bw_bytes: float) -> None:
+        """Of the last interval, bytes a second."""
+
+
+class Silent:
+    """An observer that says nothing."""
+
+    def phase(self, name: str, total: float) -> None: ...
+    def progress(self, done: float) -> None: ...
+    def rate(self, read_bw_bytes: float, write_bw_bytes: float) -> None: ...
+
+
+def run_io(settings: IoSettings, observer: Observer | None = None) -> IoResult:
+    """``bench io``. Raises ConfigError, SwapSpaceError, DeviceIOError; leaves no file behind."""
+    observer = observer or Silent()
+    check_limit(settings)
+    with open_targets(settings) as targets, open_bench(settings, targets) as bench:
+        bench.lay_out(observer)
+        result = bench.measure(observer)
+        verification = bench.verify(observer) if settings.verify else None
+        removed = [f"{target.path} was removed while it was measured" for target in targets if target.was_removed]
+    return result.model_copy(update={"verification": verification, "warnings": [*result.warnings, *removed]})
+
+
+@contextmanager
+def open_targets(settings: IoSettings) -> Iterator[list[Target]]:
+    """Reserve a file for every job, ``numjobs`` in each directory, and remove them again, whatever happens."""
+    directories = [check_swap_dir(path) for path in settings.directories]
+    with ExitStack() as stack:
+        targets: list[Target] = []
+        for directory in directories:
+            direct = settings.direct and directory.direct
+            for _ in range(settings.numjobs):
+                target = Target(directory, len(targets), settings.num_blocks * settings.bs, direct=direct)
+                targets.append(stack.enter_context(target))
+        yield targets
+
+
+@contextmanager
+def open_bench(settings: IoSettings, targets: Sequence[Target]) -> Iterator[Bench]:
+    """Start an engine on each file."""
+    with ExitStack() as stack:
+        opener = _engine_opener(settings)
+        jobs = [stack.enter_context(Job(settings, target, job, opener)) for job, target in enumerate(targets)]
+        yield Bench(settings, jobs)
+
+
+def _engine_opener(settings: IoSettings) -> Callable[[Target, Region], BlockEngine]:
+    def open_on(target: Target, arena: Region) -> BlockEngine:
+        return open_engine(
+            settings.engine,
+            fd=target.fd,
+            arena=arena,
+            bs=settings.bs,
+            iodepth=settings.iodepth,
+            path=str(target.path),
+            faults=settings.faults,
+        )
+
+    return open_on
+
+
+def cache_warnings(settings: IoSettings, targets: Sequence[Target]) -> list[str]:
+    """What keeps these figures from being the drive's."""
+    warnings = list(dict.fromkeys(note for target in targets for note in target.directory.notes))
+    buffered = not all(target.direct for target in targets)
+    if buffered and settings.layout_bytes < 2 * (ram_bytes := _ram_bytes()):
+        warnings.append(
+            f"without direct I/O, {settings.layout_bytes / 1e9:.1f} GB in files fit into {ram_bytes / 1e9:.1f} GB of "
+            "RAM: this measures the page cache as much as the drive; raise --size to twice the RAM"
+        )
+    return warnings
+
+
+def _ram_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class Bench:
+    """Jobs that can be measured again and again; made by ``open_bench``."""
+
+    def __init__(self, settings: IoSettings, jobs: Sequence[Job]) -> None:
+        self.settings = settings
+        self.jobs = jobs
+
+    def lay_out(self, observer: Observer) -> None:
+        """Write every block once: a first write of reserved space is slower, and reads need something to read."""
+        observer.phase("laying out", self.settings.layout_bytes)
+        tally = Tally()
+        self._run_to_end(
+            lambda job, stopped: job.lay_out(tally.add, stopped.is_set), lambda: observer.progress(tally.total)
+        )
+
+    def measure(self, observer: Observer) -> IoResult:
+        """Ramp, then the measured time."""
+        settings = self.settings
+        self._drop_cache()
+        with self._running(lambda job, stopped: job.load(stopped.is_set)) as still_works:
+            observer.phase("ramp", settings.ramp_time_s)
+            ramp = self._sample_for(settings.ramp_time_s, still_works, observer)
+            for job in self.jobs:
+                job.engine.reset_latencies()
+            observer.phase(settings.rw, settings.runtime_s)
+            measured = self._sample_for(settings.runtime_s, still_works, observer)
+            latencies = self._latencies()
+        series = series_of(ramp, measured)
+        begin, end = measured[0], measured[-1]
+        rates = [
+            read + write
+            for at_s, read, write in zip(series.at_s, series.read_bw_bytes, series.write_bw_bytes, strict=True)
+            if at_s > 0
+        ]
+        return IoResult(
+            engine=self.jobs[0].engine.name,
+            direct=all(job.target.direct for job in self.jobs),
+            measured_s=end.at_s - begin.at_s,
+            read=direction_between(begin, end, latencies.read, write=False),
+            write=direction_between(begin, end, latencies.write, write=True),
+            cpu=cpu_between(begin, end),
+            series=series,
+            steady=find_steady_state(rates, (end.at_s - begin.at_s) / max(1, len(rates))),
+            num_short_ios=end.counters.num_short - begin.counters.num_short,
+            verification=None,
+            warnings=cache_warnings(settings, [job.target for job in self.jobs]) + self._limit_warning(end),
+        )
+
+    def verify(self, observer: Observer) -> Verification:
+        """Read every block back and compare it with what was written last."""
+        observer.phase("verifying", self.settings.layout_bytes)
+        self._drop_cache()
+        begin = time.perf_counter()
+        tally, found = Tally(), list[Verification]()
+        self._run_to_end(
+            lambda job, stopped: found.append(job.verify(tally.add, stopped.is_set)),
+            lambda: observer.progress(tally.total),
+        )
+        return Verification(
+            num_blocks=sum(each.num_blocks for each in found),
+            num_bad_blocks=sum(each.num_bad_blocks for each in found),
+            seconds=time.perf_counter() - begin,
+            bad=[line for each in found for line in each.bad],
+        )
+
+    def _drop_cache(self) -> None:
+        for job in self.jobs:
+            if not job.target.direct:
+                job.target.drop_cache()
+
+    def _run_to_end(self, work: Callable[[Job, threading.Event], None], tick: Callable[[], None]) -> None:
+        with self._running(work) as still_works:
+            while still_works():
+                tick()
+                time.sleep(SAMPLE_INTERVAL_MIN_S / 4)
+            tick()
+
+    @contextmanager
+    def _running(self, work: Callable[[Job, threading.Event], None]) -> Iterator[Callable[[], bool]]:
+        """Every job in a thread of its own. Yields a function that says whether any still works, and raises what one
+        of them failed with. Leaving the context tells the jobs to stop and waits for them."""
+        stopped = threading.Event()
+        errors: list[BaseException] = []
+
+        def run(job: Job) -> None:
+            try:
+                work(job, stopped)
+            except BaseException as error:  # noqa: BLE001 (raised again by whoever waits)
+                errors.append(error)
+                stopped.set()
+
+        threads = [threading.Thread(target=run, args=(job,), name=f"bench-{i}") for i, job in enumerate(self.jobs)]
+
+        def still_works() -> bool:
+            if errors:
+                raise errors[0]
+            return any(thread.is_alive() for thread in threads)
+
+        for thread in threads:
+            thread.start()
+        try:
+            yield still_works
+        finally:
+            stopped.set()
+            deadline = time.monotonic() + JOIN_TIMEOUT_S
+            for thread in threads:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        still_works()
+
+    def _sample_for(self, seconds: float, still_works: Callable[[], bool], observer: Observer) -> list[Sample]:
+        """Samples at equal intervals over so long, or until the write limit is reached."""
+        interval_s = max(SAMPLE_INTERVAL_MIN_S, seconds / SAMPLES_MAX)
+        samples = [self._sample()]
+        begin_s = samples[0].at_s
+        for number in range(1, round(seconds / interval_s) + 1):
+            time.sleep(max(0.0, begin_s + min(number * interval_s, seconds) - time.perf_counter()))
+            still_works()
+            samples.append(self._sample())
+            self._report(samples, observer)
+            if samples[-1].counters.write_bytes > self.settings.write_limit_bytes:
+                break
+        return samples
+
+    def _report(self, samples: Sequence[Sample], observer: Observer) -> None:
+        before, after = samples[-2:]
+        elapsed_s = after.at_s - before.at_s
+        observer.progress(after.at_s - samples[0].at_s)
+        observer.rate(
+            (after.counters.read_bytes - before.counters.read_bytes) / elapsed_s,
+            (after.counters.write_bytes - before.counters.write_bytes) / elapsed_s,
+        )
+
+    def _limit_warning(self, end: Sample) -> list[str]:
+        limit_bytes = self.settings.write_limit_bytes
+        if end.counters.write_bytes <= limit_bytes:
+            return []
+        return [f"ended early: --write-limit of {limit_bytes / 1e9:g} GB was reached; raise it, or say --yes"]
+
+    def _sample(self) -> Sample:
+        counters = [job.engine.counters() for job in self.jobs]
+        latencies = self._latencies()
+        return Sample(
+            time.perf_counter(),
+            *cpu_seconds(),
+            Counters(*(sum(column) for column in zip(*counters, strict=True))),
+            latencies.read.clat + latencies.write.clat,
+        )
+
+    def _latencies(self) -> Latencies:
+        first, *rest = (job.engine.latencies() for job in self.jobs)
+        return sum(rest, first)
+
+
+class Tally:
+    """A total that several threads add to."""
+
+    def __init__(self) -> None:
+        self.total = 0
+        self._lock = threading.Lock()
+
+    def add(self, amount: int) -> None:
+        with self._lock:
+            self.total += amount

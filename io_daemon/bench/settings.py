@@ -1,0 +1,106 @@
+"""What to measure, in fio's words, checked once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Final, Literal, Self, get_args
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from io_daemon.config import Fault
+from io_daemon.errors import ConfigError
+from io_daemon.protocol import PAGE_BYTES
+
+Rw = Literal["read", "write", "rw", "randread", "randwrite", "randrw"]
+BenchEngine = Literal["io_uring", "libaio", "posix", "kvikio", "aiofiles"]
+RW: Final[tuple[str, ...]] = get_args(Rw)
+BENCH_ENGINES: Final[tuple[str, ...]] = get_args(BenchEngine)
+
+TRAINING_READ_PERCENT: Final = 53
+"""An Adam step that streams everything reads 2 + 2 + 12 and writes 2 + 12 bytes per parameter: 16 of 30."""
+WRITE_LIMIT_BYTES: Final = 100 << 30
+FREE_SHARE_KEPT: Final = 0.05
+
+
+class IoSettings(BaseModel):
+    """Of ``bench io``. ``size`` and ``iodepth`` are per job; every directory runs ``numjobs`` jobs."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directories: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
+    rw: Rw = "read"
+    rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
+    """Percent of I/Os that read, for rw and randrw."""
+    bs: Annotated[int, Field(ge=512, le=1 << 30)] = 1 << 20
+    iodepth: Annotated[int, Field(ge=1, le=4096)] = 32
+    numjobs: Annotated[int, Field(ge=1, le=64)] = 1
+    direct: bool = True
+    runtime_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 10.0
+    ramp_time_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
+    size: Annotated[int, Field(ge=PAGE_BYTES)] = 2 << 30
+    engine: BenchEngine = "io_uring"
+    verify: bool = True
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1
+    write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
+    """The measurement ends early once this much has been written, laying out included."""
+    faults: tuple[Fault, ...] = ()
+    """Injected I/O faults, for tests."""
+
+    @field_validator("directories")
+    @classmethod
+    def _resolved(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(path.resolve() for path in value)
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.direct and self.bs % PAGE_BYTES:
+            raise ValueError(
+                f"bs = {self.bs} is no multiple of {PAGE_BYTES}, which direct I/O needs: or say --direct 0"
+            )
+        if self.num_blocks < 2 * self.iodepth:
+            raise ValueError(
+                f"size = {self.size} holds {self.num_blocks} blocks of bs = {self.bs}, fewer than two for each of "
+                f"iodepth = {self.iodepth}: raise size"
+            )
+        return self
+
+    @property
+    def num_blocks(self) -> int:
+        """Per job; a rest of ``size`` below one block is left alone."""
+        return self.size // self.bs
+
+    @property
+    def reads(self) -> bool:
+        return self.rw in ("read", "randread") or (self.mixed and self.rwmixread > 0)
+
+    @property
+    def writes(self) -> bool:
+        return self.rw in ("write", "randwrite") or (self.mixed and self.rwmixread < 100)
+
+    @property
+    def mixed(self) -> bool:
+        return self.rw in ("rw", "randrw")
+
+    @property
+    def random(self) -> bool:
+        return self.rw.startswith("rand")
+
+    @property
+    def num_all_jobs(self) -> int:
+        return self.numjobs * len(self.directories)
+
+    @property
+    def layout_bytes(self) -> int:
+        """Written before anything is measured."""
+        return self.num_all_jobs * self.num_blocks * self.bs
+
+
+def check_limit(settings: IoSettings) -> None:
+    """Raises ConfigError if laying out the files alone would pass the limit."""
+    if settings.layout_bytes > settings.write_limit_bytes:
+        raise ConfigError(
+            "write_limit",
+            settings.write_limit_bytes,
+            f"laying out {settings.num_all_jobs} files writes {settings.layout_bytes} bytes: lower --size, raise "
+            "--write-limit, or say --yes",
+        )

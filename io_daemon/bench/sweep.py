@@ -1,0 +1,134 @@
+"""``bench sweep``: the engine, block size and depth that move training's mix of reads and writes fastest here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from io_daemon._native import ENGINES, probe_engine
+from io_daemon.bench.result import SweepResult
+from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, open_targets, run_io
+from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings, check_limit
+from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
+from io_daemon.bench.target import Target
+from io_daemon.errors import ConfigError
+from io_daemon.tuning import Tuning, remember
+
+SWEPT_ENGINES: Final = ("io_uring", "libaio", "posix")
+LAYOUT_BS: Final = 1 << 20
+LAYOUT_DEPTH: Final = 32
+
+
+class SweepSettings(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directories: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
+    size: Annotated[int, Field(ge=64 << 20)] = 2 << 30
+    """Of the file in each directory."""
+    engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = SWEPT_ENGINES
+    rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
+    cell_s: Annotated[float, Field(gt=0, le=600)] = 0.8
+    """Measured time of one round of one cell."""
+    ramp_time_s: Annotated[float, Field(ge=0, le=60)] = 0.2
+    confirm_s: Annotated[float, Field(ge=0, le=86400)] = 15.0
+    """Measured time of the chosen setting at the end; 0: none."""
+    exhaustive: bool = False
+    """Measure every cell of the grid as often as finalists are: slow, and what the adaptive search is judged by."""
+    remember: bool = True
+    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1
+    write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
+
+    @field_validator("directories")
+    @classmethod
+    def _resolved(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(path.resolve() for path in value)
+
+    def io_settings(self, cell: Cell, runtime_s: float, *, verify: bool) -> IoSettings:
+        """Of one round of one cell."""
+        return IoSettings(
+            directories=self.directories,
+            rw="rw",
+            rwmixread=self.rwmixread,
+            bs=cell.bs,
+            iodepth=cell.iodepth,
+            runtime_s=runtime_s,
+            ramp_time_s=self.ramp_time_s,
+            size=self.size,
+            engine=cell.engine,  # type: ignore[arg-type]  # checked by pydantic
+            verify=verify,
+            seed=self.seed,
+            write_limit_bytes=self.write_limit_bytes,
+        )
+
+
+def run_sweep(settings: SweepSettings, observer: Observer | None = None) -> SweepResult:
+    """Raises ConfigError, SwapSpaceError, DeviceIOError; leaves no file behind."""
+    observer = observer or Silent()
+    engines = _engines_that_work(settings.engines)
+    plan = SweepPlan(engines, BLOCK_SIZES, [depth for depth in DEPTHS if 2 * depth * BLOCK_SIZES[-1] <= settings.size])
+    layout = settings.io_settings(Cell(engines[0], LAYOUT_BS, LAYOUT_DEPTH), settings.cell_s, verify=False)
+    check_limit(layout)
+    begin = time.perf_counter()
+    with open_targets(layout) as targets:
+        with open_bench(layout, targets) as bench:
+            bench.lay_out(observer)
+        written_bytes = layout.layout_bytes
+        cells = plan.every_cell() if settings.exhaustive else iter(plan.next_cell, None)
+        for cell in cells:
+            observer.phase(f"{cell.engine} bs {cell.bs >> 10}K iodepth {cell.iodepth}", 0)
+            score, cell_bytes = _measure(settings, cell, targets)
+            plan.record(cell, score)
+            written_bytes += cell_bytes
+            if written_bytes > settings.write_limit_bytes:
+                raise ConfigError(
+                    "write_limit", settings.write_limit_bytes, "the sweep would write more: raise it, or say --yes"
+                )
+        warnings = cache_warnings(layout, targets)
+    seconds = time.perf_counter() - begin
+    chosen = plan.chosen()
+    tuning = Tuning.model_validate({"engine": chosen.engine, "block_bytes": chosen.bs, "queue_depth": chosen.iodepth})
+    confirmation = None
+    if settings.confirm_s > 0:
+        confirmation = run_io(settings.io_settings(chosen, settings.confirm_s, verify=True), observer)
+    remembered_in = remember(settings.directories, tuning) if settings.remember else None
+    measured = plan.cells()
+    return SweepResult(
+        cells=measured,
+        chosen=next(cell for cell in measured if (cell.engine, cell.bs, cell.iodepth) == chosen),
+        seconds=seconds,
+        num_grid_cells=plan.num_grid_cells,
+        confirmation=confirmation,
+        io_daemon=io_daemon_section(settings.directories, chosen),
+        remembered_in=str(remembered_in) if remembered_in else None,
+        warnings=warnings,
+    )
+
+
+def io_daemon_section(directories: Sequence[Path], chosen: Cell) -> dict[str, Any]:
+    """As a job's config takes it."""
+    return {
+        "swap_dirs": [str(path) for path in directories],
+        "engine": f"require:{chosen.engine}",
+        "block_size": chosen.bs,
+        "queue_depth": chosen.iodepth,
+    }
+
+
+def _engines_that_work(wanted: Sequence[str]) -> list[str]:
+    problems = {name: probe_engine(name) if name in ENGINES else "not compiled in" for name in wanted}
+    working = [name for name, problem in problems.items() if problem is None]
+    if not working:
+        raise ConfigError("engines", list(wanted), f"none of them works here: {problems}")
+    return working
+
+
+def _measure(settings: SweepSettings, cell: Cell, targets: Sequence[Target]) -> tuple[float, int]:
+    """Bytes a second, reads and writes together, and bytes written."""
+    with open_bench(settings.io_settings(cell, settings.cell_s, verify=False), targets) as bench:
+        result = bench.measure(Silent())
+        written = sum(job.engine.counters().write_bytes for job in bench.jobs)
+    return sum(way.bw_bytes for way in (result.read, result.write) if way is not None), written

@@ -1,0 +1,24 @@
+"""Sizes and times as people write them on a command line."""
+
+from __future__ import annotations
+
+import argparse
+
+
+def parse_bytes(text: str) -> int:
+    """``4096``, ``512K``, ``1M``, ``2G``: bytes, in powers of 1024."""
+    suffixes = {"K": 10, "M": 20, "G": 30, "T": 40}
+    digits, shift = (text[:-1], suffixes[text[-1].upper()]) if text[-1:].upper() in suffixes else (text, 0)
+    if not digits.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 4096, 512K, 1M or 2G")
+    return int(digits) << shift
+
+
+def parse_seconds(text: str) -> float:
+    """``10``, ``10s``, ``5m``, ``1h``: seconds."""
+    factors = {"s": 1.0, "m": 60.0, "h": 3600.0}
+    digits, factor = (text[:-1], factors[text[-1]]) if text[-1:] in factors else (text, 1.0)
+    try:
+        return float(digits) * factor
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time: write 10, 10s, 5m or 1h") from None
