@@ -1,0 +1,59 @@
+"""A report for the terminal: tables, then warnings, then one sentence of advice."""
+
+from __future__ import annotations
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from io_daemon.bench.machine import MachineFacts
+from io_daemon.bench.machine_sheet import directory_line
+from io_daemon.bench.result import Report
+from io_daemon.bench.sheet import Sheet, report_sheets, report_warnings
+
+COLOURS = {"good": "green", "bad": "bold red"}
+
+
+def print_report(report: Report, console: Console) -> None:
+    """Everything that came from outside is printed as it is: it is never taken for markup."""
+    for line in _machine_lines(report):
+        console.print(Text(line, style="dim"))
+    for sheet in report_sheets(report):
+        console.print()
+        console.print(Text(sheet.title, style="bold"))
+        console.print(Padding(_table(sheet), (0, 2)))
+        if sheet.note:
+            console.print(Padding(Text(sheet.note, style="dim"), (0, 2)))
+    warnings = report_warnings(report)
+    if warnings:
+        console.print()
+        console.print(Text("warnings", style="bold yellow"))
+        for warning in warnings:
+            console.print(Padding(Text(f"! {warning}", style="yellow"), (0, 2)))
+    console.print()
+    console.print(Text(report.advice, style="bold"))
+
+
+def _machine_lines(report: Report) -> list[str]:
+    """The rest of the facts is in the JSON and on the page."""
+    try:
+        facts = MachineFacts.model_validate(report.machine)
+    except ValidationError:
+        return []  # a report that another version wrote
+    return [directory_line(directory) for directory in facts.directories]
+
+
+def _table(sheet: Sheet) -> Table:
+    table = Table(box=None, show_header=bool(sheet.headings), header_style="underline", padding=(0, 2, 0, 0))
+    if sheet.headings:
+        table.add_column(sheet.headings[0], overflow="fold")
+        for heading in sheet.headings[1:]:
+            table.add_column(heading, justify="right", overflow="fold")
+    else:
+        table.add_column(no_wrap=True)
+        table.add_column(overflow="fold")
+    for index, row in enumerate(sheet.rows):
+        table.add_row(*(Text(cell) for cell in row), style=COLOURS.get(sheet.marks.get(index, ""), ""))
+    return table
