@@ -53,4 +53,11 @@ void drain_event(int event_fd) {
   }
 }
 
+void await_event(int event_fd, int timeout_ms) {
+  pollfd ready{event_fd, POLLIN, 0};
+  const int num_fds = ::poll(&ready, 1, timeout_ms);
+  if (num_fds < 0 && errno != EINTR) throw_last_errno("poll");
+  if (num_fds > 0) drain_event(event_fd);
+}
+
 }  // namespace infinity

@@ -37,4 +37,8 @@ void signal_event(int event_fd);
 // Makes the eventfd unreadable. Never blocks.
 void drain_event(int event_fd);
 
+// Blocks until the eventfd is readable and drains it, or until timeout_ms have passed (negative:
+// never) or a signal came.
+void await_event(int event_fd, int timeout_ms);
+
 }  // namespace infinity

@@ -1,12 +1,11 @@
 #include "engine.hpp"
 
-#include <poll.h>
 #include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
-#include <cstring>
+#include <chrono>
 
 #include "descriptor.hpp"
 #include "error.hpp"
@@ -15,7 +14,7 @@
 namespace infinity {
 namespace {
 
-constexpr int kProbeTimeoutMs = 5000;
+constexpr auto kProbeTimeout = std::chrono::seconds(5);
 
 struct EngineEntry {
   std::string_view name;
@@ -55,11 +54,11 @@ std::string not_built(const EngineEntry& entry) {
 std::int64_t run_one(IoEngine& engine, const Io& io) {
   if (engine.submit({&io, 1}) != 1) throw_errno(EAGAIN, "submit");
   IoResult result;
+  const auto deadline = std::chrono::steady_clock::now() + kProbeTimeout;
   while (engine.reap({&result, 1}) == 0) {
-    pollfd ready{engine.completion_fd(), POLLIN, 0};
-    const int num_fds = ::poll(&ready, 1, kProbeTimeoutMs);
-    if (num_fds < 0 && errno != EINTR) throw_last_errno("poll");
-    if (num_fds == 0) throw_errno(ETIMEDOUT, "wait for one I/O");
+    const auto left = deadline - std::chrono::steady_clock::now();
+    if (left <= left.zero()) throw_errno(ETIMEDOUT, "wait for one I/O");
+    engine.wait(static_cast<int>(std::chrono::ceil<std::chrono::milliseconds>(left).count()));
   }
   return result.result;
 }

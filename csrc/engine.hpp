@@ -34,7 +34,7 @@ struct IoResult {
   std::int64_t result = 0;  // bytes transferred, or -errno
 };
 
-// submit and reap belong to one thread; the register calls may come from another one.
+// submit, reap and wait belong to one thread; wake and the register calls may come from others.
 class IoEngine {
  public:
   IoEngine() = default;
@@ -52,8 +52,10 @@ class IoEngine {
   // Results that are there, at most results.size(); never blocks.
   virtual std::size_t reap(std::span<IoResult> results) = 0;
 
-  // Readable (poll(2)) while results may be there. Owned by the engine.
-  virtual int completion_fd() const noexcept = 0;
+  // Blocks until there may be results, wake was called since the last wait, or timeout_ms have
+  // passed (negative: never). For after a reap that found nothing; may return early.
+  virtual void wait(int timeout_ms) = 0;
+  virtual void wake() = 0;
 
   // True if I/Os taken by submit could not be handed to the kernel yet: reap may find nothing until
   // submit (an empty batch will do) has been called again.

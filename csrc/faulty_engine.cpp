@@ -1,8 +1,4 @@
 // An engine that fails as told, for tests of everything above it.
-#include <poll.h>
-#include <sys/epoll.h>
-#include <sys/timerfd.h>
-
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
@@ -10,9 +6,7 @@
 #include <deque>
 #include <unordered_map>
 
-#include "descriptor.hpp"
 #include "engine.hpp"
-#include "error.hpp"
 #include "wire.hpp"
 
 namespace infinity {
@@ -46,25 +40,16 @@ struct LateResult {
   IoResult result;
 };
 
-// Owns the inner engine, a timer for late results, and the epoll descriptor that joins the two.
+// Owns the inner engine and what it has ended but is not to be seen yet.
 class FaultyEngine final : public IoEngine {
  public:
   FaultyEngine(std::unique_ptr<IoEngine> inner, std::vector<Fault> faults)
-      : inner_(std::move(inner)),
-        faults_(std::move(faults)),
-        timer_(::timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
-        event_(Descriptor::event()),
-        ready_(::epoll_create1(EPOLL_CLOEXEC)) {
-    if (timer_.get() < 0 || ready_.get() < 0) throw_last_errno("timerfd or epoll");
-    for (const int fd : {inner_->completion_fd(), timer_.get(), event_.get()}) {
-      epoll_event interest{.events = EPOLLIN, .data = {.fd = fd}};
-      if (::epoll_ctl(ready_.get(), EPOLL_CTL_ADD, fd, &interest) < 0) throw_last_errno("epoll");
-    }
+      : inner_(std::move(inner)), faults_(std::move(faults)) {
     for (const Fault& fault : faults_) check(fault);
   }
 
   std::string_view name() const noexcept override { return inner_->name(); }
-  int completion_fd() const noexcept override { return ready_.get(); }
+  void wake() override { inner_->wake(); }
   bool has_backlog() const noexcept override { return inner_->has_backlog(); }
   int register_file(int fd) override { return inner_->register_file(fd); }
   void unregister_file(int slot) noexcept override { inner_->unregister_file(slot); }
@@ -81,7 +66,6 @@ class FaultyEngine final : public IoEngine {
   }
 
   std::size_t reap(std::span<IoResult> results) override {
-    drain_event(event_.get());
     const std::size_t num_inner = inner_->reap(results);
     for (const IoResult& result : results.first(num_inner)) end(result);
     const auto now = Clock::now();
@@ -94,8 +78,17 @@ class FaultyEngine final : public IoEngine {
       results[num_reaped++] = late->result;
       late = ended_.erase(late);
     }
-    arm_timer();
     return num_reaped;
+  }
+
+  void wait(int timeout_ms) override {
+    if (!ended_.empty()) {
+      const auto next = std::ranges::min(ended_, {}, &LateResult::due).due;
+      const auto left = std::chrono::ceil<std::chrono::milliseconds>(next - Clock::now()).count();
+      const auto left_ms = static_cast<int>(std::max<std::int64_t>(left, 0));
+      timeout_ms = timeout_ms < 0 ? left_ms : std::min(timeout_ms, left_ms);
+    }
+    inner_->wait(timeout_ms);
   }
 
  private:
@@ -125,7 +118,6 @@ class FaultyEngine final : public IoEngine {
     held_[token] = std::move(disturbance);
     if (instead.has_value()) {
       end({token, *instead});
-      signal_event(event_.get());
     } else if (inner_->submit({&io, 1}) == 0) {
       held_.erase(token);
       return false;
@@ -171,23 +163,8 @@ class FaultyEngine final : public IoEngine {
     ended_.push_back({Clock::now() + disturbance.delay, result});
   }
 
-  void arm_timer() const {
-    itimerspec setting{};  // zero disarms
-    if (!ended_.empty()) {
-      const auto next = std::ranges::min(ended_, {}, &LateResult::due).due;
-      const auto left = std::max(next - Clock::now(), Clock::duration(1));
-      const auto seconds = std::chrono::duration_cast<std::chrono::seconds>(left);
-      setting.it_value.tv_sec = seconds.count();
-      setting.it_value.tv_nsec = std::chrono::nanoseconds(left - seconds).count();
-    }
-    if (::timerfd_settime(timer_.get(), 0, &setting, nullptr) < 0) throw_last_errno("timerfd");
-  }
-
   std::unique_ptr<IoEngine> inner_;
   std::vector<Fault> faults_;
-  Descriptor timer_;
-  Descriptor event_;  // readable when an I/O ended without the inner engine
-  Descriptor ready_;
   std::unordered_map<std::uint64_t, Disturbance> held_;
   std::deque<LateResult> ended_;
   std::uint64_t num_ios_ = 0;

@@ -28,7 +28,8 @@ class LibaioEngine final : public IoEngine {
   ~LibaioEngine() override { io_queue_release(context_); }
 
   std::string_view name() const noexcept override { return "libaio"; }
-  int completion_fd() const noexcept override { return event_.get(); }
+  void wait(int timeout_ms) override { await_event(event_.get(), timeout_ms); }
+  void wake() override { signal_event(event_.get()); }
 
   std::size_t submit(std::span<const Io> batch) override {
     std::size_t num_taken = 0;
@@ -47,7 +48,6 @@ class LibaioEngine final : public IoEngine {
   }
 
   std::size_t reap(std::span<IoResult> results) override {
-    drain_event(event_.get());
     std::size_t num_reaped = std::min(results.size(), refused_.size());
     const auto last = refused_.begin() + static_cast<std::ptrdiff_t>(num_reaped);
     std::copy(refused_.begin(), last, results.begin());
@@ -63,7 +63,6 @@ class LibaioEngine final : public IoEngine {
                                  second < 0 ? second : static_cast<std::int64_t>(event.res)};
       }
     }
-    signal_event(event_.get());  // there may be more
     return num_reaped;
   }
 
@@ -105,7 +104,6 @@ class LibaioEngine final : public IoEngine {
   void end_refused(const Io& io, int result) {
     if (io.op == IoOp::kFsync && result == -EINVAL) result = ::fsync(io.fd) < 0 ? -errno : 0;
     refused_.push_back({io.token, result == 0 && io.op != IoOp::kFsync ? -EIO : result});
-    signal_event(event_.get());
   }
 
   int get_events(std::size_t events_max) {

@@ -54,7 +54,8 @@ class PosixEngine final : public IoEngine {
   ~PosixEngine() override { stop(); }
 
   std::string_view name() const noexcept override { return "posix"; }
-  int completion_fd() const noexcept override { return event_.get(); }
+  void wait(int timeout_ms) override { await_event(event_.get(), timeout_ms); }
+  void wake() override { signal_event(event_.get()); }
 
   std::size_t submit(std::span<const Io> batch) override {
     {
@@ -71,7 +72,6 @@ class PosixEngine final : public IoEngine {
     const auto last = ended_.begin() + static_cast<std::ptrdiff_t>(num_reaped);
     std::copy(ended_.begin(), last, results.begin());
     ended_.erase(ended_.begin(), last);
-    if (ended_.empty()) drain_event(event_.get());
     return num_reaped;
   }
 

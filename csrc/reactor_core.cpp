@@ -1,7 +1,5 @@
 #include "reactor_core.hpp"
 
-#include <poll.h>
-
 #include <algorithm>
 #include <array>
 #include <chrono>
@@ -43,7 +41,6 @@ ReactorCore::ReactorCore(std::unique_ptr<IoEngine> engine, unsigned queue_depth,
                          std::uint32_t block_bytes)
     : engine_name_(engine->name()),
       block_bytes_(block_bytes),
-      submitted_event_(Descriptor::event()),
       completed_event_(Descriptor::event()),
       engine_(std::move(engine)) {
   require(queue_depth > 0 && queue_depth <= kQueueDepthMax, "queue_depth is not in 1..4096");
@@ -144,7 +141,7 @@ void ReactorCore::submit(Request request) {
 }
 
 void ReactorCore::wake_thread() {
-  if (std::exchange(thread_sleeps_, false)) signal_event(submitted_event_.get());
+  if (std::exchange(thread_sleeps_, false)) engine_->wake();
 }
 
 std::vector<Completion> ReactorCore::reap(std::size_t completions_max) {
@@ -199,6 +196,7 @@ void ReactorCore::run() noexcept {
   files_.close();
   buffers_.close();
   const std::lock_guard lock(mutex_);
+  thread_sleeps_ = false;  // there is nobody to wake
   engine_.reset();
   ended_ = true;
   ended_condition_.notify_all();
@@ -439,10 +437,7 @@ void ReactorCore::sleep() {
     if (!incoming_.empty() || (closing_ && requests_.empty())) return;
     thread_sleeps_ = true;
   }
-  pollfd fds[2] = {{submitted_event_.get(), POLLIN, 0}, {engine_->completion_fd(), POLLIN, 0}};
-  const int num_fds = ::poll(fds, 2, engine_is_stalled_ ? kStallMs : -1);
-  if (num_fds < 0 && errno != EINTR) throw_last_errno("poll");
-  if (num_fds > 0 && fds[0].revents != 0) drain_event(submitted_event_.get());
+  engine_->wait(engine_is_stalled_ ? kStallMs : -1);
 }
 
 // The engine as a whole is broken: whoever waits is told why, and nobody is let in any more.

@@ -107,7 +107,6 @@ class ReactorCore {
 
   const std::string engine_name_;
   const std::uint32_t block_bytes_;
-  const Descriptor submitted_event_;
   const Descriptor completed_event_;
 
   std::shared_ptr<IoEngine> engine_;  // shared with what is registered with it

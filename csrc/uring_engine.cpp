@@ -1,9 +1,11 @@
 // io_uring through liburing.
 #include <liburing.h>
+#include <poll.h>
 
 #include <algorithm>
 #include <mutex>
 
+#include "descriptor.hpp"
 #include "engine.hpp"
 #include "error.hpp"
 
@@ -11,7 +13,8 @@ namespace infinity {
 namespace {
 
 constexpr unsigned kFilesMax = 1024;
-constexpr unsigned kBuffersMax = 4096;  // pieces of up to 1 GiB
+constexpr unsigned kBuffersMax = 4096;                   // pieces of up to 1 GiB
+constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};  // of the poll on the wake-up event
 
 // The free slots of one of the kernel's sparse tables; any thread.
 class SlotTable {
@@ -43,11 +46,11 @@ class SlotTable {
   std::vector<int> free_;
 };
 
-// Owns the ring. Its destructor is called with nothing in flight.
+// Owns the ring and the eventfd. Its destructor is called with nothing in flight but the poll.
 class UringEngine final : public IoEngine {
  public:
-  explicit UringEngine(unsigned queue_depth) {
-    const int result = io_uring_queue_init(queue_depth, &ring_, 0);
+  explicit UringEngine(unsigned queue_depth) : wake_event_(Descriptor::event()) {
+    const int result = open_ring(queue_depth);
     if (result < 0) throw_errno(-result, explain(-result));
     // A forked child that exits must not tear pages out from under the ring.
     io_uring_ring_dontfork(&ring_);
@@ -58,7 +61,6 @@ class UringEngine final : public IoEngine {
   ~UringEngine() override { io_uring_queue_exit(&ring_); }
 
   std::string_view name() const noexcept override { return "io_uring"; }
-  int completion_fd() const noexcept override { return ring_.ring_fd; }
   bool has_backlog() const noexcept override { return io_uring_sq_ready(&ring_) > 0; }
 
   std::size_t submit(std::span<const Io> batch) override {
@@ -76,11 +78,33 @@ class UringEngine final : public IoEngine {
     std::size_t num_reaped = 0;
     io_uring_cqe* cqe = nullptr;
     while (num_reaped < results.size() && io_uring_peek_cqe(&ring_, &cqe) == 0) {
-      results[num_reaped++] = {cqe->user_data, cqe->res};
+      const IoResult result{cqe->user_data, cqe->res};
       io_uring_cqe_seen(&ring_, cqe);
+      if (result.token == kWakeToken) {
+        is_watching_ = false;
+        drain_event(wake_event_.get());
+      } else {
+        results[num_reaped++] = result;
+      }
     }
     return num_reaped;
   }
+
+  // One system call that also lets the kernel post completions. (While the thread sleeps in poll(2)
+  // on the ring instead, each completion first interrupts that call and then restarts it.)
+  void wait(int timeout_ms) override {
+    watch_wake_event();
+    io_uring_cqe* cqe = nullptr;
+    __kernel_timespec timeout{.tv_sec = timeout_ms / 1000,
+                              .tv_nsec = timeout_ms % 1000 * 1'000'000LL};
+    const int result =
+        io_uring_wait_cqes(&ring_, &cqe, 1, timeout_ms < 0 ? nullptr : &timeout, nullptr);
+    if (result < 0 && result != -ETIME && result != -EINTR && result != -EAGAIN) {
+      throw_errno(-result, "io_uring_wait_cqes");
+    }
+  }
+
+  void wake() override { signal_event(wake_event_.get()); }
 
   int register_file(int fd) override {
     return files_.take(
@@ -102,6 +126,14 @@ class UringEngine final : public IoEngine {
   }
 
  private:
+  int open_ring(unsigned queue_depth) {
+#ifdef IORING_SETUP_COOP_TASKRUN
+    // Completions wait for the thread's next system call instead of interrupting it (Linux 5.19).
+    if (io_uring_queue_init(queue_depth, &ring_, IORING_SETUP_COOP_TASKRUN) == 0) return 0;
+#endif
+    return io_uring_queue_init(queue_depth, &ring_, 0);
+  }
+
   static std::string explain(int error_number) {
     switch (error_number) {
       case EPERM:
@@ -152,12 +184,26 @@ class UringEngine final : public IoEngine {
     }
   }
 
+  // The wake-up event ends a wait through a poll in the ring, armed anew after each time. There is
+  // no room for it only while I/Os are refused, and then every wait has a timeout.
+  void watch_wake_event() {
+    if (is_watching_) return;
+    io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
+    if (sqe == nullptr) return;
+    io_uring_prep_poll_add(sqe, wake_event_.get(), POLLIN);
+    io_uring_sqe_set_data64(sqe, kWakeToken);
+    is_watching_ = true;
+    flush();
+  }
+
   int update_buffer(unsigned slot, std::span<std::byte> bytes) {
     const iovec buffer{bytes.data(), bytes.size()};
     const __u64 tag = 0;
     return io_uring_register_buffers_update_tag(&ring_, slot, &buffer, &tag, 1);
   }
 
+  Descriptor wake_event_;
+  bool is_watching_ = false;
   io_uring ring_{};
   SlotTable files_;
   SlotTable buffers_;
