@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(function=_doctor)
 
+    _add_trace(commands)
     config = commands.add_parser("config", help="check a configuration, list its keys").add_subparsers(
         required=True, metavar="COMMAND"
     )
@@ -92,6 +93,52 @@ def _parser() -> argparse.ArgumentParser:
     keys.add_argument("--json", action="store_true", help="print one JSON array")
     keys.set_defaults(function=_config_keys)
     return parser
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Its arguments; what runs them needs torch and is imported then."""
+    trace = commands.add_parser(
+        "trace",
+        help="write down a training step for `io-daemon bench step`",
+        description="What one optimizer step asks of the I/O daemon, and the work between its requests. A model that "
+        "fits into memory is trained for a few steps and measured; with --meta or --model-params nothing is run, and "
+        "FLOPs are counted.",
+    )
+    trace.add_argument("--config", required=True, metavar="FILE", help="the training configuration (JSON)")
+    what = trace.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--model-params", type=float, metavar="N", help="a Llama-like model of about N parameters, e.g. 70e9"
+    )
+    what.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="FACTORY() returns (model, batch); model(batch), or model(*batch) of a tuple, returns the loss or "
+        "something with .loss",
+    )
+    trace.add_argument(
+        "--meta", action="store_true", help="do not run the model, count its FLOPs (always so with --model-params)"
+    )
+    trace.add_argument(
+        "--sequence", type=_count, default=4096, metavar="N", help="tokens a sample, with --model-params (default 4096)"
+    )
+    trace.add_argument("--threads", type=_count, metavar="N", help="that compute (default: all cores but one)")
+    trace.add_argument(
+        "--no-init",
+        action="store_true",
+        help="training builds the model without infinity.Init, whose staging area takes an eighth of the budget",
+    )
+    trace.add_argument(
+        "--host-budget-bytes", type=_bytes, metavar="BYTES", help="instead of the configuration's, e.g. 64G or 64e9"
+    )
+    trace.add_argument("--out", metavar="FILE", help="default: the model's name and .json.gz, in this directory")
+    trace.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+    trace.set_defaults(function=_trace)
+
+
+def _trace(parsed: argparse.Namespace) -> int:
+    from infinity.trace_command import trace
+
+    return trace(parsed)
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
@@ -253,6 +300,16 @@ def _in_foreground() -> bool:
         return False
     finally:
         os.close(terminal)
+
+
+def _bytes(text: str) -> int:
+    """``512M`` and ``64G`` are powers of 1024; ``64e9`` is what it says."""
+    from io_daemon.sizes import parse_bytes
+
+    try:
+        return int(float(text))
+    except ValueError:
+        return parse_bytes(text)
 
 
 def _count(text: str) -> int:

@@ -71,22 +71,28 @@ class StagingArea:
     def _open_daemon_store(self) -> None:
         place = NodePlace.find(self.collectives)
         connection = DaemonConnection(self.config, read_environment(), self.collectives, place)
-        share = self.config.io_daemon.host_budget_bytes // STAGING_BUDGET_SHARE // place.local_world_size
-        self.piece_bytes = max(PAGE_BYTES, min(share, STAGING_BYTES_MAX) // STAGING_FRAMES // PAGE_BYTES * PAGE_BYTES)
-        plan = MemoryPlan(
-            chunk_numel=self.piece_bytes,
-            frame_bytes=self.piece_bytes,
-            num_frames=STAGING_FRAMES,
-            pinned_frames=0,
-            demand_frames=1,
-            swap_bytes=0,
-            chunks_max=STAGING_CHUNKS_MAX,
-        )
+        plan = staging_plan(self.config, place.local_world_size)
+        self.piece_bytes = plan.frame_bytes
         self.store = self.collectives.together(
             lambda: connection.open(plan, job=f"{connection.job}-init", pinned_mask=0, device=torch.device("cpu"))
         )
         self.connection = connection
         self.arena_bytes = plan.arena_bytes * place.local_world_size
+
+
+def staging_plan(config: Config, local_world_size: int) -> MemoryPlan:
+    """The arena of one rank's staging area; ``initialize`` leaves it out of the engine's budget."""
+    share = config.io_daemon.host_budget_bytes // STAGING_BUDGET_SHARE // local_world_size
+    piece_bytes = max(PAGE_BYTES, min(share, STAGING_BYTES_MAX) // STAGING_FRAMES // PAGE_BYTES * PAGE_BYTES)
+    return MemoryPlan(
+        chunk_numel=piece_bytes,
+        frame_bytes=piece_bytes,
+        num_frames=STAGING_FRAMES,
+        pinned_frames=0,
+        demand_frames=1,
+        swap_bytes=0,
+        chunks_max=STAGING_CHUNKS_MAX,
+    )
 
 
 class StagedParam:

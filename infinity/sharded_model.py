@@ -23,9 +23,8 @@ from infinity.precision import FP32, Precision, Tiers
 from infinity.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
 from infinity.states import ShardedState
 from infinity.streams import CopyStream
-from infinity.tiers.base import ChunkLayout, ShardStore, spans
-from infinity.tiers.connection import DaemonConnection, NodePlace
-from infinity.tiers.daemon import DaemonStore
+from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, spans
+from infinity.tiers.connection import NodePlace
 from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
 from infinity.tiers.memory import MemoryStore
 from io_daemon.protocol import ObjectKind
@@ -109,7 +108,7 @@ class ShardedModel:
         collectives: Collectives,
         device: torch.device,
         place: NodePlace,
-        connection: DaemonConnection | None,
+        connection: HostTier | None,
         budget_bytes: int,
         poison: bool,
     ) -> None:
@@ -177,9 +176,9 @@ class ShardedModel:
         streamed = self.plan.num_frames - self.plan.pinned_frames
         return max(1, min(SUB_GROUPS_AHEAD_MAX, streamed // LEASE_SHARE // self.plan.demand_frames))
 
-    def _open_store(self, tiers: Tiers, connection: DaemonConnection | None, poison: bool) -> TracedStore:
+    def _open_store(self, tiers: Tiers, connection: HostTier | None, poison: bool) -> TracedStore:
         store: ShardStore = MemoryStore(self._device)
-        self.host_store: DaemonStore | None = None
+        self.host_store: HostStore | None = None
         if self.plan is not None:
             if connection is None:
                 raise AssertionError("a plan for the host needs a connection")

@@ -1,4 +1,4 @@
-"""Copies between host and device beside the computation. On a CPU there is one timeline and nothing to do."""
+"""Copies between host and device beside the computation. A CPU has one timeline, meta none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class CopyStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device) if device.type != "cpu" else None
+        self._stream = torch.Stream(device) if device.type not in ("cpu", "meta") else None
 
     @contextmanager
     def issue(self) -> Iterator[None]:

@@ -268,9 +268,15 @@ _IO_DAEMON = (
     ),
     _works(
         "io_daemon.block_size",
-        "bytes per I/O and checksum, a multiple of 4096; a running daemon keeps its own",
+        'bytes per I/O and checksum, a multiple of 4096, or "auto": what `io-daemon bench` found best on this machine; '
+        "a running daemon keeps its own",
+        auto="value",
     ),
-    _works("io_daemon.queue_depth", "I/Os in flight per engine; a running daemon keeps its own"),
+    _works(
+        "io_daemon.queue_depth",
+        'I/Os in flight per engine, or "auto": as block_size; a running daemon keeps its own',
+        auto="value",
+    ),
     _refused(
         "io_daemon.commit_every_n_steps",
         "durable commits are not built yet: a job that dies restarts from its last checkpoint",

@@ -181,9 +181,10 @@ class IoDaemon(Section):
     """Bound on the arenas of all ranks of the job on the node together."""
     swap_dirs: Annotated[tuple[NonEmpty, ...], BeforeValidator(_tuple)] = ()
     engine: Literal["auto", "require:io_uring", "require:libaio", "require:posix"] = "auto"
-    block_size: BlockBytes = 1 << 20
-    """Bytes per I/O; also the unit of checksums."""
-    queue_depth: QueueDepth = 32
+    block_size: BlockBytes | Literal["auto"] = "auto"
+    """Bytes per I/O; also the unit of checksums. "auto": what ``io-daemon bench`` found best here, else 1 MiB."""
+    queue_depth: QueueDepth | Literal["auto"] = "auto"
+    """"auto": what ``io-daemon bench`` found best here, else 32."""
     commit_every_n_steps: Count = 0
     update_in_backward: bool = False
     verify_checksums: bool = True

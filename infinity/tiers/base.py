@@ -26,6 +26,8 @@ from typing import Protocol
 
 import torch
 
+from infinity.memory_plan import MemoryPlan
+from io_daemon.metrics import TenantStats
 from io_daemon.protocol import Access
 
 
@@ -66,6 +68,22 @@ class ShardStore(Protocol):
     def stats(self) -> dict[str, float]: ...
 
     def close(self) -> None: ...
+
+
+class HostStore(ShardStore, Protocol):
+    """What lies outside the device: the daemon's, or what stands in for it."""
+
+    def tenant_stats(self) -> TenantStats | None:
+        """None where there is no daemon."""
+
+
+class HostTier(Protocol):
+    """Where host stores come from."""
+
+    job: str
+
+    def open(self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device) -> HostStore:
+        """A store over an arena of ``plan``; the tier ``cpu`` holds the kinds of ``pinned_mask``."""
 
 
 def spans(pieces: Sequence[torch.Tensor], offset: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -13,6 +13,7 @@ from infinity.config import Config, Environment
 from infinity.errors import ConfigError
 from infinity.launch import DaemonProcess, daemon_options
 from infinity.memory_plan import MemoryPlan
+from infinity.tiers.base import HostTier
 from infinity.tiers.daemon import DaemonStore
 from io_daemon.client import Client
 
@@ -35,7 +36,7 @@ class NodePlace:
         return cls(node=node, local_rank=nodes[: collectives.rank].count(node), local_world_size=nodes.count(node))
 
 
-class DaemonConnection:
+class DaemonConnection(HostTier):
     """Finds or starts the daemon, and opens tenants on it. The constructor is collective over the job's ranks."""
 
     def __init__(self, config: Config, environment: Environment, collectives: Collectives, place: NodePlace) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from infinity.tiers.base import ChunkLayout, Lease, ShardStore
+from infinity.tiers.base import ChunkLayout, HostStore, Lease
 from io_daemon.arena import frame_offset
 from io_daemon.client import Client, Grant
 from io_daemon.metrics import TenantStats
@@ -38,7 +38,7 @@ class DaemonLease(Lease):
         self._store.client.release(self._seq, dirty=dirty, dead=dead)
 
 
-class DaemonStore(ShardStore):
+class DaemonStore(HostStore):
     def __init__(self, client: Client, *, pinned_mask: int, device: torch.device) -> None:
         """``client`` is attached; ``pinned_mask``: kinds of the ``cpu`` tier."""
         self.client = client
@@ -49,7 +49,7 @@ class DaemonStore(ShardStore):
         self._registration = CudaRegistration(self._arena) if device.type == "cuda" else None
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
-        chunks = self.client.register([self._spec(layout) for layout in layouts])
+        chunks = self.client.register([chunk_spec(layout, self._pinned_mask) for layout in layouts])
         self._layouts.update(zip(chunks, layouts, strict=True))
         return chunks
 
@@ -97,12 +97,14 @@ class DaemonStore(ShardStore):
             self._frames[frame, dtype] = view
         return view
 
-    def _spec(self, layout: ChunkLayout) -> ChunkSpec:
-        kind_bytes = [0] * KINDS_MAX
-        for kind, dtype in layout.dtypes.items():
-            kind_bytes[kind] = align_up(layout.numel * dtype.itemsize, PAGE_BYTES)
-        pinned = sum(1 << kind for kind in layout.dtypes if self._pinned_mask >> kind & 1)
-        return ChunkSpec(object_bytes=tuple(kind_bytes), pinned_mask=pinned)
+
+def chunk_spec(layout: ChunkLayout, pinned_mask: int) -> ChunkSpec:
+    """A chunk as the daemon sees it: whole pages per kind."""
+    kind_bytes = [0] * KINDS_MAX
+    for kind, dtype in layout.dtypes.items():
+        kind_bytes[kind] = align_up(layout.numel * dtype.itemsize, PAGE_BYTES)
+    pinned = sum(1 << kind for kind in layout.dtypes if pinned_mask >> kind & 1)
+    return ChunkSpec(object_bytes=tuple(kind_bytes), pinned_mask=pinned)
 
 
 class CudaRegistration:

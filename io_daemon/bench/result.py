@@ -14,7 +14,7 @@ SCHEMA_VERSION: Final = 1
 
 
 class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class LatencySummary(Record):
@@ -158,30 +158,42 @@ class CompareResult(Record):
 
 
 class StepResult(Record):
-    """What ``bench step`` predicts for the full model, from a replay that was scaled to the space given."""
+    """What ``bench step`` predicts for the full model, from a replay that was scaled to the space given. Figures per step
+    are of the full model, on this node, and medians of the measured steps."""
 
     trace: str
+    model: str
+    num_params: int
+    tokens_per_step: int | None
     scale: float
-    """Share of the model's chunks that was replayed."""
+    """Share of the model's state that was replayed."""
     num_steps: int
+    num_warm_up_steps: int
+    host_budget_bytes: int
+    arena_bytes: int
+    """Of the replay."""
     step_s: float
-    """Seconds per optimizer step of the full model, median."""
     steps_s: list[float]
-    """Of each replayed step, scaled to the full model."""
+    """Of each measured step."""
     compute_s: float
+    """Forward and backward, beside I/O; stalls excluded. Without it: see ``cpu_offload_step_s``."""
     update_s: float
+    """The update's work, likewise."""
     stall_s: float
+    """Waiting for the daemon."""
+    update_stall_s: float
+    """Of ``stall_s``, in the update."""
     stall_share: float
     read_bytes: int
     write_bytes: int
-    """Per step of the full model, on this node."""
     bytes_per_day_written: float
     drive_life_days: float | None
     drive_life_note: str
     cpu_offload_step_s: float
-    """The same step with its whole state in host memory."""
+    """The same step with its whole state in host memory and nothing beside it."""
+    hidden_from_compute_s: float
+    """Seconds of forward and backward from which on I/O costs less than 5 % of a step."""
     break_even_note: str
-    host_budget_bytes: int
     warnings: list[str]
 
 

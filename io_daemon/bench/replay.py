@@ -1,0 +1,179 @@
+"""One rank that takes the steps of a trace: real leases of a real daemon, and as much work beside as in training."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from io_daemon.arena import frame_offset
+from io_daemon.bench.cpu_load import Load
+from io_daemon.bench.step_trace import ACQUIRE, WAIT, StepTrace, Work, work_before
+from io_daemon.client import Client
+from io_daemon.protocol import Access, ObjectKind, kinds_of
+
+TRACE_ID: Final = 0
+BORN_WRITTEN: Final = ObjectKind.WEIGHT.mask | ObjectKind.MASTER.mask
+"""Initial values are written; moments are born zero, gradients come later."""
+WORD_BYTES: Final = 8
+
+Bytes = NDArray[np.uint8]
+
+
+class StepFigures(NamedTuple):
+    """One step of the replay."""
+
+    step_s: float
+    work_s: float
+    """Of it, with something to do for the CPU or the accelerator."""
+    stall_s: float
+    """Of it, blocked in waits for leases."""
+    update_s: float
+    """From the update's first request to the end of the step; work and stalls likewise."""
+    update_work_s: float
+    update_stall_s: float
+    read_bytes: int
+    """From NVMe."""
+    write_bytes: int
+
+
+class _Moment(NamedTuple):
+    at_s: float
+    worked_s: float
+    stalled_s: float
+
+
+class Replay:
+    """``client`` is connected; this attaches it, registers the trace's chunks and writes their initial contents."""
+
+    def __init__(self, client: Client, trace: StepTrace, load: Load, swap_dirs: Sequence[str]) -> None:
+        """Raises SwapSpaceError, BudgetError or ConfigError before anything is written."""
+        self._client, self._trace, self._load = client, trace, load
+        self._accesses = [Access(*row) for row in trace.accesses]
+        self._work = work_before(trace)
+        self._first_update_event = trace.first_update_event
+        client.attach(
+            num_frames=trace.num_frames,
+            frame_bytes=trace.frame_bytes,
+            swap_dirs=swap_dirs,
+            chunks_max=len(trace.chunks),
+        )
+        self._arena = client.arena.array()
+        chunks = client.register(trace.specs())
+        if chunks != range(len(trace.chunks)):
+            raise AssertionError(f"a fresh tenant's chunks are numbered {chunks}")
+        self._told = False
+        self._worked_s = 0.0
+        self._write_initial()
+        self._stats = client.stats()
+
+    def has_plan(self) -> bool:
+        """Whether the daemon has planned by the order that it was told."""
+        return self._client.stats().num_plans > 0
+
+    def take_step(self) -> StepFigures:
+        """After the first one the daemon is told the order, as by a rank in training."""
+        trace, leases = self._trace, self._trace.leases
+        self._worked_s = 0.0
+        seqs: dict[int, int] = {}
+        views: list[Bytes] = []
+        start = at_update = self._now()
+        self._client.mark(TRACE_ID)
+        for index, (op, lease) in enumerate(zip(trace.events.ops, trace.events.lease, strict=True)):
+            self._do(self._work[index], views, trace.events.lease[index - 1])
+            if index == self._first_update_event:
+                at_update = self._now()
+            if op == ACQUIRE:
+                read, write = leases.read[lease], leases.write[lease]
+                seqs[lease] = self._client.acquire(leases.chunk[lease], read=read, write=write)
+            elif op == WAIT:
+                views = self._views(lease, self._client.wait(seqs[lease]).frames)
+            else:
+                self._client.release(seqs.pop(lease), dirty=leases.dirty[lease], dead=leases.dead[lease])
+        self._do(self._work[-1], views, -1)
+        if not self._told:
+            self._client.upload_trace(TRACE_ID, self._accesses)
+            self._told = True
+        before, self._stats = self._stats, self._client.stats()  # training asks for them once a step, too
+        end = self._now()
+        since = at_update if self._has_update else end
+        return StepFigures(
+            step_s=end.at_s - start.at_s,
+            work_s=end.worked_s,
+            stall_s=end.stalled_s - start.stalled_s,
+            update_s=end.at_s - since.at_s,
+            update_work_s=end.worked_s - since.worked_s,
+            update_stall_s=end.stalled_s - since.stalled_s,
+            read_bytes=sum(self._stats.total.bytes_read) - sum(before.total.bytes_read),
+            write_bytes=sum(self._stats.total.bytes_written) - sum(before.total.bytes_written),
+        )
+
+    def work_alone(self) -> tuple[float, float]:
+        """Seconds of a step's work with nothing beside it: all of it, and the update's. No lease is asked for, the
+        passes go over any frames: call it when no more steps are wanted."""
+        trace = self._trace
+        self._worked_s = before_update_s = 0.0
+        next_frame = 0
+        for index, work in enumerate(self._work):
+            if index == self._first_update_event:
+                before_update_s = self._worked_s
+            lease = trace.events.lease[index - 1]
+            views: list[Bytes] = []
+            if work.share:
+                mask = trace.leases.read[lease] | trace.leases.write[lease]
+                count = trace.object_frames(trace.leases.chunk[lease], mask)
+                frames = [(next_frame + i) % trace.num_frames for i in range(count)]
+                next_frame += count
+                views = [self._view(frame, trace.frame_bytes) for frame in frames]
+            self._do(work, views, lease)
+        return self._worked_s, self._worked_s - before_update_s if self._has_update else 0.0
+
+    @property
+    def _has_update(self) -> bool:
+        return self._first_update_event < len(self._trace.events.ops)
+
+    def _now(self) -> _Moment:
+        return _Moment(time.perf_counter(), self._worked_s, self._client.stall_s)
+
+    def _write_initial(self) -> None:
+        """As ``initialize`` does, with bytes that no drive compresses."""
+        for chunk, (sizes, _) in enumerate(self._trace.chunks):
+            mask = sum(1 << kind for kind, size in enumerate(sizes) if size and BORN_WRITTEN >> kind & 1)
+            if not mask:
+                continue
+            seq = self._client.acquire(chunk, write=mask)
+            frames = self._client.wait(seq).frames
+            views = [self._view(frame, self._trace.frame_bytes) for kind in kinds_of(mask) for frame in frames[kind]]
+            self._load.copy(views, into=True)
+            self._client.release(seq, dirty=mask)
+
+    def _do(self, work: Work, views: Sequence[Bytes], lease: int) -> None:
+        """The work before an event; ``lease``: whose frames ``views`` are."""
+        start_s = time.perf_counter()
+        if work.share:
+            parts = [view[: round(work.share * len(view)) // WORD_BYTES * WORD_BYTES] for view in views]
+            read, write = self._trace.leases.read[lease], self._trace.leases.write[lease]
+            if read and write:
+                self._load.update(parts)
+            else:
+                self._load.copy(parts, into=bool(write))
+        if work.flops:
+            self._load.compute(work.flops)
+        self._worked_s += time.perf_counter() - start_s
+
+    def _views(self, lease: int, frames: dict[int, tuple[int, ...]]) -> list[Bytes]:
+        chunk = self._trace.leases.chunk[lease]
+        sizes = self._trace.chunks[chunk][0]
+        frame_bytes = self._trace.frame_bytes
+        return [
+            self._view(number, min(frame_bytes, sizes[kind] - piece * frame_bytes))
+            for kind in kinds_of(self._trace.leases.read[lease] | self._trace.leases.write[lease])
+            for piece, number in enumerate(frames[kind])
+        ]
+
+    def _view(self, frame: int, num_bytes: int) -> Bytes:
+        offset = frame_offset(frame, self._trace.frame_bytes)
+        return self._arena[offset : offset + num_bytes]

@@ -1,0 +1,258 @@
+"""``bench step``: the I/O of a real training step, through the daemon's own policy, with as much work beside it.
+
+A private daemon serves the directories as in training; one rank attaches with the arena of the trace's plan and takes
+its steps (``replay``). What was replayed at a scale is said for the full model.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from io_daemon.bench.break_even import StepParts, break_even_note, hidden_from
+from io_daemon.bench.cpu_load import AcceleratorLoad, CpuLoad, Load
+from io_daemon.bench.drive_life import DriveWear, drive_life
+from io_daemon.bench.machine import describe_machine
+from io_daemon.bench.replay import BORN_WRITTEN, Replay, StepFigures
+from io_daemon.bench.result import StepResult
+from io_daemon.bench.run import Observer, Silent
+from io_daemon.bench.settings import FREE_SHARE_KEPT
+from io_daemon.bench.step_scale import is_fine, scaled, with_budget
+from io_daemon.bench.step_settings import StepSettings
+from io_daemon.bench.step_trace import StepTrace, load, work_before
+from io_daemon.client import Client
+from io_daemon.errors import ConfigError, WorldError
+from io_daemon.process import DaemonProcess, daemon_options
+
+RAM_SHARE_MAX: Final = 0.5
+"""Of what is available, for the arena."""
+SETTLE_STEPS_MIN, SETTLE_STEPS_MAX = 2, 6
+"""After the plan is there."""
+SETTLED_CHANGE: Final = 0.05
+"""Of the bytes moved, from step to step."""
+PLAN_TIMEOUT_S: Final = 120.0
+PLAN_POLL_S: Final = 0.02
+WORK_S_MAX: Final = 60.0
+"""Of one replayed step: beyond, minutes become hours and the answer is compute-bound anyway."""
+DAY_S: Final = 86_400
+
+
+def run_step(settings: StepSettings, observer: Observer | None = None) -> StepResult:
+    """Raises ConfigError, BudgetError, SwapSpaceError, DeviceIOError, DaemonLostError; leaves no file behind."""
+    observer = observer or Silent()
+    full = load(settings.trace)
+    if settings.host_budget_bytes is not None:
+        full = with_budget(full, settings.host_budget_bytes)
+    trace, scale = scaled(full, _affordable_share(full, settings))
+    check_writes(settings, trace)
+    threads = settings.threads or (full.rates.num_threads if full.rates else _spare_cores())
+    with CpuLoad(threads) as cpu:
+        work = _load_for(settings, trace, cpu)
+        with _attached(settings, trace, work) as replay:
+            num_warm_up_steps = _settle(replay, observer)
+            observer.phase("replaying steps", settings.steps)
+            figures = []
+            for number in range(settings.steps):
+                figures.append(replay.take_step())
+                observer.progress(number + 1)
+            alone_s, _ = replay.work_alone()
+    return _result(settings, full, trace, scale, num_warm_up_steps, figures, alone_s)
+
+
+def check_writes(settings: StepSettings, trace: StepTrace) -> None:
+    """Raises ConfigError if a replay of ``trace`` may write more than the limit."""
+    expected_bytes = writes_expected(trace, settings.steps)
+    if expected_bytes > settings.write_limit_bytes:
+        raise ConfigError(
+            "write_limit",
+            settings.write_limit_bytes,
+            f"this replay may write {expected_bytes} bytes: lower --size or --steps, raise --write-limit, or say --yes",
+        )
+
+
+def writes_expected(trace: StepTrace, num_steps: int) -> int:
+    """At most, were nothing kept in memory: the initial contents, and all that becomes dirty in every step."""
+    initial_bytes = step_bytes = 0
+    for chunk, (sizes, pinned) in enumerate(trace.chunks):
+        streamed = sum(1 << kind for kind in range(len(sizes)) if sizes[kind]) & ~pinned
+        initial_bytes += trace.object_bytes(chunk, streamed & BORN_WRITTEN)
+    for chunk, dirty in zip(trace.leases.chunk, trace.leases.dirty, strict=True):
+        step_bytes += trace.object_bytes(chunk, dirty & ~trace.chunks[chunk][1])
+    return initial_bytes + step_bytes * (1 + SETTLE_STEPS_MAX + num_steps)
+
+
+def _affordable_share(trace: StepTrace, settings: StepSettings) -> float:
+    """Of the state, by disk and by memory."""
+    spaces = [os.statvfs(path) for path in settings.directories if path.is_dir()]
+    by_device = {(space.f_fsid, space.f_blocks): space for space in spaces}  # several directories of one disk
+    room_bytes = sum(
+        max(0.0, (space.f_bavail - space.f_blocks * FREE_SHARE_KEPT) * space.f_frsize) for space in by_device.values()
+    )
+    swap_share = min(settings.size, room_bytes) / max(1, trace.swap_bytes)
+    ram_share = _available_ram_bytes() * RAM_SHARE_MAX / (trace.num_frames * trace.frame_bytes)
+    return min(1.0, swap_share, ram_share)
+
+
+def _available_ram_bytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise WorldError("/proc/meminfo does not say MemAvailable")
+
+
+def _spare_cores() -> int:
+    """One is the daemon's."""
+    return max(1, len(os.sched_getaffinity(0)) - 1)
+
+
+def _load_for(settings: StepSettings, trace: StepTrace, cpu: CpuLoad) -> Load:
+    """Who computes. Raises ConfigError if it would take for ever."""
+    flops = sum(work.flops for work in work_before(trace))
+    if settings.compute_tflops is not None:
+        if trace.rates is not None:
+            raise ConfigError(
+                "compute_tflops",
+                settings.compute_tflops,
+                f"{settings.trace} was measured on a CPU, in seconds: record FLOPs with `infinity trace --meta`",
+            )
+        rate, computes = settings.compute_tflops * 1e12, "an accelerator of so many TFLOPS"
+    elif trace.rates is not None:
+        return cpu
+    else:
+        rate, computes = cpu.calibrate().flops, f"this CPU with {cpu.num_threads} threads"
+    if flops / rate > WORK_S_MAX:
+        raise ConfigError(
+            "compute_tflops",
+            settings.compute_tflops,
+            f"a replayed step would compute for {flops / rate:.0f} s on {computes} ({rate / 1e12:.3g} TFLOPS): say "
+            "what will train it with --compute-tflops, or lower --size",
+        )
+    return cpu if settings.compute_tflops is None else AcceleratorLoad(cpu, rate)
+
+
+@contextmanager
+def _attached(settings: StepSettings, trace: StepTrace, work: Load) -> Iterator[Replay]:
+    """A rank of a daemon of its own."""
+    options = daemon_options(
+        engine=settings.engine,
+        block_bytes=settings.bs,
+        queue_depth=settings.iodepth,
+        verify_checksums=settings.verify,
+    )
+    with (
+        DaemonProcess(swap_dirs=settings.directories, options=options) as daemon,
+        Client.connect(str(daemon.socket), job=f"bench-{os.getpid()}", rank=0) as client,
+    ):
+        yield Replay(client, trace, work, client.swap_dirs)
+
+
+def _settle(replay: Replay, observer: Observer) -> int:
+    """Steps until the plan is followed and as many bytes move as in the step before; how many it took."""
+    observer.phase("settling", 1 + SETTLE_STEPS_MAX)
+    replay.take_step()
+    _wait_for_plan(replay)
+    moved_before, num_steps = 0, 1
+    for number in range(SETTLE_STEPS_MAX):
+        observer.progress(num_steps)
+        figures = replay.take_step()
+        num_steps += 1
+        moved = figures.read_bytes + figures.write_bytes
+        if number + 1 >= SETTLE_STEPS_MIN and abs(moved - moved_before) <= SETTLED_CHANGE * moved:
+            break
+        moved_before = moved
+    return num_steps
+
+
+def _wait_for_plan(replay: Replay) -> None:
+    """It is made in a process beside the daemon."""
+    deadline = time.monotonic() + PLAN_TIMEOUT_S
+    while not replay.has_plan():
+        if time.monotonic() > deadline:
+            raise WorldError(f"the daemon made no plan within {PLAN_TIMEOUT_S:g} s")
+        time.sleep(PLAN_POLL_S)
+
+
+def _result(
+    settings: StepSettings,
+    full: StepTrace,
+    trace: StepTrace,
+    scale: float,
+    num_warm_up_steps: int,
+    figures: Sequence[StepFigures],
+    alone_s: float,
+) -> StepResult:
+    middle = StepFigures(*(statistics.median(column) / scale for column in zip(*figures, strict=True)))
+    parts = StepParts(
+        compute_s=middle.work_s - middle.update_work_s,
+        update_s=middle.update_work_s,
+        compute_stall_s=max(0.0, middle.stall_s - middle.update_stall_s),
+        update_stall_s=middle.update_stall_s,
+    )
+    day_bytes = middle.write_bytes / middle.step_s * DAY_S
+    wears = _wears(settings.directories)
+    life = drive_life(day_bytes, tbw_bytes=None if settings.tbw is None else settings.tbw * 1e12, drives=wears)
+    return StepResult(
+        trace=settings.trace,
+        model=full.model,
+        num_params=full.num_params,
+        tokens_per_step=full.tokens_per_step,
+        scale=scale,
+        num_steps=len(figures),
+        num_warm_up_steps=num_warm_up_steps,
+        host_budget_bytes=full.host_budget_bytes,
+        arena_bytes=trace.num_frames * trace.frame_bytes,
+        step_s=middle.step_s,
+        steps_s=[step.step_s / scale for step in figures],
+        compute_s=parts.compute_s,
+        update_s=parts.update_s,
+        stall_s=middle.stall_s,
+        update_stall_s=middle.update_stall_s,
+        stall_share=middle.stall_s / middle.step_s,
+        read_bytes=round(middle.read_bytes),
+        write_bytes=round(middle.write_bytes),
+        bytes_per_day_written=day_bytes,
+        drive_life_days=life.days,
+        drive_life_note=life.note,
+        cpu_offload_step_s=alone_s / scale,
+        hidden_from_compute_s=hidden_from(parts),
+        break_even_note=break_even_note(parts, full.tokens_per_step),
+        warnings=_warnings(settings, full, trace, scale),
+    )
+
+
+def _wears(directories: Sequence[Path]) -> list[DriveWear]:
+    """Of every drive below the directories, as far as it tells."""
+    disks = {}
+    for facts in describe_machine(directories).directories:
+        if facts.device is not None:
+            disks.update({disk.name: disk.health for disk in facts.device.disks()})
+    return [
+        DriveWear() if health is None else DriveWear(health.percent_used, health.written_bytes)
+        for health in disks.values()
+    ]
+
+
+def _warnings(settings: StepSettings, full: StepTrace, trace: StepTrace, scale: float) -> list[str]:
+    found = []
+    if scale < 1 and not is_fine(trace):
+        found.append(
+            f"at a scale of {scale:.3g} the arena holds only a few of the largest leases, which shortens prefetching: "
+            "raise --size for a finer prediction"
+        )
+    if full.rates is None and settings.compute_tflops is None:
+        found.append("this CPU's rate was taken for the compute: give what will train the model with --compute-tflops")
+    return found
+
+
+def advise_step(result: StepResult) -> str:
+    """One plain sentence."""
+    slower = result.step_s / result.cpu_offload_step_s
+    return (
+        f"Expect {result.step_s:.3g} s a step, {slower:.2f} times as long as with all state in host memory; "
+        f"{result.break_even_note}."
+    )

@@ -1,0 +1,97 @@
+"""What ``bench step`` replays, where and beside what; checked once."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Annotated, Final
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from io_daemon.bench.settings import WRITE_LIMIT_BYTES
+from io_daemon.bench.step_trace import shipped_names
+from io_daemon.config import EngineChoice
+from io_daemon.protocol import PAGE_BYTES
+from io_daemon.sizes import parse_bytes
+
+DEFAULT_SIZE_BYTES: Final = 8 << 30
+
+
+class StepSettings(BaseModel):
+    """Of ``bench step``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    directories: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
+    trace: str
+    """A file, or the name of a trace that ships with the package."""
+    engine: EngineChoice = "auto"
+    bs: Annotated[int, Field(ge=PAGE_BYTES, le=1 << 30, multiple_of=PAGE_BYTES)] = 1 << 20
+    iodepth: Annotated[int, Field(ge=1, le=4096)] = 32
+    verify: bool = True
+    """Checksums of blocks, as the daemon's default is."""
+    size: Annotated[int, Field(ge=1 << 20)] = DEFAULT_SIZE_BYTES
+    """Most bytes of swap files, all directories together; a larger model is scaled down to it."""
+    steps: Annotated[int, Field(ge=3, le=1000)] = 5
+    host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] | None = None
+    """Of the full model; None = as traced."""
+    compute_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """10^12 a second, of the accelerators of this node together; None = this CPU computes."""
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = None
+    """That compute; None = as traced, or all cores but one."""
+    tbw: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    """Rating of each drive, TB written."""
+    write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
+
+    @field_validator("directories")
+    @classmethod
+    def _resolved(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
+        return tuple(path.resolve() for path in value)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What is special to ``bench step``; ``--write-limit`` and ``--yes`` are those of the other commands."""
+    parser.add_argument("directory", type=Path, nargs="+", help="where the swap files go; several share the load")
+    parser.add_argument(
+        "--trace",
+        required=True,
+        help=f"a file that `infinity trace` wrote, or one that ships: {', '.join(shipped_names())}",
+    )
+    parser.add_argument(
+        "--engine", default="auto", help="auto or require:NAME, as for `io-daemon serve`; default: auto"
+    )
+    parser.add_argument("--bs", type=parse_bytes, default=1 << 20, help="bytes of one I/O; default: 1M")
+    parser.add_argument("--iodepth", type=int, default=32, help="I/Os in flight per directory; default: 32")
+    parser.add_argument("--verify", type=int, choices=(0, 1), default=1, help="checksums of blocks; default: 1")
+    parser.add_argument(
+        "--size", type=parse_bytes, default=DEFAULT_SIZE_BYTES, help="most bytes of swap files; default: 8G"
+    )
+    parser.add_argument("--steps", type=int, default=5, help="measured, after those that settle; default: 5")
+    parser.add_argument(
+        "--host-budget-bytes", type=parse_bytes, help="host memory of the full model; default: as traced"
+    )
+    parser.add_argument(
+        "--compute-tflops",
+        type=float,
+        help="of the accelerators that will train the model, all of this node; default: this CPU computes",
+    )
+    parser.add_argument("--threads", type=int, help="that compute; default: as traced")
+    parser.add_argument("--tbw", type=float, help="terabytes that each drive is rated to have written in its life")
+
+
+def settings_from(arguments: argparse.Namespace, write_limit_bytes: int) -> StepSettings:
+    return StepSettings(
+        directories=tuple(arguments.directory),
+        trace=arguments.trace,
+        engine=arguments.engine,
+        bs=arguments.bs,
+        iodepth=arguments.iodepth,
+        verify=bool(arguments.verify),
+        size=arguments.size,
+        steps=arguments.steps,
+        host_budget_bytes=arguments.host_budget_bytes,
+        compute_tflops=arguments.compute_tflops,
+        threads=arguments.threads,
+        tbw=arguments.tbw,
+        write_limit_bytes=write_limit_bytes,
+    )
