@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 INK: Final = "#1f2328"
-BLUE, ORANGE, GREEN, PURPLE, SKY = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9"
+BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILION = "#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00"
 WAY_COLOURS: Final = {"read": BLUE, "write": ORANGE}
 WIDTH_INCHES: Final = 8.0
 PNG_DPI: Final = 120
@@ -49,7 +49,7 @@ def report_figures(report: Report) -> list[tuple[str, Figure]]:
             heat_map = ("bandwidth by engine, block size and depth", plot_heat_map(report.result))
             return [heat_map, *(_io_figures(confirmation) if confirmation is not None else [])]
         case CompareResult():
-            return [("ratio to fio against fio's own spread", plot_compare(report.result))]
+            return [("ratio to fio against fio's own spread; CPU has a bound of its own", plot_compare(report.result))]
         case StepResult():
             return [("where a step's time goes", plot_step(report.result))]
 
@@ -105,12 +105,12 @@ def plot_heat_map(result: SweepResult) -> Figure:
         axes.set_yticks(range(len(sizes)), [block_text(bs) for bs in sizes])
         axes.set_xlim(-0.5, len(depths) - 0.5)
         axes.set_ylim(-0.5, len(sizes) - 0.5)
-        axes.set_xlabel("iodepth", color=INK)
+        axes.set_xlabel("iodepth")
         for cell in result.cells:
             if cell.engine == engine:
                 place = depths.index(cell.iodepth), sizes.index(cell.bs)
                 _draw_cell(axes, cell, place, cell.score_bw_bytes / best, chosen=cell == result.chosen)
-    panels[0].set_ylabel("bs", color=INK)
+    panels[0].set_ylabel("bs")
     figure.suptitle("GB/s, reads and writes together; the frame marks the choice", color=INK, fontsize=10)
     return figure
 
@@ -123,7 +123,7 @@ def _draw_cell(axes: Axes, cell: SweepCell, place: tuple[int, int], share: float
     colour = colormaps["viridis"](share)
     axes.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="none"))
     if chosen:
-        frame = Rectangle((x - 0.44, y - 0.44), 0.88, 0.88, fill=False, edgecolor="#d55e00", linewidth=2.5)
+        frame = Rectangle((x - 0.44, y - 0.44), 0.88, 0.88, fill=False, edgecolor=VERMILION, linewidth=2.5)
         axes.add_patch(frame)
     text_colour = "white" if share < 0.6 else "black"
     rate = f"{cell.score_bw_bytes / GB:.2f}"
@@ -148,12 +148,12 @@ def plot_series(result: IoResult) -> Figure:
         label = f"steady: {rate_text(steady.bw_bytes)}" + (" together" if result.read and result.write else "")
         above.axvspan(0, 0, color=GREEN, alpha=0.15, label=label)
     above.set_ylim(bottom=0)
-    above.set_ylabel("GB/s", color=INK)
+    above.set_ylabel("GB/s")
     _legend(above)
     below.plot(series.at_s, [latency_ns / 1e6 for latency_ns in series.clat_p99_ns], color=PURPLE, linewidth=1.5)
     below.set_ylim(bottom=0)
-    below.set_ylabel("clat p99, ms", color=INK)
-    below.set_xlabel("seconds; before 0: ramp", color=INK)
+    below.set_ylabel("clat p99, ms")
+    below.set_xlabel("seconds; before 0: ramp")
     below.set_xlim(*_span(series))
     return figure
 
@@ -173,7 +173,7 @@ def _span(series: TimeSeries) -> tuple[float, float]:
 
 def plot_latency(result: IoResult) -> Figure:
     """p50 to max of slat and clat on a logarithmic scale."""
-    from matplotlib.ticker import FuncFormatter, NullFormatter
+    from matplotlib.ticker import FuncFormatter, NullLocator
 
     figure = _figure(3.2)
     axes = figure.subplots()
@@ -183,18 +183,19 @@ def plot_latency(result: IoResult) -> Figure:
             _plot_percentiles(axes, name, way)
     axes.set_yscale("log")
     axes.yaxis.set_major_formatter(FuncFormatter(lambda nanoseconds, _: latency_text(nanoseconds)))
-    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xticks(range(5), ["min", "p50", "p99", "p99.9", "max"])
     _legend(axes)
     return figure
 
 
 def _plot_percentiles(axes: Axes, name: str, way: Direction) -> None:
+    places = [place + (0.05 if name == "write" else -0.05) for place in range(5)]  # equal ones stay apart
     for part, summary, marker, line in (("clat", way.clat, "o", "-"), ("slat", way.slat, "s", ":")):
         points = (summary.min_ns, summary.p50_ns, summary.p99_ns, summary.p999_ns, summary.max_ns)
         # a logarithmic scale has no 0, and an engine may hand I/Os over within the clock's tick
         heights = [max(1, point) for point in points]
-        axes.plot(range(5), heights, color=WAY_COLOURS[name], marker=marker, linestyle=line, label=f"{name} {part}")
+        axes.plot(places, heights, color=WAY_COLOURS[name], marker=marker, linestyle=line, label=f"{name} {part}")
 
 
 def plot_compare(result: CompareResult) -> Figure:
@@ -212,14 +213,14 @@ def plot_compare(result: CompareResult) -> Figure:
                 _draw_ratio(axes, line, loads.index(load_text(line)))
     panels[0].set_yticks(range(len(loads)), loads)
     panels[0].set_ylim(len(loads) - 0.4, -0.6)
-    figure.suptitle("ours / fio (dot; orange: outside) and fio / fio (bar)", color=INK, fontsize=10)
+    figure.suptitle("ours / fio (dot; diamond: outside) and fio / fio (bar)", color=INK, fontsize=10)
     return figure
 
 
 def _draw_ratio(axes: Axes, line: CompareLine, row: int) -> None:
     low, high = line.fio_spread
     axes.barh(row, high - low, left=low, height=0.5, color=SKY, alpha=0.5)
-    axes.plot(line.ratio, row, marker="o" if line.inside else "D", color=BLUE if line.inside else "#d55e00")
+    axes.plot(line.ratio, row, marker="o" if line.inside else "D", color=BLUE if line.inside else VERMILION)
 
 
 def plot_step(result: StepResult) -> Figure:
@@ -240,7 +241,7 @@ def plot_step(result: StepResult) -> Figure:
     axes.barh(1, result.cpu_offload_step_s, height=0.6, color=INK, alpha=0.4)
     axes.set_yticks([0, 1], [f"NVMe {seconds_text(result.step_s)}", f"cpu {seconds_text(result.cpu_offload_step_s)}"])
     axes.set_ylim(1.5, -0.5)
-    axes.set_xlabel("seconds per step", color=INK)
+    axes.set_xlabel("seconds per step")
     figure.legend(loc="outside upper center", ncols=2, frameon=False, labelcolor=INK, fontsize=8)
     return figure
 
@@ -265,6 +266,8 @@ def _style(axes: Axes, *, grid: bool = True) -> None:
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.tick_params(colors=INK, labelsize=8, length=0)
+    axes.xaxis.label.set(color=INK, fontsize=9)
+    axes.yaxis.label.set(color=INK, fontsize=9)
     if grid:
         axes.grid(color=INK, alpha=0.15, linewidth=0.6)
         axes.set_axisbelow(True)

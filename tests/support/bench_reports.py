@@ -151,7 +151,7 @@ def compare_line(
 def step_result(**changes: Any) -> StepResult:
     result = StepResult(
         trace="gpt-7b",
-        model="GPT, 7.0 B parameters",
+        model="gpt-7b",
         num_params=7 * 10**9,
         tokens_per_step=262_144,
         scale=0.04,
