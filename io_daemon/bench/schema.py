@@ -18,9 +18,10 @@ DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
 def report_schema() -> dict[str, Any]:
     """Of a whole report. ``machine`` is described too, though a reader takes it as it comes."""
-    # serialization: what is written always has every field, also those with a default
     _, schema = models_json_schema([(Report, "serialization"), (MachineFacts, "serialization")])
     definitions = schema["$defs"]
+    for definition in definitions.values():
+        definition["required"] = list(definition["properties"])  # what is written has every field, also with a default
     definitions["Report"]["properties"]["machine"] = {"$ref": "#/$defs/MachineFacts"}
     return {"$schema": DIALECT, "title": "Report of io-daemon bench", "$ref": "#/$defs/Report", "$defs": definitions}
 

@@ -56,5 +56,6 @@ def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
 def _three_digits(value: float) -> str:
     if value == int(value) and abs(value) < 10_000:
         return str(int(value))
-    decimals = 2 - math.floor(math.log10(abs(value))) if value else 0
+    rounded = float(f"{value:.3g}")
+    decimals = 2 - math.floor(math.log10(abs(rounded))) if rounded else 0
     return f"{value:.{max(0, min(decimals, 3))}f}"

@@ -1,0 +1,101 @@
+"""A report on a terminal."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+from rich.console import Console
+
+from io_daemon.bench.result import Report, SteadyState, Verification
+from io_daemon.bench.table import print_report
+from tests.support.bench_reports import RESULTS, WARNING, io_result, report, sweep_result
+
+
+def printed(made: Report, width: int = 80) -> str:
+    buffer = io.StringIO()
+    print_report(made, Console(file=buffer, width=width, color_system=None))
+    return buffer.getvalue()
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_fits_80_columns_and_ends_in_the_advice(kind: str) -> None:
+    made = report(kind, warnings=[WARNING])
+    text = printed(made)
+    assert max(map(len, text.splitlines())) <= 80
+    assert words(text).endswith(made.advice)
+    assert WARNING in words(text)
+    assert "…" not in text  # nothing is cut off
+
+
+@pytest.mark.parametrize("kind", RESULTS)
+def test_without_warnings_there_is_no_such_block(kind: str) -> None:
+    assert "warnings" not in printed(report(kind))
+
+
+def test_a_narrow_terminal_loses_no_figure() -> None:
+    assert "7.20 ms" in printed(report("io"), width=60)
+
+
+def test_io_tells_burst_from_steady_and_what_was_verified() -> None:
+    text = printed(report("io"))
+    assert "3.57 GB/s from 6 s on" in text
+    assert "6.02 GB/s" in text
+    assert "all well of 2,048 blocks" in text
+    assert "0.050 s/GB" in text
+
+
+def test_bad_blocks_are_named() -> None:
+    bad = Verification(num_blocks=10, num_bad_blocks=2, seconds=0.1, bad=["file 0, offset 4096: a bit is wrong"])
+    text = printed(report("io", verification=bad))
+    assert "2 BAD of 10 blocks" in text
+    assert "offset 4096: a bit is wrong" in text
+
+
+def test_io_of_one_direction_without_steady_state_or_verification() -> None:
+    unsteady = SteadyState(reached=False, begin_s=None, bw_bytes=None, burst_bw_bytes=None)
+    text = printed(report("io", write=None, steady=unsteady, verification=None))
+    assert "write" not in text
+    assert "both" not in text
+    assert "not reached" in text
+    assert "switched off" in text
+
+
+def test_sweep_shows_the_best_first_and_marks_the_choice() -> None:
+    made = sweep_result()
+    text = printed(report("sweep"))
+    (line,) = [line for line in text.splitlines() if line.rstrip().endswith("chosen")]
+    assert made.chosen.engine in line
+    assert str(made.chosen.iodepth) in line
+    assert f"block_size = {made.chosen.bs}" in words(text)
+
+
+def test_sweep_repeats_the_warnings_of_its_confirmation() -> None:
+    confirmation = io_result(warnings=["a second one"])
+    text = printed(report("sweep", warnings=[WARNING], confirmation=confirmation))
+    assert words(text).count(WARNING) == 1
+    assert "a second one" in text
+
+
+def test_compare_says_which_figures_lie_outside() -> None:
+    made = report("compare")
+    line = made.result.lines[0].model_copy(update={"inside": False, "ratio": 1.25})  # type: ignore[union-attr]
+    text = printed(report("compare", lines=[line]))
+    assert "OUT" in text
+    assert "1.250" in text
+
+
+def test_markup_from_outside_is_printed_as_it_is() -> None:
+    directory = "/nvme0/[bold red]x[/]\\[y]"
+    text = printed(report("io", directory=directory, warnings=["[link=http://example.com]w[/link]"]), width=200)
+    assert directory in text
+    assert "[link=http://example.com]w[/link]" in text
+
+
+def test_machine_facts_of_another_version_are_left_out() -> None:
+    made = report("io").model_copy(update={"machine": {"unknown": 1}})
+    assert made.advice in words(printed(made))
