@@ -1,12 +1,13 @@
-"""``io-daemon serve | status | gc``."""
+"""``io-daemon serve | status | gc | bench``."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import logging
+import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,17 +18,22 @@ from io_daemon.connection import Connection
 from io_daemon.control import Status, StatusRequest
 from io_daemon.errors import ConfigError, DaemonLostError, WorldError
 from io_daemon.metrics import status_lines
+from io_daemon.sizes import parse_bytes
 from io_daemon.swap_dir import check_swap_dir, reclaim
+from io_daemon.tuning import choose
 
+BENCH_COMMANDS: Final = ("io", "sweep", "step", "compare")
 EXIT_OK: Final = 0
 EXIT_FAULT: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_NO_DAEMON: Final = 3
+EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 well, 1 a fault of the world, 2 a wrong setting, 3 no daemon answers."""
-    arguments = _parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else list(argv)
+    arguments = _parser(words).parse_args(with_default_command(words))
     try:
         exit_code: int = arguments.run(arguments)
     except ConfigError as error:
@@ -38,21 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, EXIT_NO_DAEMON)
     except WorldError as error:
         return _complain(error, EXIT_FAULT)
+    except KeyboardInterrupt:
+        return _complain(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED)
     return exit_code
 
 
-def _complain(error: Exception, exit_code: int) -> int:
+def _complain(error: BaseException, exit_code: int) -> int:
     print(f"io-daemon: {error}", file=sys.stderr)
     return exit_code
 
 
-def parse_bytes(text: str) -> int:
-    """``4096``, ``512K``, ``1M``, ``2G``: bytes, in powers of 1024."""
-    suffixes = {"K": 10, "M": 20, "G": 30, "T": 40}
-    digits, shift = (text[:-1], suffixes[text[-1].upper()]) if text[-1:].upper() in suffixes else (text, 0)
-    if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 4096, 512K, 1M or 2G")
-    return int(digits) << shift
+def parse_or_auto(parse: Callable[[str], int]) -> Callable[[str], int | None]:
+    """``auto`` is None."""
+    return lambda text: None if text == "auto" else parse(text)
 
 
 def parse_fault(text: str) -> Fault:
@@ -63,7 +67,14 @@ def parse_fault(text: str) -> Fault:
     return what, int(numbers[0]), int(numbers[1])
 
 
-def _parser() -> argparse.ArgumentParser:
+def with_default_command(words: Sequence[str]) -> list[str]:
+    """``bench /nvme0`` is ``bench sweep /nvme0``."""
+    if words[:1] == ["bench"] and len(words) > 1 and words[1] not in (*BENCH_COMMANDS, "-h", "--help"):
+        return ["bench", "sweep", *words[1:]]
+    return list(words)
+
+
+def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="io-daemon", description="Owns a node's NVMe swap space and serves its training ranks."
     )
@@ -77,8 +88,18 @@ def _parser() -> argparse.ArgumentParser:
         default="auto",
         help="auto (the best that works) or require:io_uring, require:libaio, require:posix; default: auto",
     )
-    serve.add_argument("--block-size", type=parse_bytes, default=1 << 20, help="bytes of one I/O; default: 1M")
-    serve.add_argument("--queue-depth", type=int, default=32, help="I/Os in flight per directory; default: 32")
+    serve.add_argument(
+        "--block-size",
+        type=parse_or_auto(parse_bytes),
+        metavar="BYTES",
+        help="of one I/O, or auto: what `io-daemon bench` found best here, else 1M; default: auto",
+    )
+    serve.add_argument(
+        "--queue-depth",
+        type=parse_or_auto(int),
+        metavar="N",
+        help="I/Os in flight per directory, or auto: as --block-size, else 32; default: auto",
+    )
     serve.add_argument("--no-verify-checksums", action="store_true", help="do not verify blocks when they are read")
     serve.add_argument(
         "--private", action="store_true", help="end when the last tenant has left or the parent process is gone"
@@ -115,6 +136,17 @@ def _parser() -> argparse.ArgumentParser:
     gc.add_argument("--swap-dir", type=Path, action="append", required=True, help="may be given several times")
     gc.add_argument("--lock-timeout", type=float, default=60.0, help="seconds to wait for I/O to land; default: 60")
     gc.set_defaults(run=_gc)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure: is this machine fast enough for my model, with which settings, and for how long?",
+        description="Without a sub-command: `sweep` with its defaults, under two minutes.",
+        usage="io-daemon bench DIRECTORY... | io | sweep | step | compare  [options]",
+    )
+    if words[:1] == ["bench"]:
+        from io_daemon.bench.cli import add_bench  # a daemon needs none of it
+
+        add_bench(bench)
     return parser
 
 
@@ -124,12 +156,16 @@ def _serve(arguments: argparse.Namespace) -> int:
     # a private daemon's stderr is its user's terminal: only what needs attention
     level = logging.WARNING if arguments.private else logging.INFO
     logging.basicConfig(level=level, format="io-daemon: %(levelname)s %(message)s", stream=sys.stderr)
+    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dir]
+    chosen = choose(directories, arguments.engine, arguments.block_size, arguments.queue_depth)
+    if chosen.note is not None:
+        logging.getLogger(__name__).info("%s", chosen.note)
     config = ServeConfig(
         socket_path=arguments.socket or default_socket_path(),
-        swap_dirs=tuple(arguments.swap_dir),
-        engine=arguments.engine,
-        block_bytes=arguments.block_size,
-        queue_depth=arguments.queue_depth,
+        swap_dirs=tuple(directories),
+        engine=chosen.engine,  # type: ignore[arg-type]  # pydantic checks it
+        block_bytes=chosen.block_bytes,
+        queue_depth=chosen.queue_depth,
         verify_checksums=not arguments.no_verify_checksums,
         private=arguments.private,
         host_budget_bytes=arguments.host_budget_bytes,

@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, NoReturn, Self
+from typing import IO, Any, Literal, NoReturn, Self
 
 from io_daemon.config import socket_parents
 from io_daemon.connection import SOCKET_PATH_BYTES_MAX
@@ -157,8 +157,8 @@ class DaemonProcess:
 def daemon_options(
     *,
     engine: str,
-    block_bytes: int,
-    queue_depth: int,
+    block_bytes: int | Literal["auto"],
+    queue_depth: int | Literal["auto"],
     verify_checksums: bool,
     host_budget_bytes: int | None = None,
 ) -> list[str]:

@@ -12,16 +12,20 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from io_daemon._native import ENGINES, probe_engine
 from io_daemon.config import EngineName, state_dirs
 from io_daemon.protocol import PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "tuning.json"
+BLOCK_BYTES: Final = 1 << 20
+QUEUE_DEPTH: Final = 32
+"""Where nothing is remembered."""
 
 
 class Tuning(BaseModel):
@@ -66,6 +70,38 @@ def recall(directories: Sequence[Path]) -> Tuning | None:
         devices |= _load(state_dir / FILE_NAME).devices
     found = [devices[key] for directory in directories if (key := device_key(directory)) in devices]
     return min(found, key=lambda tuning: (tuning.queue_depth, tuning.block_bytes), default=None)
+
+
+class Chosen(NamedTuple):
+    """Settings of a daemon with every "auto" resolved. ``engine``: as ``ServeConfig`` has it."""
+
+    engine: str
+    block_bytes: int
+    queue_depth: int
+    note: str | None
+    """Where they come from, if a sweep was remembered."""
+
+
+def choose(directories: Sequence[Path], engine: str, block_bytes: int | None, queue_depth: int | None) -> Chosen:
+    """What is not given (``engine`` "auto", None) becomes what a sweep has found best for these directories, else the
+    default. A remembered engine that does not work any more is forgotten."""
+    given = engine != "auto" and block_bytes is not None and queue_depth is not None
+    tuning = None if given else recall(directories)
+    if tuning is None:
+        return Chosen(
+            engine,
+            BLOCK_BYTES if block_bytes is None else block_bytes,
+            QUEUE_DEPTH if queue_depth is None else queue_depth,
+            None,
+        )
+    works = tuning.engine in ENGINES and probe_engine(tuning.engine) is None
+    return Chosen(
+        f"require:{tuning.engine}" if engine == "auto" and works else engine,
+        tuning.block_bytes if block_bytes is None else block_bytes,
+        tuning.queue_depth if queue_depth is None else queue_depth,
+        f"a sweep of this device found {tuning.engine}, {tuning.block_bytes >> 10} KiB blocks and depth "
+        f"{tuning.queue_depth} best",
+    )
 
 
 def device_key(directory: Path) -> str:

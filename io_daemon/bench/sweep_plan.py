@@ -19,9 +19,9 @@ BLOCK_SIZES: Final = tuple(1 << shift for shift in range(16, 23))
 DEPTHS: Final = tuple(1 << shift for shift in range(7))
 STARTS: Final = ((1 << 18, 4), (1 << 18, 32), (1 << 20, 4), (1 << 20, 32))
 CLIMBS_MAX: Final = 10
-FINALISTS_MAX: Final = 4
-FINALIST_SHARE: Final = 0.93
-"""Of the best score so far: what lies below is not measured again."""
+FAST_FINALISTS, CHEAP_FINALISTS = 3, 3
+FINALIST_SHARE: Final = 0.90
+"""Of the best score so far: what lies below is not measured again. One round is easily this far off."""
 FINAL_ROUNDS: Final = 3
 
 
@@ -67,8 +67,7 @@ class SweepPlan:
     def chosen(self) -> Cell:
         best = self._best()
         threshold = min(self._rounds[best])
-        good = [cell for cell in self._finalists() if self._score(cell) >= threshold]
-        return min(good, key=lambda cell: (cell.bs * cell.iodepth, self._engines.index(cell.engine), cell.bs))
+        return min((cell for cell in self._finalists() if self._score(cell) >= threshold), key=self._cost)
 
     def cells(self) -> list[SweepCell]:
         """All that were measured, the best first."""
@@ -102,9 +101,15 @@ class SweepPlan:
         ]
 
     def _finalists(self) -> list[Cell]:
+        """The fastest, and the cheapest of those that are almost as fast."""
         best_score = self._score(self._best())
         good = [cell for cell in self._rounds if self._score(cell) >= FINALIST_SHARE * best_score]
-        return sorted(good, key=self._score, reverse=True)[:FINALISTS_MAX]
+        fastest = sorted(good, key=self._score, reverse=True)[:FAST_FINALISTS]
+        return list(dict.fromkeys([*fastest, *sorted(good, key=self._cost)[:CHEAP_FINALISTS]]))
+
+    def _cost(self, cell: Cell) -> tuple[int, int, int]:
+        """Memory in flight, which is latency too; then the preferred engine, then small blocks."""
+        return cell.bs * cell.iodepth, self._engines.index(cell.engine), cell.bs
 
 
 def _nearest(values: Sequence[int], wanted: int) -> int:

@@ -25,7 +25,7 @@ class Target:
         self.directory = directory
         self.num_bytes = num_bytes
         self.direct = direct
-        _refuse_to_fill(directory.path, num_bytes)
+        _refuse_to_fill(directory.path, DATA_OFFSET + num_bytes)
         self._file = SwapFile.create(
             directory.path,
             job=f"bench-{os.getpid()}",

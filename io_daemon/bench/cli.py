@@ -1,0 +1,311 @@
+"""``io-daemon bench DIRECTORY`` and ``io-daemon bench io | sweep | step | compare``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from pydantic import BaseModel
+from rich.console import Console
+
+from io_daemon.bench.advice import advise_compare, advise_io, advise_sweep
+from io_daemon.bench.baseline import compare_with_baseline, parse_percent
+from io_daemon.bench.compare import CompareSettings, run_compare
+from io_daemon.bench.engine import ENGINES, REACTOR_ENGINES, engine_problem
+from io_daemon.bench.machine import describe_machine
+from io_daemon.bench.progress import LiveProgress
+from io_daemon.bench.result import Report
+from io_daemon.bench.run import Observer, run_io
+from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings
+from io_daemon.bench.sweep import SweepSettings, run_sweep
+from io_daemon.bench.table import print_report
+from io_daemon.errors import ConfigError
+from io_daemon.sizes import parse_bytes, parse_seconds
+
+EXIT_OK: Final = 0
+EXIT_REGRESSION: Final = 4
+EXIT_BAD_DATA: Final = 5
+UNLIMITED_BYTES: Final = (1 << 63) - 1
+
+
+def add_bench(bench: argparse.ArgumentParser) -> None:
+    """Mount the sub-commands."""
+    kinds = bench.add_subparsers(required=True, metavar="io | sweep | step | compare")
+    _add_io(kinds)
+    _add_sweep(kinds)
+    _add_compare(kinds)
+
+
+def _add_io(kinds: argparse._SubParsersAction[Any]) -> None:
+    io = kinds.add_parser("io", help="read, write or mix with one setting", description="Measure one setting.")
+    io.add_argument("directory", type=Path, nargs="+", help="where to measure; several are loaded at once")
+    io.add_argument("--rw", choices=RW, default="rw", help="default: rw, as training does")
+    io.add_argument(
+        "--rwmixread", type=int, default=TRAINING_READ_PERCENT, help="percent of reads in a mix; default: training's 53"
+    )
+    io.add_argument("--bs", type=parse_bytes, default=1 << 20, help="bytes of one I/O; default: 1M")
+    io.add_argument("--iodepth", type=int, default=32, help="I/Os in flight per job; default: 32")
+    io.add_argument("--numjobs", type=int, default=1, help="jobs per directory, each with its own file; default: 1")
+    io.add_argument(
+        "--engine", choices=("auto", *ENGINES), default="auto", help="default: auto, the best of those training uses"
+    )
+    io.add_argument("--runtime", type=parse_seconds, default=10.0, help="measured time; default: 10s")
+    io.add_argument("--ramp-time", type=parse_seconds, default=1.0, help="before it, not counted; default: 1s")
+    io.add_argument("--verify", type=int, choices=(0, 1), default=1, help="read all back and compare; default: 1")
+    io.add_argument("--inject-fault", type=_parse_fault, action="append", default=[], help=argparse.SUPPRESS)
+    _add_file_options(io)
+    _add_output_options(io)
+    io.set_defaults(run=_run_io)
+
+
+def _add_sweep(kinds: argparse._SubParsersAction[Any]) -> None:
+    sweep = kinds.add_parser(
+        "sweep",
+        help="find the best engine, block size and queue depth",
+        description="Find the fastest setting for training's mix, remember it for this machine, and measure it.",
+    )
+    sweep.add_argument("directory", type=Path, nargs="+", help="where to measure; several are loaded at once")
+    sweep.add_argument("--engines", type=_comma, default=REACTOR_ENGINES, help=f"default: {','.join(REACTOR_ENGINES)}")
+    sweep.add_argument("--cell-time", type=parse_seconds, default=0.8, help="of one round of a cell; default: 0.8s")
+    sweep.add_argument("--confirm-time", type=parse_seconds, default=15.0, help="of the chosen setting; default: 15s")
+    sweep.add_argument("--exhaustive", action="store_true", help="every cell of the grid, which takes long")
+    sweep.add_argument("--no-remember", action="store_true", help='do not keep the result for "auto"')
+    sweep.add_argument("--png", type=Path, help="write the heat-map there")
+    _add_file_options(sweep, direct=False)
+    _add_output_options(sweep)
+    sweep.set_defaults(run=_run_sweep)
+
+
+def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
+    compare = kinds.add_parser(
+        "compare", help="the same load by fio, side by side", description="fio and this tool in turns on one file."
+    )
+    compare.add_argument("directory", type=Path, help="where to measure")
+    compare.add_argument("--rw", type=_comma, default=("read", "write", "rw"), help="default: read,write,rw")
+    compare.add_argument("--rwmixread", type=int, default=50, help="percent of reads in a mix; default: 50")
+    compare.add_argument("--engines", type=_comma, default=("io_uring", "libaio"), help="default: io_uring,libaio")
+    compare.add_argument("--bs", type=_comma_bytes, default=(1 << 20,), help="one or more; default: 1M")
+    compare.add_argument("--iodepth", type=_comma_int, default=(32,), help="one or more; default: 32")
+    compare.add_argument("--pairs", type=int, default=10, help="turns of fio, ours, ours, fio; default: 10")
+    compare.add_argument("--runtime", type=parse_seconds, default=1.0, help="of one run; default: 1s")
+    compare.add_argument("--ramp-time", type=parse_seconds, default=0.3, help="before it; default: 0.3s")
+    _add_file_options(compare)
+    _add_output_options(compare)
+    compare.set_defaults(run=_run_compare)
+
+
+def _add_file_options(parser: argparse.ArgumentParser, *, direct: bool = True) -> None:
+    parser.add_argument("--size", type=parse_bytes, default=2 << 30, help="bytes of each file; default: 2G")
+    if direct:
+        parser.add_argument("--direct", type=int, choices=(0, 1), default=1, help="bypass the page cache; default: 1")
+    parser.add_argument("--seed", type=int, default=1, help="of data and order; default: 1")
+    parser.add_argument(
+        "--write-limit",
+        type=parse_bytes,
+        default=WRITE_LIMIT_BYTES,
+        help=f"write no more than this; default: {WRITE_LIMIT_BYTES >> 30}G",
+    )
+    parser.add_argument("--yes", action="store_true", help="no write limit")
+
+
+def _add_output_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the report as JSON (see docs/bench-schema.json)")
+    parser.add_argument("--html", type=Path, help="write a report with plots there, one file")
+    parser.add_argument("--baseline", type=Path, help="an earlier report (--json) to compare with")
+    parser.add_argument(
+        "--max-regression",
+        type=parse_percent,
+        default=0.10,
+        help=f"with --baseline: exit with {EXIT_REGRESSION} beyond this; default: 10%%",
+    )
+    parser.add_argument("--quiet", action="store_true", help="no progress")
+
+
+def _run_io(arguments: argparse.Namespace) -> int:
+    settings = IoSettings(
+        directories=tuple(arguments.directory),
+        rw=arguments.rw,
+        rwmixread=arguments.rwmixread,
+        bs=arguments.bs,
+        iodepth=arguments.iodepth,
+        numjobs=arguments.numjobs,
+        direct=bool(arguments.direct),
+        runtime_s=arguments.runtime,
+        ramp_time_s=arguments.ramp_time,
+        size=arguments.size,
+        engine=_best_engine() if arguments.engine == "auto" else arguments.engine,  # type: ignore[arg-type]  # pydantic
+        verify=bool(arguments.verify),
+        seed=arguments.seed,
+        write_limit_bytes=_write_limit(arguments),
+        faults=tuple(arguments.inject_fault),
+    )
+    return _report(
+        arguments,
+        "io",
+        settings,
+        settings.directories,
+        lambda observer: run_io(settings, observer),
+        lambda result: advise_io(settings, result),
+    )
+
+
+def _run_sweep(arguments: argparse.Namespace) -> int:
+    settings = SweepSettings(
+        directories=tuple(arguments.directory),
+        size=arguments.size,
+        engines=arguments.engines,
+        cell_s=arguments.cell_time,
+        confirm_s=arguments.confirm_time,
+        exhaustive=arguments.exhaustive,
+        remember=not arguments.no_remember,
+        seed=arguments.seed,
+        write_limit_bytes=_write_limit(arguments),
+    )
+    return _report(
+        arguments,
+        "sweep",
+        settings,
+        settings.directories,
+        lambda observer: run_sweep(settings, observer),
+        advise_sweep,
+    )
+
+
+def _run_compare(arguments: argparse.Namespace) -> int:
+    settings = CompareSettings(
+        directory=arguments.directory,
+        rws=arguments.rw,
+        rwmixread=arguments.rwmixread,
+        engines=arguments.engines,
+        block_sizes=arguments.bs,
+        iodepths=arguments.iodepth,
+        pairs=arguments.pairs,
+        direct=bool(arguments.direct),
+        size=arguments.size,
+        runtime_s=arguments.runtime,
+        ramp_time_s=arguments.ramp_time,
+        seed=arguments.seed,
+        write_limit_bytes=_write_limit(arguments),
+    )
+    return _report(
+        arguments,
+        "compare",
+        settings,
+        (settings.directory,),
+        lambda observer: run_compare(settings, observer),
+        advise_compare,
+    )
+
+
+def _report(
+    arguments: argparse.Namespace,
+    kind: Any,
+    settings: BaseModel,
+    directories: Sequence[Path],
+    measure: Callable[[Observer], Any],
+    advise: Callable[[Any], str],
+) -> int:
+    """Measure, print, write what was asked for; the exit code."""
+    baseline = _load_baseline(arguments.baseline) if arguments.baseline else None
+    started = datetime.now(UTC)
+    with _interruptible(), LiveProgress(enabled=not arguments.quiet and sys.stderr.isatty()) as progress:
+        result = measure(progress)
+    report = Report(
+        kind=kind,
+        version=importlib.metadata.version("infinity"),
+        started=started.isoformat(timespec="seconds"),
+        command=["io-daemon", *sys.argv[1:]],
+        settings=json.loads(settings.model_dump_json()),
+        machine=describe_machine(directories).model_dump(mode="json"),
+        result=result,
+        advice=advise(result),
+    )
+    if arguments.json:
+        print(report.model_dump_json(indent=2))
+    else:
+        print_report(report, Console())
+    if getattr(arguments, "png", None):
+        from io_daemon.bench.plot import write_heat_map
+
+        write_heat_map(result, arguments.png)
+    if arguments.html:
+        from io_daemon.bench.page import write_page
+
+        write_page(report, arguments.html)
+    if _has_bad_blocks(result):
+        return EXIT_BAD_DATA
+    if baseline is None:
+        return EXIT_OK
+    regressions = compare_with_baseline(report, baseline, arguments.max_regression)
+    for regression in regressions:
+        print(f"io-daemon: regression: {regression}", file=sys.stderr)
+    return EXIT_REGRESSION if regressions else EXIT_OK
+
+
+def _has_bad_blocks(result: Any) -> bool:
+    measured = getattr(result, "confirmation", result)
+    verification = getattr(measured, "verification", None)
+    return verification is not None and verification.num_bad_blocks > 0
+
+
+def _load_baseline(path: Path) -> Report:
+    try:
+        return Report.model_validate_json(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError("baseline", str(path), f"is no report that --json printed: {error}") from error
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP clean up as Ctrl-C does."""
+
+    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+        raise SystemExit(128 + number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _write_limit(arguments: argparse.Namespace) -> int:
+    return UNLIMITED_BYTES if arguments.yes else int(arguments.write_limit)
+
+
+def _best_engine() -> str:
+    for name in REACTOR_ENGINES:
+        if engine_problem(name) is None:
+            return name
+    raise ConfigError("engine", "auto", f"none of {', '.join(REACTOR_ENGINES)} works here; see `infinity doctor`")
+
+
+def _comma(text: str) -> tuple[str, ...]:
+    return tuple(text.split(","))
+
+
+def _comma_bytes(text: str) -> tuple[int, ...]:
+    return tuple(parse_bytes(part) for part in text.split(","))
+
+
+def _comma_int(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: write numbers with commas between them") from None
+
+
+def _parse_fault(text: str) -> tuple[str, int, int]:
+    from io_daemon.cli import parse_fault
+
+    return parse_fault(text)

@@ -1,0 +1,200 @@
+"""The command line as a user meets it: help, output, exit codes, and what a kill leaves."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from io_daemon.bench.result import Report
+from io_daemon.cli import main, with_default_command
+from io_daemon.swap_file import SwapHeader
+from io_daemon.tuning import recall
+
+QUICK = ("--size", "8M", "--quiet")
+SHORT = (*QUICK, "--bs", "64K", "--iodepth", "4", "--runtime", "0.3", "--ramp-time", "0.1", "--engine", "posix")
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str | Path) -> tuple[int, str, str]:
+    """Exit code, standard output, standard error."""
+    try:
+        code = main([str(word) for word in words])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.mark.parametrize("words", [(), ("io",), ("sweep",), ("compare",), ("step",)])
+def test_every_sub_command_explains_itself(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, "bench", *words, "--help")
+    assert code == 0
+    assert "usage: io-daemon bench" in output
+    assert len(output.splitlines()) > 8
+
+
+def test_a_directory_alone_means_sweep() -> None:
+    assert with_default_command(["bench", "/nvme0", "--json"]) == ["bench", "sweep", "/nvme0", "--json"]
+    assert with_default_command(["bench", "io", "/nvme0"]) == ["bench", "io", "/nvme0"]
+    assert with_default_command(["bench", "--help"]) == ["bench", "--help"]
+    assert with_default_command(["serve", "--swap-dir", "/nvme0"]) == ["serve", "--swap-dir", "/nvme0"]
+
+
+def test_the_table_ends_with_advice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, "bench", "io", tmp_path, *SHORT)
+    assert code == 0
+    last_paragraph = " ".join(output.strip().split("\n\n")[-1].split())
+    assert "a step of a 7B-parameter model" in last_paragraph
+    assert last_paragraph.endswith(".")
+
+
+def test_json_is_the_documented_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, "bench", "io", tmp_path, *SHORT, "--rw", "read", "--json")
+    assert code == 0
+    report = Report.model_validate_json(output)
+    assert (report.kind, report.settings["bs"], report.settings["rw"]) == ("io", 65536, "read")
+    assert report.machine
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "report.html"
+    directory = tmp_path / "swap"
+    directory.mkdir()
+    code, _, _ = run(capsys, "bench", "io", directory, *SHORT, "--html", page)
+    assert code == 0
+    assert "<svg" in page.read_text()
+
+
+def test_a_regression_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, output, _ = run(capsys, "bench", "io", tmp_path, *SHORT, "--rw", "read", "--json")
+    values = json.loads(output)
+    words = ("bench", "io", tmp_path, *SHORT, "--rw", "read", "--baseline")
+    slow, fast = tmp_path.parent / f"{tmp_path.name}-slow.json", tmp_path.parent / f"{tmp_path.name}-fast.json"
+    slow.write_text(json.dumps(_with_rate(values, 1e-3)))
+    fast.write_text(json.dumps(_with_rate(values, 1e3)))
+    assert run(capsys, *words, slow)[0] == 0
+    code, _, errors = run(capsys, *words, fast, "--max-regression", "20%")
+    assert code == 4
+    assert "regression" in errors
+    code, _, errors = run(capsys, "bench", "io", tmp_path, *SHORT, "--rw", "write", "--baseline", slow)
+    assert code == 2
+    assert "rw" in errors
+
+
+def _with_rate(values: dict[str, Any], factor: float) -> dict[str, Any]:
+    read = dict(values["result"]["read"])
+    for name in ("bw_bytes", "iops"):
+        read[name] *= factor
+    for stage in ("slat", "clat", "lat"):
+        read[stage] = {
+            name: value if name == "num_ios" else type(value)(value / factor) for name, value in read[stage].items()
+        }
+    return {**values, "result": {**values["result"], "read": read}}
+
+
+def test_bad_data_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, output, _ = run(capsys, "bench", "io", tmp_path, *SHORT, "--rw", "read", "--inject-fault", "flip_write:1:9")
+    assert code == 5
+    assert "Do not train on this" in output
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (("io", "{}/none"), 2, "is no directory"),
+        (("io", "{}", "--bs", "5000"), 2, "multiple of 4096"),
+        (("io", "{}", "--size", "2T"), 2, "--yes"),
+        (("io", "{}", "--size", "900T", "--yes"), 1, "stay free"),
+        (("io", "{}", "--engine", "warp"), 2, "invalid choice"),
+        (("sweep", "{}", "--engines", "warp"), 2, "'io_uring'"),
+        (("io", "{}", "--baseline", "{}/none.json"), 2, "baseline"),
+        (("io", "{}", *SHORT, "--inject-fault", "errno_read:0:5"), 1, "errno 5"),
+    ],
+)
+def test_what_goes_wrong_is_said_in_one_line(
+    words: tuple[str, ...], code: int, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, _, errors = run(capsys, "bench", *(word.replace("{}", str(tmp_path)) for word in words))
+    assert found == code
+    assert said in errors
+    assert "Traceback" not in errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sweep_is_remembered_and_its_section_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory, state = tmp_path / "swap", tmp_path / "state"
+    directory.mkdir()
+    monkeypatch.setenv("INFINITY_STATE_DIR", str(state))
+    picture = tmp_path / "map.png"
+    code, output, _ = run(
+        capsys,
+        *("bench", "sweep", directory, "--size", "64M", "--quiet", "--engines", "posix", "--json", "--png", picture),
+        *("--cell-time", "0.1", "--confirm-time", "0.3"),
+    )
+    assert code == 0
+    report = Report.model_validate_json(output)
+    chosen = report.result.model_dump()["chosen"]
+    tuning = recall([directory])
+    if tuning is None:
+        raise AssertionError(state)
+    assert (tuning.engine, tuning.block_bytes, tuning.queue_depth) == ("posix", chosen["bs"], chosen["iodepth"])
+    assert picture.read_bytes().startswith(b"\x89PNG")
+    assert list(directory.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    process = _start(tmp_path)
+    _wait_for_file(tmp_path, process)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 128 + number, errors
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_kill_leaves_is_collected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    process = _start(tmp_path)
+    path = _wait_for_file(tmp_path, process)
+    assert run(capsys, "gc", "--swap-dir", tmp_path)[0] == 0
+    assert path.exists()  # its owner lives
+    process.kill()
+    process.communicate(timeout=60)
+    assert path.exists()
+    code, output, _ = run(capsys, "gc", "--swap-dir", tmp_path)
+    assert (code, output.strip()) == (0, str(path))
+    assert list(tmp_path.iterdir()) == []
+
+
+def _start(directory: Path) -> subprocess.Popen[str]:
+    words = ["bench", "io", str(directory), "--size", "64M", "--runtime", "600", "--engine", "posix", "--yes"]
+    return subprocess.Popen(
+        [sys.executable, "-m", "io_daemon", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+
+
+def _wait_for_file(directory: Path, process: subprocess.Popen[str]) -> Path:
+    """Until the target has its header and all of its space."""
+    deadline = time.monotonic() + 60
+    while process.poll() is None and time.monotonic() < deadline:
+        for path in directory.glob("*.swap"):
+            with path.open("rb") as file:
+                header = SwapHeader.unpack(file.read(4096))
+            if header is not None and header.file_bytes > 64 << 20:
+                return path
+        time.sleep(0.01)
+    raise AssertionError(process.communicate())

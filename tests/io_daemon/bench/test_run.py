@@ -1,0 +1,245 @@
+"""Whole measurements on a real filesystem: rates, verification under injected faults, and nothing left behind."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from io_daemon.bench.engine import engine_problem
+from io_daemon.bench.job import batch_ios
+from io_daemon.bench.result import IoResult
+from io_daemon.bench.run import Silent, run_io
+from io_daemon.bench.settings import RW, IoSettings
+from io_daemon.errors import ConfigError, DeviceIOError, SwapSpaceError
+
+BS = 64 << 10
+SIZE = 4 << 20
+NUM_BLOCKS = SIZE // BS
+
+
+@pytest.fixture(params=["io_uring", "libaio", "posix"])
+def engine(request: pytest.FixtureRequest) -> str:
+    name = str(request.param)
+    if (problem := engine_problem(name)) is not None:
+        pytest.skip(problem)
+    return name
+
+
+def settings(*directories: Path, **changes: Any) -> IoSettings:
+    return IoSettings.model_validate(
+        {
+            "directories": directories,
+            "bs": BS,
+            "size": SIZE,
+            "iodepth": 4,
+            "runtime_s": 0.3,
+            "ramp_time_s": 0.1,
+            "engine": "posix",
+            **changes,
+        }
+    )
+
+
+def measure(*directories: Path, **changes: Any) -> IoResult:
+    result = run_io(settings(*directories, **changes))
+    for directory in directories:
+        assert list(directory.iterdir()) == []
+    return result
+
+
+@pytest.mark.parametrize("rw", RW)
+def test_every_kind_of_load_is_measured_and_verified(rw: str, engine: str, tmp_path: Path) -> None:
+    result = measure(tmp_path, rw=rw, engine=engine, rwmixread=50)
+    reads, writes = "read" in rw or rw.endswith("rw"), "write" in rw or rw.endswith("rw")
+    assert (result.read is not None, result.write is not None) == (reads, writes)
+    for way in (result.read, result.write):
+        if way is not None:
+            assert way.num_ios > 0
+            assert way.io_bytes == way.num_ios * BS
+            assert way.bw_bytes == pytest.approx(way.io_bytes / result.measured_s)
+            for latency in (way.slat, way.clat, way.lat):
+                assert 0 < latency.min_ns <= latency.p50_ns <= latency.p99_ns <= latency.p999_ns <= latency.max_ns
+            assert way.lat.mean_ns == pytest.approx(way.slat.mean_ns + way.clat.mean_ns, rel=1e-3)
+    assert result.verification is not None
+    assert (result.verification.num_blocks, result.verification.num_bad_blocks) == (NUM_BLOCKS, 0)
+    assert (result.engine, result.num_short_ios) == (engine, 0)
+
+
+def test_the_mix_is_what_was_asked_for(tmp_path: Path) -> None:
+    result = measure(tmp_path, rw="rw", rwmixread=75)
+    if result.read is None or result.write is None:
+        raise AssertionError(result)
+    in_flight = 2 * (4 + 3 * batch_ios(BS))  # at the ends of the measured time
+    total = result.read.num_ios + result.write.num_ios
+    assert abs(result.read.num_ios - 0.75 * total) <= in_flight
+
+
+def test_several_directories_and_jobs_are_loaded_at_once(tmp_path: Path) -> None:
+    first, second = tmp_path / "a", tmp_path / "b"
+    first.mkdir()
+    second.mkdir()
+    seen: list[set[Path]] = []
+
+    class Watch(Silent):
+        def phase(self, name: str, total: float) -> None:
+            seen.append({path.parent for path in tmp_path.rglob("*.swap")})
+            assert len(list(tmp_path.rglob("*.swap"))) == 4
+
+    result = run_io(settings(first, second, numjobs=2, rw="rw"), Watch())
+    assert set(map(frozenset, seen)) == {frozenset({first, second})}
+    assert result.verification is not None
+    assert result.verification.num_blocks == 4 * NUM_BLOCKS
+    assert list(tmp_path.rglob("*.swap")) == []
+
+
+def test_the_time_series_covers_ramp_and_measured_time(tmp_path: Path) -> None:
+    result = measure(tmp_path, rw="write", runtime_s=0.6, ramp_time_s=0.3)
+    series = result.series
+    assert min(series.at_s) < 0 < max(series.at_s)
+    assert len(series.at_s) == len(series.read_bw_bytes) == len(series.write_bw_bytes) == len(series.clat_p99_ns)
+    assert not any(series.read_bw_bytes)
+    assert sum(series.write_bw_bytes) > 0
+    assert result.cpu.user_s + result.cpu.system_s > 0
+
+
+def test_bit_flips_on_the_way_to_the_disk_are_found(engine: str, tmp_path: Path) -> None:
+    """The 3rd and the 10th write of laying out; reading alone rewrites nothing."""
+    faults = [("flip_write", 3, 5000), ("flip_write", 10, 0)]
+    result = measure(tmp_path, rw="read", engine=engine, faults=faults)
+    if result.verification is None:
+        raise AssertionError(result)
+    assert result.verification.num_bad_blocks == 2
+    assert any("1 bytes differ, the first at byte 5000" in line for line in result.verification.bad)
+    assert all(str(tmp_path) in line for line in result.verification.bad)
+
+
+def test_every_bit_flip_while_verifying_is_found(engine: str, tmp_path: Path) -> None:
+    """Writes only, so the first reads are those of the verification."""
+    faults = [("flip_read", nth, 100 + nth) for nth in range(NUM_BLOCKS)]
+    result = measure(tmp_path, rw="write", engine=engine, faults=faults)
+    if result.verification is None:
+        raise AssertionError(result)
+    assert result.verification.num_bad_blocks == NUM_BLOCKS
+
+
+def test_short_transfers_go_on_and_are_counted(engine: str, tmp_path: Path) -> None:
+    faults = [("short_write", 100_000, 4096), *(("short_read", nth, 4096) for nth in range(40))]
+    result = measure(tmp_path, rw="read", engine=engine, ramp_time_s=0, faults=faults)
+    if result.verification is None:
+        raise AssertionError(result)
+    assert result.verification.num_bad_blocks == 0
+    assert result.num_short_ios > 0
+
+
+@pytest.mark.parametrize(("rw", "fault"), [("write", "errno_write"), ("read", "errno_read"), ("write", "errno_read")])
+def test_a_failed_io_ends_it_with_errno_path_and_offset(rw: str, fault: str, engine: str, tmp_path: Path) -> None:
+    nth = 7 if fault == "errno_read" else NUM_BLOCKS + 3
+    with pytest.raises(DeviceIOError) as caught:
+        run_io(settings(tmp_path, rw=rw, engine=engine, faults=[(fault, nth, errno.EIO)]))
+    assert caught.value.errno == errno.EIO
+    assert str(tmp_path) in caught.value.path
+    assert caught.value.offset >= 1 << 20
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is no directory"):
+        run_io(settings(tmp_path / "none"))
+
+
+@pytest.fixture
+def small_filesystem(tmp_path: Path) -> Iterator[Path]:
+    path = tmp_path / "small"
+    path.mkdir()
+    if os.getuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    mount = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True, text=True, check=False
+    )
+    if mount.returncode != 0:
+        pytest.skip(f"cannot mount a small tmpfs: {mount.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def test_a_disk_is_never_filled(small_filesystem: Path) -> None:
+    with pytest.raises(SwapSpaceError, match="stay free"):
+        run_io(settings(small_filesystem, size=7 << 20, direct=False))
+    assert list(small_filesystem.iterdir()) == []
+    result = run_io(settings(small_filesystem, size=5 << 20, direct=False))
+    assert result.verification is not None
+    assert result.verification.num_bad_blocks == 0
+    assert any("lies in memory" in warning for warning in result.warnings)
+
+
+def test_a_read_only_directory(small_filesystem: Path) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(small_filesystem)], check=True)
+    with pytest.raises(ConfigError, match="is not writable"):
+        run_io(settings(small_filesystem))
+
+
+def test_a_file_that_vanishes_is_said(tmp_path: Path) -> None:
+    class Remove(Silent):
+        def phase(self, name: str, total: float) -> None:
+            if name == "ramp":
+                [path] = tmp_path.iterdir()
+                path.unlink()
+
+    result = run_io(settings(tmp_path, rw="write"), Remove())
+    assert any("was removed" in warning for warning in result.warnings)
+    assert result.verification is not None
+    assert result.verification.num_bad_blocks == 0
+
+
+def test_buffered_runs_are_warned_about(tmp_path: Path) -> None:
+    result = measure(tmp_path, rw="read", direct=False, bs=4096 + 512, size=1 << 20)
+    assert not result.direct
+    assert any("page cache" in warning for warning in result.warnings)
+    assert result.verification is not None
+    assert result.verification.num_bad_blocks == 0
+
+
+def test_the_write_limit_ends_it_early(tmp_path: Path) -> None:
+    result = measure(tmp_path, rw="write", runtime_s=60, write_limit_bytes=SIZE + (1 << 20))
+    assert any("--write-limit" in warning for warning in result.warnings)
+    assert result.measured_s < 60
+
+
+def test_laying_out_beyond_the_limit_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="write_limit"):
+        run_io(settings(tmp_path, write_limit_bytes=SIZE - 1))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_cleans_up(tmp_path: Path) -> None:
+    class Interrupt(Silent):
+        def progress(self, done: float) -> None:
+            raise KeyboardInterrupt
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        run_io(settings(tmp_path, rw="rw", runtime_s=60), Interrupt())
+    assert list(tmp_path.iterdir()) == []
+    assert threading.active_count() == before
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"bs": 5000}, "no multiple of 4096"),
+        ({"iodepth": NUM_BLOCKS}, "raise size"),
+        ({"rwmixread": 101}, "less than or equal to 100"),
+        ({"rw": "trim"}, "'read'"),
+        ({"directories": ()}, "at least 1"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        settings(tmp_path, **changes)

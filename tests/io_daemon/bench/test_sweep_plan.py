@@ -1,0 +1,94 @@
+"""The search finds a setting as good as the grid's best, in a fraction of its measurements."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, FINAL_ROUNDS, Cell, SweepPlan
+
+SHARPNESS = 4
+"""Of the knee where one limit takes over from another."""
+ENGINES = ("io_uring", "libaio", "posix")
+
+
+class Drive:
+    """A drive in a formula: a rate limit, a latency per I/O, a cost per I/O, and engines that differ; with noise."""
+
+    def __init__(self, *, peak: float, latency_s: float, io_cost_s: float, noise: float, seed: int = 0) -> None:
+        self.peak, self.latency_s, self.io_cost_s, self.noise = peak, latency_s, io_cost_s, noise
+        self.random = np.random.default_rng(seed)
+        self.factors = {"io_uring": 1.0, "libaio": 0.98, "posix": 0.8}
+
+    def true_rate(self, cell: Cell) -> float:
+        by_depth = cell.bs * cell.iodepth / (self.latency_s + cell.bs / self.peak)
+        by_cost = cell.bs / self.io_cost_s
+        slowest = sum((1 / rate) ** SHARPNESS for rate in (self.peak, by_depth, by_cost)) ** (1 / SHARPNESS)
+        return self.factors[cell.engine] / slowest
+
+    def measure(self, cell: Cell) -> float:
+        return self.true_rate(cell) * (1 + self.noise * float(self.random.standard_normal()))
+
+
+def search(drive: Drive) -> tuple[SweepPlan, int]:
+    plan = SweepPlan(ENGINES, BLOCK_SIZES, DEPTHS)
+    for num_rounds in itertools.count():
+        cell = plan.next_cell()
+        if cell is None:
+            return plan, num_rounds
+        plan.record(cell, drive.measure(cell))
+    raise AssertionError
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    peak=st.floats(1e8, 1e11),
+    latency_s=st.floats(1e-5, 5e-3),
+    io_cost_s=st.floats(1e-7, 1e-4),
+    seed=st.integers(0, 1000),
+)
+def test_the_chosen_one_is_near_the_best_of_the_grid(
+    peak: float, latency_s: float, io_cost_s: float, seed: int
+) -> None:
+    drive = Drive(peak=peak, latency_s=latency_s, io_cost_s=io_cost_s, noise=0.01, seed=seed)
+    plan, num_rounds = search(drive)
+    best = max(drive.true_rate(Cell(*cell)) for cell in itertools.product(ENGINES, BLOCK_SIZES, DEPTHS))
+    assert drive.true_rate(plan.chosen()) >= 0.88 * best
+    assert num_rounds * 4 < plan.num_grid_cells * FINAL_ROUNDS
+
+
+def test_on_a_plateau_the_cheapest_wins() -> None:
+    plan, _ = search(Drive(peak=1e9, latency_s=1e-5, io_cost_s=1e-9, noise=0.01))
+    assert plan.chosen().bs * plan.chosen().iodepth <= 1 << 22
+
+
+def test_the_same_rounds_lead_to_the_same_choice() -> None:
+    first, _ = search(Drive(peak=3e9, latency_s=2e-4, io_cost_s=1e-6, noise=0.05, seed=4))
+    second, _ = search(Drive(peak=3e9, latency_s=2e-4, io_cost_s=1e-6, noise=0.05, seed=4))
+    assert first.chosen() == second.chosen()
+    assert first.cells() == second.cells()
+
+
+def test_finalists_are_measured_in_turns() -> None:
+    plan = SweepPlan(("io_uring",), (1 << 18, 1 << 20), (4, 32))
+    asked = []
+    while (cell := plan.next_cell()) is not None:
+        asked.append(cell)
+        plan.record(cell, 1e9)
+    assert len(set(asked[:4])) == 4
+    finals = asked[4:]
+    num_finalists = len(set(finals))
+    assert len(finals) == num_finalists * (FINAL_ROUNDS - 1)
+    for begin in range(0, len(finals), num_finalists):
+        assert len(set(finals[begin : begin + num_finalists])) == num_finalists
+
+
+@pytest.mark.parametrize("engines", [("posix",), ENGINES])
+def test_the_whole_grid_is_there_when_asked_for(engines: tuple[str, ...]) -> None:
+    plan = SweepPlan(engines, BLOCK_SIZES, DEPTHS)
+    assert len(list(plan.every_cell())) == FINAL_ROUNDS * plan.num_grid_cells
+    assert len(set(plan.every_cell())) == plan.num_grid_cells
