@@ -17,6 +17,7 @@ from typing import Any, Final
 from pydantic import BaseModel
 from rich.console import Console
 
+from io_daemon.bench import step_settings
 from io_daemon.bench.advice import advise_compare, advise_io, advise_sweep
 from io_daemon.bench.baseline import compare_with_baseline, parse_percent
 from io_daemon.bench.compare import CompareSettings, run_compare
@@ -26,6 +27,7 @@ from io_daemon.bench.progress import LiveProgress
 from io_daemon.bench.result import Report
 from io_daemon.bench.run import Observer, run_io
 from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings
+from io_daemon.bench.step import advise_step, run_step
 from io_daemon.bench.sweep import SweepSettings, run_sweep
 from io_daemon.bench.table import print_report
 from io_daemon.errors import ConfigError
@@ -42,6 +44,7 @@ def add_bench(bench: argparse.ArgumentParser) -> None:
     kinds = bench.add_subparsers(required=True, metavar="io | sweep | step | compare")
     _add_io(kinds)
     _add_sweep(kinds)
+    _add_step(kinds)
     _add_compare(kinds)
 
 
@@ -85,6 +88,18 @@ def _add_sweep(kinds: argparse._SubParsersAction[Any]) -> None:
     sweep.set_defaults(run=_run_sweep)
 
 
+def _add_step(kinds: argparse._SubParsersAction[Any]) -> None:
+    step = kinds.add_parser(
+        "step",
+        help="replay a training step and predict its time, and the drive's life",
+        description="Replay the I/O of a training step through a real daemon, beside the load of its computing.",
+    )
+    step_settings.add_arguments(step)
+    _add_write_limit(step)
+    _add_output_options(step)
+    step.set_defaults(run=_run_step)
+
+
 def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
     compare = kinds.add_parser(
         "compare", help="the same load by fio, side by side", description="fio and this tool in turns on one file."
@@ -108,6 +123,10 @@ def _add_file_options(parser: argparse.ArgumentParser, *, direct: bool = True) -
     if direct:
         parser.add_argument("--direct", type=int, choices=(0, 1), default=1, help="bypass the page cache; default: 1")
     parser.add_argument("--seed", type=int, default=1, help="of data and order; default: 1")
+    _add_write_limit(parser)
+
+
+def _add_write_limit(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--write-limit",
         type=parse_bytes,
@@ -177,6 +196,18 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
         settings.directories,
         lambda observer: run_sweep(settings, observer),
         advise_sweep,
+    )
+
+
+def _run_step(arguments: argparse.Namespace) -> int:
+    settings = step_settings.settings_from(arguments, _write_limit(arguments))
+    return _report(
+        arguments,
+        "step",
+        settings,
+        settings.directories,
+        lambda observer: run_step(settings, observer),
+        advise_step,
     )
 
 
