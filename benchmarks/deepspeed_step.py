@@ -126,11 +126,13 @@ def show(results: dict[str, Any], console: Console) -> None:
             f"{footprint['direct_files']} / {footprint['buffered_files']}",
         )
     machine = results["machine"]
+    directory = machine["directories"][0]
+    disk = directory["device"]["name"] if directory["device"] else "unknown"
     console.print(table)
     console.print(
-        f"infinity / deepspeed: {results['ratio_of_medians']:.3f} (medians). Disk {machine['swap_device'].get('name')} "
-        f"({machine['swap_filesystem']}), state {results['state_bytes_on_disk'] / 1e9:.2f} GB = "
-        f"{results['state_over_ram']:.2f} x RAM, {machine['cores']} cores, threads "
+        f"infinity / deepspeed: {results['ratio_of_medians']:.3f} (medians). Disk {disk} "
+        f"({directory['filesystem']}), state {results['state_bytes_on_disk'] / 1e9:.2f} GB = "
+        f"{results['state_over_ram']:.2f} x RAM, {machine['num_cores']} cores, threads "
         f"{results['threads']}, seed {results['seed']}"
     )
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import platform
 import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from io_daemon.bench.machine import MachineFacts, describe_directory, describe_machine
 from io_daemon.errors import ConfigError
+from io_daemon.kernel_text import read_text
 from io_daemon.metrics import size_text
 
-CAP_IPC_LOCK = 14
 TORCH_VERSION_MIN = (2, 6)
 GIB = 1 << 30
 FREE_BYTES_WARNED = 10 * GIB
@@ -45,7 +45,8 @@ class Finding:
 
 def examine(directories: Sequence[str]) -> list[Finding]:
     """Every finding. ``directories``: where swap files would go."""
-    findings = [*_software(), *_engines(), *_limits(), *_memory(), *_devices()]
+    facts = describe_machine([])
+    findings = [*_software(facts), *_engines(facts), *_limits(facts), *_memory(facts), *_devices(facts)]
     for directory in directories:
         findings += _directory(directory)
     return findings
@@ -99,8 +100,8 @@ def _fail(subject: str, value: str, remedy: str) -> Finding:
     return Finding(subject=subject, verdict=Verdict.FAILED, value=value, remedy=remedy)
 
 
-def _software() -> list[Finding]:
-    findings = [_ok("python", platform.python_version()), _ok("kernel", platform.release())]
+def _software(facts: MachineFacts) -> list[Finding]:
+    findings = [_ok("python", facts.python), _ok("kernel", facts.kernel or "unknown")]
     if (problem := _torch_problem()) is not None:
         return [*findings, _fail("torch", problem, "pip install 'torch>=2.6'")]
     import torch
@@ -117,50 +118,43 @@ def _torch_problem() -> str | None:
     return torch.__version__ if (int(major), int(minor)) < TORCH_VERSION_MIN else None
 
 
-def _engines() -> list[Finding]:
-    try:
-        from io_daemon import _native
-    except ImportError as error:
-        return [_fail("I/O core", f"cannot be loaded: {error}", "build it: make build, or pip install .")]
+def _engines(facts: MachineFacts) -> list[Finding]:
+    if not facts.engines:
+        return [_fail("I/O core", "cannot be loaded", "; ".join(facts.notes))]
     headers = {"io_uring": "liburing-dev", "libaio": "libaio-dev"}
     findings = []
-    for engine in ("io_uring", "libaio", "posix"):
-        subject = f"engine {engine}"
-        if engine not in _native.ENGINES:
-            package = headers.get(engine, "")
-            findings.append(_absent(subject, "not compiled in", f"apt-get install {package}, then make build"))
-            continue
-        reason = _native.probe_engine(engine)
-        if reason is None:
+    for engine in facts.engines:
+        subject = f"engine {engine.name}"
+        if engine.reason is None:
             findings.append(_ok(subject, "works"))
-        elif engine == "posix":
-            findings.append(_fail(subject, reason, "it needs only threads: look at ulimit -u"))
+        elif not engine.compiled:
+            package = headers.get(engine.name, "")
+            findings.append(_absent(subject, engine.reason, f"apt-get install {package}, then make build"))
+        elif engine.name == "posix":
+            findings.append(_fail(subject, engine.reason, "it needs only threads: look at ulimit -u"))
         else:
-            findings.append(_absent(subject, reason, _engine_remedy(engine)))
+            findings.append(_absent(subject, engine.reason, _engine_remedy(engine.name, facts)))
     return findings
 
 
-def _engine_remedy(engine: str) -> str:
+def _engine_remedy(engine: str, facts: MachineFacts) -> str:
     if engine == "io_uring":
-        disabled = _read("/proc/sys/kernel/io_uring_disabled")
-        if disabled not in ("", "0"):
+        if facts.io_uring_disabled:
             return "sysctl kernel.io_uring_disabled=0; until then the next engine is used"
         return "allow the io_uring system calls in the container's seccomp profile; until then the next engine is used"
     return "raise fs.aio-max-nr; until then the next engine is used"
 
 
-def _limits() -> list[Finding]:
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    if _may_lock_all():
-        memlock = _ok("memlock limit", "CAP_IPC_LOCK: unlimited")
-    elif soft == resource.RLIM_INFINITY:
+def _limits(facts: MachineFacts) -> list[Finding]:
+    locked = facts.memlock_bytes
+    if locked == "unlimited":
         memlock = _ok("memlock limit", "unlimited")
-    elif soft >= MEMLOCK_BYTES_WARNED:
-        memlock = _ok("memlock limit", f"{size_text(soft)}; a larger arena stays unlocked")
+    elif locked >= MEMLOCK_BYTES_WARNED:
+        memlock = _ok("memlock limit", f"{size_text(locked)}; a larger arena stays unlocked")
     else:
         memlock = _absent(
             "memlock limit",
-            f"{size_text(soft)}: arenas stay unlocked, and pin_memory: true is refused",
+            f"{size_text(locked)}: arenas stay unlocked, and pin_memory: true is refused",
             "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit",
         )
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -170,38 +164,23 @@ def _limits() -> list[Finding]:
         else _absent("open files limit", str(files), "ulimit -n 65536")
     )
     findings = [memlock, open_files]
-    if maximum := _read("/proc/sys/fs/aio-max-nr"):
-        used, most = int(_read("/proc/sys/fs/aio-nr") or 0), int(maximum)
-        value = f"{used} of {most} in use"
+    if facts.aio_max_nr is not None:
+        used = facts.aio_nr or 0
+        value = f"{used} of {facts.aio_max_nr} in use"
         findings.append(
             _ok("aio-max-nr", value)
-            if most - used >= 4096
+            if facts.aio_max_nr - used >= 4096
             else _absent("aio-max-nr", value, "sysctl fs.aio-max-nr=1048576 (only libaio needs it)")
         )
     return findings
 
 
-def _may_lock_all() -> bool:
-    for line in _read("/proc/self/status").splitlines():
-        if line.startswith("CapEff:"):
-            return bool(int(line.split()[1], 16) >> CAP_IPC_LOCK & 1)
-    return False
-
-
-def _memory() -> list[Finding]:
-    meminfo = {
-        name: int(rest.split()[0])
-        for name, _, rest in (line.partition(":") for line in _read("/proc/meminfo").splitlines())
-        if rest.split()
-    }
-    total, available = meminfo.get("MemTotal", 0) << 10, meminfo.get("MemAvailable", 0) << 10
+def _memory(facts: MachineFacts) -> list[Finding]:
+    available, total = facts.ram_available_bytes or 0, facts.ram_bytes or 0
     findings = [_ok("memory", f"{size_text(available)} of {size_text(total)} available")]
-    bound = _read("/sys/fs/cgroup/memory.max")
-    if bound.isdigit():
-        findings.append(_ok("memory of this cgroup", size_text(int(bound))))
-    pages = meminfo.get("HugePages_Total", 0)
-    page_bytes = meminfo.get("Hugepagesize", 0) << 10
-    transparent = _read("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+    if facts.cgroup_ram_max_bytes is not None:
+        findings.append(_ok("memory of this cgroup", size_text(facts.cgroup_ram_max_bytes)))
+    transparent = read_text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) or ""
     chosen = transparent.partition("[")[2].partition("]")[0]
     if chosen in ("always", "within_size", "advise", "force"):
         findings.append(_ok("huge pages for arenas", f"transparent, {chosen}"))
@@ -209,18 +188,18 @@ def _memory() -> list[Finding]:
         findings.append(
             _absent(
                 "huge pages for arenas",
-                f"transparent: {chosen or 'not in this kernel'}; reserved: {pages} of {size_text(page_bytes)}",
+                f"transparent: {chosen or 'not in this kernel'}",
                 "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; until then pages of 4 KiB are used",
             )
         )
     return findings
 
 
-def _devices() -> list[Finding]:
-    cores = len(os.sched_getaffinity(0))
-    findings = [_ok("cores", f"{cores} of {os.cpu_count()}")]
-    nodes = _read("/sys/devices/system/node/online")
-    findings.append(_ok("NUMA nodes", nodes or "one"))
+def _devices(facts: MachineFacts) -> list[Finding]:
+    findings = [
+        _ok("cores", f"{facts.num_cores} of {facts.num_cores_online}"),
+        _ok("NUMA nodes", facts.numa_nodes or "one"),
+    ]
     accelerator = None
     if _torch_problem() is None:
         import torch
@@ -293,24 +272,14 @@ def _directory(text: str) -> list[Finding]:
 
 def _block_device(text: str) -> list[Finding]:
     """Logical block size and kind of the device below, where the filesystem tells its device."""
-    number = os.stat(text).st_dev
-    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
-    queue = next((place / "queue" for place in (device, device.parent) if (place / "queue").is_dir()), None)
-    if queue is None:
+    device = describe_directory(Path(text)).device
+    if device is None:
         return [
             _absent(f"{text}: block device", "not told by this filesystem", "nothing: I/O is aligned to 4096 bytes")
         ]
-    logical_bytes = int(_read(queue / "logical_block_size") or 512)
-    kind = "rotating" if _read(queue / "rotational") == "1" else "not rotating"
-    value = f"{queue.parent.name}: logical blocks of {logical_bytes} bytes, {kind}"
+    logical_bytes = device.logical_block_bytes or 512
+    kind = "rotating" if device.rotational else "not rotating"
+    value = f"{device.name}: logical blocks of {logical_bytes} bytes, {kind}"
     if logical_bytes > 4096:
         return [_fail(f"{text}: block device", value, "I/O is aligned to 4096 bytes: name a directory on another disk")]
     return [_ok(f"{text}: block device", value)]
-
-
-def _read(path: str | Path) -> str:
-    """Contents without the last newline; the empty string if the file is not there or not ours to read."""
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""

@@ -101,7 +101,7 @@ def describe_machine(directories: Sequence[Path], *, proc: Path = PROC, sys: Pat
         aio_max_nr=read_integer(proc / "sys" / "fs" / "aio-max-nr"),
         io_uring_disabled=read_integer(proc / "sys" / "kernel" / "io_uring_disabled"),
         engines=engines,
-        directories=[_directory(path, proc, sys) for path in directories],
+        directories=[describe_directory(path, proc=proc, sys=sys) for path in directories],
         notes=[] if engine_note is None else [engine_note],
     )
     unknown = [
@@ -145,11 +145,15 @@ def _cgroup_ram_max_bytes(sys: Path) -> int | None:
 
 def _memlock_bytes(proc: Path) -> int | Literal["unlimited"]:
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if _may_lock_all(proc) or soft == resource.RLIM_INFINITY else soft
+
+
+def _may_lock_all(proc: Path) -> bool:
     for line in (read_text(proc / "self" / "status") or "").splitlines():
         name, _, value = line.partition(":")
-        if name == "CapEff" and int(value, 16) >> CAP_IPC_LOCK & 1:
-            return "unlimited"
-    return "unlimited" if soft == resource.RLIM_INFINITY else soft
+        if name == "CapEff":
+            return bool(int(value, 16) >> CAP_IPC_LOCK & 1)
+    return False
 
 
 def _engines() -> tuple[list[EngineFact], str | None]:
@@ -165,7 +169,7 @@ def _engines() -> tuple[list[EngineFact], str | None]:
     return facts, None
 
 
-def _directory(path: Path, proc: Path, sys: Path) -> DirectoryFacts:
+def describe_directory(path: Path, *, proc: Path = PROC, sys: Path = SYS) -> DirectoryFacts:
     mount = _mount(path, proc)
     free_bytes, total_bytes = _space(path)
     direct_refusal = _direct_refusal(path)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
-from infinity import doctor as doctor_module
 from infinity.doctor import Finding, Verdict, doctor, examine
 from io_daemon import _native
 
@@ -78,7 +78,7 @@ def test_a_directory_that_cannot_hold_swap_files_fails(path: str) -> None:
 
 def test_a_low_memlock_limit_says_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
-    monkeypatch.setattr(doctor_module, "_may_lock_all", lambda: False)
+    monkeypatch.setattr("io_daemon.bench.machine._may_lock_all", lambda _: False)
     finding = _by_subject(examine([]))["memlock limit"]
     assert finding.verdict is Verdict.ABSENT
     assert "64 KiB" in finding.value
@@ -102,3 +102,15 @@ def test_a_torch_that_is_too_old_fails(version: str, monkeypatch: pytest.MonkeyP
     finding = _by_subject(examine([]))["torch"]
     assert (finding.verdict, finding.value) == (Verdict.FAILED, version)
     assert "2.6" in finding.remedy
+
+
+def test_an_io_core_that_cannot_be_loaded_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # the package keeps a reference of its own to the module
+    monkeypatch.delattr("io_daemon._native")
+    for name in ("_native", "swap_dir", "swap_file"):
+        monkeypatch.delitem(sys.modules, f"io_daemon.{name}", raising=False)
+    monkeypatch.setitem(sys.modules, "io_daemon._native", None)
+    findings = _by_subject(examine([str(tmp_path)]))
+    assert findings["I/O core"].verdict is Verdict.FAILED
+    assert "make build" in findings["I/O core"].remedy
+    assert findings[str(tmp_path)].verdict is Verdict.FAILED
