@@ -18,10 +18,10 @@ def machine_sheets(facts: MachineFacts) -> list[Sheet]:
 
 def directory_line(directory: DirectoryFacts) -> str:
     """What a directory lies on, in one line."""
-    parts = [directory.filesystem or "an unknown filesystem"]
+    place = directory.filesystem or "an unknown filesystem"
     if directory.device is not None:
-        parts.append(f"on {_device_line(directory.device)}")
-    parts.append("O_DIRECT" if directory.direct else f"no O_DIRECT ({directory.direct_refusal})")
+        place += f" on {_device_line(directory.device)}"
+    parts = [place, "O_DIRECT" if directory.direct else f"no O_DIRECT ({directory.direct_refusal})"]
     if directory.free_bytes is not None:
         parts.append(f"{decimal_bytes_text(directory.free_bytes)} free")
     return f"{directory.path}: {', '.join(parts)}"
