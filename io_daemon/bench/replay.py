@@ -27,13 +27,10 @@ class StepFigures(NamedTuple):
     """One step of the replay."""
 
     step_s: float
-    work_s: float
-    """Of it, with something to do for the CPU or the accelerator."""
     stall_s: float
     """Of it, blocked in waits for leases."""
     update_s: float
-    """From the update's first request to the end of the step; work and stalls likewise."""
-    update_work_s: float
+    """Of it, from the update's first request to the end."""
     update_stall_s: float
     read_bytes: int
     """From NVMe."""
@@ -42,7 +39,6 @@ class StepFigures(NamedTuple):
 
 class _Moment(NamedTuple):
     at_s: float
-    worked_s: float
     stalled_s: float
 
 
@@ -66,7 +62,6 @@ class Replay:
         if chunks != range(len(trace.chunks)):
             raise AssertionError(f"a fresh tenant's chunks are numbered {chunks}")
         self._told = False
-        self._worked_s = 0.0
         self._write_initial()
         self._stats = client.stats()
 
@@ -77,7 +72,6 @@ class Replay:
     def take_step(self) -> StepFigures:
         """After the first one the daemon is told the order, as by a rank in training."""
         trace, leases = self._trace, self._trace.leases
-        self._worked_s = 0.0
         seqs: dict[int, int] = {}
         views: list[Bytes] = []
         start = at_update = self._now()
@@ -102,24 +96,20 @@ class Replay:
         since = at_update if self._has_update else end
         return StepFigures(
             step_s=end.at_s - start.at_s,
-            work_s=end.worked_s,
             stall_s=end.stalled_s - start.stalled_s,
             update_s=end.at_s - since.at_s,
-            update_work_s=end.worked_s - since.worked_s,
             update_stall_s=end.stalled_s - since.stalled_s,
             read_bytes=sum(self._stats.total.bytes_read) - sum(before.total.bytes_read),
             write_bytes=sum(self._stats.total.bytes_written) - sum(before.total.bytes_written),
         )
 
-    def work_alone(self) -> tuple[float, float]:
-        """Seconds of a step's work with nothing beside it: all of it, and the update's. No lease is asked for, the
-        passes go over any frames: call it when no more steps are wanted."""
+    def work_alone_s(self) -> float:
+        """Seconds of a step's work with nothing beside it. No lease is asked for, the passes go over any frames: call
+        it when no more steps are wanted."""
         trace = self._trace
-        self._worked_s = before_update_s = 0.0
         next_frame = 0
+        start_s = time.perf_counter()
         for index, work in enumerate(self._work):
-            if index == self._first_update_event:
-                before_update_s = self._worked_s
             lease = trace.events.lease[index - 1]
             views: list[Bytes] = []
             if work.share:
@@ -129,14 +119,14 @@ class Replay:
                 next_frame += count
                 views = [self._view(frame, trace.frame_bytes) for frame in frames]
             self._do(work, views, lease)
-        return self._worked_s, self._worked_s - before_update_s if self._has_update else 0.0
+        return time.perf_counter() - start_s
 
     @property
     def _has_update(self) -> bool:
         return self._first_update_event < len(self._trace.events.ops)
 
     def _now(self) -> _Moment:
-        return _Moment(time.perf_counter(), self._worked_s, self._client.stall_s)
+        return _Moment(time.perf_counter(), self._client.stall_s)
 
     def _write_initial(self) -> None:
         """As ``initialize`` does, with bytes that no drive compresses."""
@@ -152,7 +142,6 @@ class Replay:
 
     def _do(self, work: Work, views: Sequence[Bytes], lease: int) -> None:
         """The work before an event; ``lease``: whose frames ``views`` are."""
-        start_s = time.perf_counter()
         if work.share:
             parts = [view[: round(work.share * len(view)) // WORD_BYTES * WORD_BYTES] for view in views]
             read, write = self._trace.leases.read[lease], self._trace.leases.write[lease]
@@ -162,7 +151,6 @@ class Replay:
                 self._load.copy(parts, into=bool(write))
         if work.flops:
             self._load.compute(work.flops)
-        self._worked_s += time.perf_counter() - start_s
 
     def _views(self, lease: int, frames: dict[int, tuple[int, ...]]) -> list[Bytes]:
         chunk = self._trace.leases.chunk[lease]

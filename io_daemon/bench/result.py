@@ -172,15 +172,19 @@ class StepResult(Record):
     host_budget_bytes: int
     arena_bytes: int
     """Of the replay."""
+    engine: str
+    bs: int
+    iodepth: int
+    """What the daemon used."""
     step_s: float
     steps_s: list[float]
     """Of each measured step."""
     compute_s: float
-    """Forward and backward, beside I/O; stalls excluded. Without it: see ``cpu_offload_step_s``."""
+    """Forward and backward beside the I/O, requests to the daemon included, stalls not."""
     update_s: float
-    """The update's work, likewise."""
+    """The update, likewise."""
     stall_s: float
-    """Waiting for the daemon."""
+    """Blocked, waiting for the daemon. The three together make the step."""
     update_stall_s: float
     """Of ``stall_s``, in the update."""
     stall_share: float

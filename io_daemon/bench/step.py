@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
@@ -28,6 +27,7 @@ from io_daemon.bench.step_trace import StepTrace, load, work_before
 from io_daemon.client import Client
 from io_daemon.errors import ConfigError, WorldError
 from io_daemon.process import DaemonProcess, daemon_options
+from io_daemon.tuning import Chosen, choose
 
 RAM_SHARE_MAX: Final = 0.5
 """Of what is available, for the arena."""
@@ -50,18 +50,22 @@ def run_step(settings: StepSettings, observer: Observer | None = None) -> StepRe
         full = with_budget(full, settings.host_budget_bytes)
     trace, scale = scaled(full, _affordable_share(full, settings))
     check_writes(settings, trace)
-    threads = settings.threads or (full.rates.num_threads if full.rates else _spare_cores())
-    with CpuLoad(threads) as cpu:
-        work = _load_for(settings, trace, cpu)
-        with _attached(settings, trace, work) as replay:
-            num_warm_up_steps = _settle(replay, observer)
-            observer.phase("replaying steps", settings.steps)
-            figures = []
-            for number in range(settings.steps):
-                figures.append(replay.take_step())
-                observer.progress(number + 1)
-            alone_s, _ = replay.work_alone()
-    return _result(settings, full, trace, scale, num_warm_up_steps, figures, alone_s)
+    chosen = choose(settings.directories, settings.daemon_engine, settings.bs, settings.iodepth)
+    with (
+        CpuLoad(settings.threads or _threads_of(full)) as cpu,
+        _daemon_for(settings, chosen) as daemon,
+        Client.connect(str(daemon.socket), job=f"bench-{os.getpid()}", rank=0) as client,
+    ):
+        chosen = chosen._replace(engine=str(daemon.ready["engine"]))
+        replay = Replay(client, trace, _load_for(settings, trace, cpu), client.swap_dirs)
+        num_warm_up_steps = _settle(replay, observer)
+        observer.phase("replaying steps", settings.steps)
+        figures = []
+        for number in range(settings.steps):
+            figures.append(replay.take_step())
+            observer.progress(number + 1)
+        alone_s = replay.work_alone_s()
+    return _result(settings, full, trace, scale, chosen, num_warm_up_steps, figures, alone_s)
 
 
 def check_writes(settings: StepSettings, trace: StepTrace) -> None:
@@ -105,9 +109,9 @@ def _available_ram_bytes() -> int:
     raise WorldError("/proc/meminfo does not say MemAvailable")
 
 
-def _spare_cores() -> int:
-    """One is the daemon's."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
+def _threads_of(trace: StepTrace) -> int:
+    """As traced, else all cores but one, which is the daemon's."""
+    return trace.rates.num_threads if trace.rates else max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _load_for(settings: StepSettings, trace: StepTrace, cpu: CpuLoad) -> Load:
@@ -135,20 +139,15 @@ def _load_for(settings: StepSettings, trace: StepTrace, cpu: CpuLoad) -> Load:
     return cpu if settings.compute_tflops is None else AcceleratorLoad(cpu, rate)
 
 
-@contextmanager
-def _attached(settings: StepSettings, trace: StepTrace, work: Load) -> Iterator[Replay]:
-    """A rank of a daemon of its own."""
+def _daemon_for(settings: StepSettings, chosen: Chosen) -> DaemonProcess:
+    """A daemon of our own, as training starts one."""
     options = daemon_options(
-        engine=settings.engine,
-        block_bytes=settings.bs,
-        queue_depth=settings.iodepth,
+        engine=chosen.engine,
+        block_bytes=chosen.block_bytes,
+        queue_depth=chosen.queue_depth,
         verify_checksums=settings.verify,
     )
-    with (
-        DaemonProcess(swap_dirs=settings.directories, options=options) as daemon,
-        Client.connect(str(daemon.socket), job=f"bench-{os.getpid()}", rank=0) as client,
-    ):
-        yield Replay(client, trace, work, client.swap_dirs)
+    return DaemonProcess(swap_dirs=settings.directories, options=options)
 
 
 def _settle(replay: Replay, observer: Observer) -> int:
@@ -182,15 +181,17 @@ def _result(
     full: StepTrace,
     trace: StepTrace,
     scale: float,
+    chosen: Chosen,
     num_warm_up_steps: int,
     figures: Sequence[StepFigures],
     alone_s: float,
 ) -> StepResult:
     middle = StepFigures(*(statistics.median(column) / scale for column in zip(*figures, strict=True)))
+    compute_stall_s = max(0.0, middle.stall_s - middle.update_stall_s)
     parts = StepParts(
-        compute_s=middle.work_s - middle.update_work_s,
-        update_s=middle.update_work_s,
-        compute_stall_s=max(0.0, middle.stall_s - middle.update_stall_s),
+        compute_s=max(0.0, middle.step_s - middle.update_s - compute_stall_s),
+        update_s=max(0.0, middle.update_s - middle.update_stall_s),
+        compute_stall_s=compute_stall_s,
         update_stall_s=middle.update_stall_s,
     )
     day_bytes = middle.write_bytes / middle.step_s * DAY_S
@@ -206,6 +207,9 @@ def _result(
         num_warm_up_steps=num_warm_up_steps,
         host_budget_bytes=full.host_budget_bytes,
         arena_bytes=trace.num_frames * trace.frame_bytes,
+        engine=chosen.engine,
+        bs=chosen.block_bytes,
+        iodepth=chosen.queue_depth,
         step_s=middle.step_s,
         steps_s=[step.step_s / scale for step in figures],
         compute_s=parts.compute_s,

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Annotated, Final
+from typing import Annotated, Final, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES
 from io_daemon.bench.step_trace import shipped_names
-from io_daemon.config import EngineChoice
+from io_daemon.config import EngineName
 from io_daemon.protocol import PAGE_BYTES
 from io_daemon.sizes import parse_bytes
 
@@ -25,9 +25,10 @@ class StepSettings(BaseModel):
     directories: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
     trace: str
     """A file, or the name of a trace that ships with the package."""
-    engine: EngineChoice = "auto"
-    bs: Annotated[int, Field(ge=PAGE_BYTES, le=1 << 30, multiple_of=PAGE_BYTES)] = 1 << 20
-    iodepth: Annotated[int, Field(ge=1, le=4096)] = 32
+    engine: EngineName | None = None
+    """None, also below: what a sweep found best here, else the daemon's default."""
+    bs: Annotated[int, Field(ge=PAGE_BYTES, le=1 << 30, multiple_of=PAGE_BYTES)] | None = None
+    iodepth: Annotated[int, Field(ge=1, le=4096)] | None = None
     verify: bool = True
     """Checksums of blocks, as the daemon's default is."""
     size: Annotated[int, Field(ge=1 << 20)] = DEFAULT_SIZE_BYTES
@@ -48,6 +49,11 @@ class StepSettings(BaseModel):
     def _resolved(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
         return tuple(path.resolve() for path in value)
 
+    @property
+    def daemon_engine(self) -> str:
+        """As ``io-daemon serve`` takes it."""
+        return "auto" if self.engine is None else f"require:{self.engine}"
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What is special to ``bench step``; ``--write-limit`` and ``--yes`` are those of the other commands."""
@@ -58,10 +64,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"a file that `infinity trace` wrote, or one that ships: {', '.join(shipped_names())}",
     )
     parser.add_argument(
-        "--engine", default="auto", help="auto or require:NAME, as for `io-daemon serve`; default: auto"
+        "--engine", choices=("auto", *get_args(EngineName)), default="auto", help="default: auto, as in training"
     )
-    parser.add_argument("--bs", type=parse_bytes, default=1 << 20, help="bytes of one I/O; default: 1M")
-    parser.add_argument("--iodepth", type=int, default=32, help="I/Os in flight per directory; default: 32")
+    parser.add_argument("--bs", type=parse_bytes, help="bytes of one I/O; default: as training would choose")
+    parser.add_argument("--iodepth", type=int, help="I/Os in flight per directory; default: likewise")
     parser.add_argument("--verify", type=int, choices=(0, 1), default=1, help="checksums of blocks; default: 1")
     parser.add_argument(
         "--size", type=parse_bytes, default=DEFAULT_SIZE_BYTES, help="most bytes of swap files; default: 8G"
@@ -83,7 +89,7 @@ def settings_from(arguments: argparse.Namespace, write_limit_bytes: int) -> Step
     return StepSettings(
         directories=tuple(arguments.directory),
         trace=arguments.trace,
-        engine=arguments.engine,
+        engine=None if arguments.engine == "auto" else arguments.engine,
         bs=arguments.bs,
         iodepth=arguments.iodepth,
         verify=bool(arguments.verify),
