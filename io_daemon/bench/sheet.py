@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -152,12 +153,11 @@ def _sweep_sheets(result: SweepResult) -> Iterator[Sheet]:
         ),
         {index: "good" for index, cell in enumerate(shown) if cell == result.chosen},
     )
-    section = ", ".join(f"{key} = {value}" for key, value in result.io_daemon.items())
     yield Sheet(
         "the choice",
         (),
         (
-            ("io_daemon", section),
+            ("io_daemon", json.dumps(result.io_daemon)),  # as a configuration has it
             ("remembered in", result.remembered_in or "nowhere: write it into the job's configuration"),
         ),
     )

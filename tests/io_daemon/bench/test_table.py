@@ -71,7 +71,7 @@ def test_sweep_shows_the_best_first_and_marks_the_choice() -> None:
     (line,) = [line for line in text.splitlines() if line.rstrip().endswith("chosen")]
     assert made.chosen.engine in line
     assert str(made.chosen.iodepth) in line
-    assert f"block_size = {made.chosen.bs}" in words(text)
+    assert f'"block_size": {made.chosen.bs}' in words(text)
 
 
 def test_sweep_repeats_the_warnings_of_its_confirmation() -> None:
