@@ -8,7 +8,7 @@ at bytes. Latencies are taken per I/O, next to the system call, not per batch.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Final, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +19,8 @@ from io_daemon.latency import Latencies
 
 REACTOR_ENGINES: Final = ("io_uring", "libaio", "posix")
 """Those that training uses."""
-ENGINES: Final = REACTOR_ENGINES
+ENGINES: Final = (*REACTOR_ENGINES, "kvikio", "aiofiles")
+Memory = Literal["host", "gpu"]
 
 
 class Counters(NamedTuple):
@@ -64,12 +65,18 @@ class BlockEngine(Protocol):
         """Give everything back, waiting for what is in flight. Idempotent. Raises DeviceIOError if that never ends."""
 
 
-def engine_problem(name: str) -> str | None:
-    """None if the engine works on this machine, else one line of why not, with the remedy where there is one.
-    Raises ConfigError for an unknown name."""
-    if name in REACTOR_ENGINES:
-        return probe_engine(name)
-    raise ConfigError("engine", name, f"is none of {', '.join(ENGINES)}")
+def engine_problem(name: str, memory: Memory = "host") -> str | None:
+    """None if the engine works on this machine with its slots in this kind of memory, else one line of why not, with
+    the remedy where there is one. Raises ConfigError for an unknown name."""
+    if name not in ENGINES:
+        raise ConfigError("engine", name, f"is none of {', '.join(ENGINES)}")
+    if name == "kvikio":
+        from io_daemon.bench.kvikio_engine import kvikio_problem
+
+        return kvikio_problem(memory)
+    if memory == "gpu":
+        return f"{name} moves host memory only: kvikio is the engine for GPU memory"
+    return probe_engine(name) if name in REACTOR_ENGINES else None
 
 
 def open_engine(
@@ -80,14 +87,26 @@ def open_engine(
     iodepth: int,
     path: str,
     *,
+    memory: Memory = "host",
     faults: Sequence[tuple[str, int, int]] = (),
 ) -> BlockEngine:
-    """The engine of that name over the file that ``fd`` refers to, which stays the caller's; the file is direct if its
-    descriptor is. ``arena``: slots of ``bs`` bytes. ``path`` names the file in errors. ``faults``, for tests of what
-    stands above: as ``Reactor`` takes them, and only for the reactor's engines.
+    """The engine of that name over the file that ``fd`` refers to, which stays the caller's; I/O is direct if the
+    descriptor is. ``arena``: slots of ``bs`` bytes. ``path`` names the file in errors. ``memory="gpu"``: the I/O is
+    between the file and GPU memory, and each block copied to or from its slot outside of the time that is counted.
+    ``faults``, for tests of what stands above: as ``Reactor`` takes them, and only for the reactor's engines.
     Raises ConfigError if the engine does not work on this machine, OSError if it cannot start."""
-    if (problem := engine_problem(name)) is not None:
+    if (problem := engine_problem(name, memory)) is not None:
         raise ConfigError("engine", name, problem)
-    from io_daemon.bench.reactor_engine import ReactorEngine
+    if name in REACTOR_ENGINES:
+        from io_daemon.bench.reactor_engine import ReactorEngine
 
-    return ReactorEngine(name, fd, arena, bs, iodepth, path, faults)
+        return ReactorEngine(name, fd, arena, bs, iodepth, path, faults)
+    if faults:
+        raise ConfigError("engine", name, f"takes no faults; {', '.join(REACTOR_ENGINES)} do")
+    if name == "kvikio":
+        from io_daemon.bench.kvikio_engine import KvikioEngine
+
+        return KvikioEngine(fd, arena, bs, iodepth, path, memory)
+    from io_daemon.bench.aiofiles_engine import AiofilesEngine
+
+    return AiofilesEngine(fd, arena, bs, iodepth, path)
