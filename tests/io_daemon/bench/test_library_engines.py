@@ -151,7 +151,8 @@ def test_a_failed_io_leaves_other_batches_alone(start: Start, path: Path) -> Non
     offsets[1] = 2**63 - BS  # it would end where no offset reaches
     engine.submit(1, writes, offsets, slots)
     engine.submit(2, *batch(8, 3))
-    tags, errors = [], []
+    tags: list[int] = []
+    errors: list[DeviceIOError] = []
     deadline = time.monotonic() + DEADLINE_S
     while len(tags) + len(errors) < 2:
         assert time.monotonic() < deadline
