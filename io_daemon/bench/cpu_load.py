@@ -25,7 +25,7 @@ UNIT_FLOPS: Final = STACK * 2 * MATRIX_ROWS**3
 SCRATCH_BYTES: Final = 128 << 20
 """Larger than caches: what is copied comes from memory and goes there."""
 PIECE_BYTES: Final = 4 << 20
-CALIBRATION_S: Final = 0.1
+CALIBRATION_S: Final = 0.05
 CALIBRATION_ROUNDS: Final = 5
 
 Bytes = NDArray[np.uint8]
@@ -83,7 +83,7 @@ class CpuLoad:
         self._on_threads(lambda thread: _update(frames[thread :: self.num_threads]))
 
     def calibrate(self) -> CpuRates:
-        """Takes about two seconds."""
+        """Takes about a second."""
         pieces = self._scratch.reshape(-1, PIECE_BYTES)
         other = np.ones_like(self._scratch).reshape(-1, PIECE_BYTES)
         unit_flops = UNIT_FLOPS * self.num_threads

@@ -1,0 +1,173 @@
+"""``infinity trace``: what it writes down is what the engine asks of a real daemon, run or not run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from benchmarks.gpt import GPT, GPTShape, token_batch
+from infinity.cli import main
+from infinity.standard_model import standard_model, standard_shape
+from io_daemon.bench.step_trace import StepTrace, load
+from io_daemon.client import Client
+from io_daemon.protocol import Access
+
+SHAPE = GPTShape(d_model=128, num_layers=3, num_heads=4, vocabulary=512, sequence=16)
+NUM_FLOPS = 6 * SHAPE.sequence * (3 * 12 * 128 * 128 + 512 * 128)
+"""Two a multiplication, three products a weight; attention's own are few at this length."""
+
+
+def tiny_gpt() -> tuple[nn.Module, torch.Tensor]:
+    """The factory named on the command line."""
+    torch.manual_seed(0)
+    return GPT(SHAPE), token_batch(SHAPE, step=0)
+
+
+def no_pair() -> int:
+    return 1
+
+
+def config(swap_dir: Path, **changes: Any) -> dict[str, Any]:
+    offload = {"device": "nvme", "nvme_path": str(swap_dir)}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "bf16": {"enabled": True},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_prefetch_bucket_size": 220_000,
+            "stage3_max_live_parameters": 600_000,
+            "stage3_max_reuse_distance": 400_000,
+            "stage3_param_persistence_threshold": 1_000,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+        },
+        "io_daemon": {"host_budget_bytes": 4 << 20},
+        **changes,
+    }
+
+
+def traced(tmp_path: Path, *words: str, **changes: Any) -> StepTrace:
+    config_path, out = tmp_path / "config.json", tmp_path / "trace.json.gz"
+    config_path.write_text(json.dumps(config(tmp_path, **changes)))
+    before = torch.get_num_threads()
+    try:
+        assert main(["trace", "--config", str(config_path), "--out", str(out), *words]) == 0
+    finally:
+        torch.set_num_threads(before)
+    return load(str(out))
+
+
+def requests(trace: StepTrace) -> tuple[object, ...]:
+    """All but work and machine."""
+    return (
+        trace.events.ops,
+        trace.events.lease,
+        trace.leases,
+        trace.accesses,
+        trace.chunks,
+        trace.frame_bytes,
+        trace.num_frames,
+    )
+
+
+MODEL = ("--model", "tests.infinity.test_trace_command:tiny_gpt")
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3}, {"gradient_clipping": 1.0}])
+def test_the_derived_requests_are_the_recorded_ones(tmp_path: Path, changes: dict[str, Any]) -> None:
+    recorded, derived = traced(tmp_path, *MODEL, **changes), traced(tmp_path, *MODEL, "--meta", **changes)
+    assert requests(recorded) == requests(derived)
+    assert (recorded.gap_unit, derived.gap_unit) == ("seconds", "flops")
+    assert recorded.num_params == derived.num_params == SHAPE.numel
+    num_steps = changes.get("gradient_accumulation_steps", 1)
+    total = sum(derived.events.gap) + derived.tail
+    assert NUM_FLOPS * num_steps <= total <= 1.1 * NUM_FLOPS * num_steps
+
+
+def test_the_recorded_order_is_what_a_daemon_is_told_in_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[list[Access]] = []
+    upload = Client.upload_trace
+
+    def listen(client: Client, trace_id: int, accesses: Sequence[Access]) -> None:
+        told.append(list(accesses))
+        upload(client, trace_id, accesses)
+
+    monkeypatch.setattr(Client, "upload_trace", listen)
+    swap_dir = tmp_path / "swap"
+    swap_dir.mkdir()
+    model, batch = tiny_gpt()
+    engine, *_ = infinity.initialize(model=model, model_parameters=model.parameters(), config=config(swap_dir))
+    with engine:
+        engine.backward(engine(batch))
+        engine.step()
+        stats = engine.io_report()
+    trace = traced(tmp_path, *MODEL, "--meta", "--no-init")
+    assert told == [[Access(*row) for row in trace.accesses]]
+    assert trace.num_frames * trace.frame_bytes == stats.arena_bytes
+
+
+def test_a_staging_area_is_left_out_of_the_budget(tmp_path: Path) -> None:
+    with_init, without = traced(tmp_path, *MODEL, "--meta"), traced(tmp_path, *MODEL, "--meta", "--no-init")
+    assert with_init.num_frames * with_init.frame_bytes <= (4 << 20) * 7 // 8
+    assert with_init.num_frames * with_init.frame_bytes < without.num_frames * without.frame_bytes
+
+
+def test_another_budget_than_the_configurations(tmp_path: Path) -> None:
+    trace = traced(tmp_path, *MODEL, "--meta", "--no-init", "--host-budget-bytes", "8M")
+    assert trace.host_budget_bytes == 8 << 20
+    assert 4 << 20 < trace.num_frames * trace.frame_bytes <= 8 << 20
+
+
+def test_a_standard_model_by_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    big = {"io_daemon": {"host_budget_bytes": 1 << 30}}
+    trace = traced(tmp_path, "--model-params", "1e9", "--sequence", "128", "--json", **big)
+    said = json.loads(capsys.readouterr().out)
+    assert said["parameters"] == trace.num_params
+    assert trace.num_params == pytest.approx(1e9, rel=0.05)
+    assert trace.tokens_per_step == 128
+    # six FLOPs a parameter and token, without the embedding's
+    assert said["flops"] == pytest.approx(6 * trace.num_params * 128, rel=0.2)
+
+
+@pytest.mark.parametrize("num_params", [1.6e8, 1e9, 8e9, 7e10, 4.05e11])
+def test_standard_shapes_have_the_parameters_asked_for(num_params: float) -> None:
+    shape = standard_shape(int(num_params))
+    assert shape.numel == pytest.approx(num_params, rel=0.05)
+    with torch.device("meta"):
+        assert sum(param.numel() for param in standard_model(shape).parameters()) == shape.numel
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (("--model", "no_such_module:make"), "cannot be imported"),
+        (("--model", "tests.infinity.test_trace_command:no_such"), "cannot be imported"),
+        (("--model", "tests.infinity.test_trace_command:no_pair"), "not a pair"),
+        (("--model-params", "1e13"), "no shape is known"),
+    ],
+)
+def test_what_cannot_be_traced_is_refused(
+    words: tuple[str, ...], says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config_path = tmp_path / "config.json"
+    config_path.write_text(json.dumps(config(tmp_path)))
+    assert main(["trace", "--config", str(config_path), *words]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_without_offloading_there_is_nothing_to_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_path = tmp_path / "config.json"
+    config_path.write_text(json.dumps(config(tmp_path, zero_optimization={"stage": 3})))
+    assert main(["trace", "--config", str(config_path), *MODEL]) == 2
+    assert "offload" in capsys.readouterr().err

@@ -1,0 +1,179 @@
+"""``bench step`` end to end: a real daemon, real leases, and nothing left behind however it ends."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from io_daemon.bench.result import Report, StepResult
+from io_daemon.bench.step import advise_step, run_step, writes_expected
+from io_daemon.bench.step_settings import StepSettings
+from io_daemon.bench.step_trace import load, save
+from io_daemon.cli import main
+from io_daemon.errors import BudgetError, ConfigError
+from tests.support.daemon import DEADLINE_S, eventually
+from tests.support.small_step import FRAME_BYTES, STATE, small_step
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> Path:
+    path = tmp_path / "small.json.gz"
+    save(small_step(), path)
+    return path
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    path = tmp_path / "swap"
+    path.mkdir()
+    return path
+
+
+def replay(directory: Path, trace: Path | str, **settings: object) -> StepResult:
+    values = {
+        "directories": (directory,),
+        "trace": str(trace),
+        "engine": "posix",
+        "bs": 65536,
+        "iodepth": 4,
+        "steps": 3,
+    }
+    return run_step(StepSettings(**{**values, **settings}))  # type: ignore[arg-type]
+
+
+def test_a_step_is_replayed_and_nothing_is_left(directory: Path, trace: Path) -> None:
+    result = replay(directory, trace, tbw=100.0)
+    assert (result.scale, result.num_steps, len(result.steps_s)) == (1.0, 3, 3)
+    assert (result.engine, result.bs, result.iodepth) == ("posix", 65536, 4)
+    total_s = result.compute_s + result.update_s + result.stall_s
+    assert total_s == pytest.approx(result.step_s, rel=1e-6)
+    assert 0 <= result.update_stall_s <= result.stall_s + 1e-9
+    # 6 chunks of 8 frames through 24: at least what cannot be kept moves, at most everything
+    full = small_step()
+    dirty_bytes = 6 * (1 + 1 + 6) * FRAME_BYTES
+    assert 0 < result.write_bytes <= dirty_bytes
+    assert 0 < result.read_bytes <= 6 * (2 + 1 + 6) * FRAME_BYTES
+    assert result.arena_bytes == full.num_frames * FRAME_BYTES
+    assert result.bytes_per_day_written == pytest.approx(result.write_bytes / result.step_s * 86400, rel=1e-3)
+    assert result.drive_life_days is not None
+    assert "step" in advise_step(result)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_large_arena_moves_nothing_once_settled(directory: Path, trace: Path) -> None:
+    result = replay(directory, trace, host_budget_bytes=1 << 30)
+    assert result.read_bytes == 0
+    assert result.drive_life_days is None or result.write_bytes > 0
+
+
+def test_pinned_kinds_never_reach_the_disk(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "pinned.json.gz"
+    save(small_step(pinned_mask=STATE, num_frames=60), path)
+    result = replay(directory, path)
+    assert result.write_bytes <= 6 * 2 * FRAME_BYTES
+
+
+def test_a_model_larger_than_the_space_is_scaled(directory: Path) -> None:
+    result = replay(directory, "gpt-168m", size=32 << 20, bs=1 << 20)
+    assert 0.005 < result.scale < 0.02
+    assert result.warnings
+    # by bytes, the full model's step
+    assert 1e9 < result.read_bytes < 4e9
+    assert list(directory.iterdir()) == []
+
+
+def test_an_accelerator_is_waited_for(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "flops.json.gz"
+    full = small_step(measured=False, gap=1e9)
+    save(full, path)
+    num_flops = sum(full.events.gap) + full.tail
+    result = replay(directory, path, compute_tflops=num_flops / 0.1e12)
+    assert result.cpu_offload_step_s > 0.09
+    assert result.step_s > 0.09
+
+
+@pytest.mark.parametrize(
+    ("settings", "key"),
+    [
+        ({"compute_tflops": 100.0}, "compute_tflops"),
+        ({"write_limit_bytes": 1 << 20}, "write_limit"),
+        ({"trace": "no-such-trace"}, "trace"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_anything_is_written(
+    settings: dict[str, object], key: str, directory: Path, trace: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        replay(directory, **{"trace": trace, **settings})  # type: ignore[arg-type]
+    assert caught.value.key == key
+    assert list(directory.iterdir()) == []
+
+
+def test_compute_that_would_take_for_ever_is_refused(directory: Path, tmp_path: Path) -> None:
+    path = tmp_path / "flops.json.gz"
+    save(small_step(measured=False, gap=1e14), path)
+    with pytest.raises(ConfigError, match="--compute-tflops"):
+        replay(directory, path)
+    assert list(directory.iterdir()) == []
+
+
+def test_a_budget_that_cannot_work_is_refused(directory: Path, trace: Path) -> None:
+    with pytest.raises(BudgetError):
+        replay(directory, trace, host_budget_bytes=8 << 10)
+
+
+def test_no_more_is_written_than_was_announced(directory: Path, trace: Path) -> None:
+    result = replay(directory, trace)
+    assert result.write_bytes * (result.num_steps + result.num_warm_up_steps) <= writes_expected(load(str(trace)), 3)
+
+
+def test_json_is_the_documented_report(directory: Path, trace: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "step", str(directory), "--trace", str(trace), "--steps", "3", "--engine", "posix", "--json"]
+    assert main(words) == 0
+    report = Report.model_validate_json(capsys.readouterr().out)
+    assert report.kind == "step"
+    assert isinstance(report.result, StepResult)
+
+
+def start_long_replay(directory: Path, trace: Path) -> subprocess.Popen[bytes]:
+    """In the middle of its steps when this returns."""
+    words = ["bench", "step", str(directory), "--trace", str(trace), "--steps", "1000", "--yes", "--engine", "posix"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "io_daemon", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    eventually(lambda: process.poll() is not None or any(directory.glob("*.swap")), "a swap file appears")
+    return process
+
+
+@pytest.fixture
+def slow_trace(tmp_path: Path) -> Path:
+    path = tmp_path / "slow.json.gz"
+    save(small_step(gap=2e-3), path)
+    return path
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing(number: signal.Signals, directory: Path, slow_trace: Path) -> None:
+    process = start_long_replay(directory, slow_trace)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 128 + number
+    assert b"Traceback" not in errors
+    assert list(directory.iterdir()) == []
+
+
+def test_after_a_kill_gc_leaves_nothing(directory: Path, slow_trace: Path) -> None:
+    process = start_long_replay(directory, slow_trace)
+    daemons = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+    process.kill()
+    process.communicate(timeout=DEADLINE_S)
+    for pid in daemons:
+        eventually(lambda pid=pid: not Path(f"/proc/{pid}").exists(), "its daemon ends")  # type: ignore[misc]
+    assert main(["gc", "--swap-dir", str(directory)]) == 0
+    assert list(directory.iterdir()) == []
