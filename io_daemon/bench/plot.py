@@ -8,6 +8,7 @@ dark. No text that a user chose is drawn: matplotlib would read dollar signs as 
 from __future__ import annotations
 
 import io
+import math
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
@@ -150,7 +151,9 @@ def plot_series(result: IoResult) -> Figure:
     above.set_ylim(bottom=0)
     above.set_ylabel("GB/s")
     _legend(above)
-    below.plot(series.at_s, [latency_ns / 1e6 for latency_ns in series.clat_p99_ns], color=PURPLE, linewidth=1.5)
+    # an interval in which no I/O ended has no latency: a gap, not a zero
+    p99_ms = [latency_ns / 1e6 if latency_ns else math.nan for latency_ns in series.clat_p99_ns]
+    below.plot(series.at_s, p99_ms, color=PURPLE, linewidth=1.5)
     below.set_ylim(bottom=0)
     below.set_ylabel("clat p99, ms")
     below.set_xlabel("seconds; before 0: ramp")

@@ -29,11 +29,11 @@ from io_daemon.bench.units import (
 )
 
 BEST_CELLS_MAX: Final = 8
-METRIC_NAMES: Final = {
+METRIC_NAMES: Final[dict[str, str]] = {
     "bw_bytes": "bw",
-    "clat_p50_ns": "clat p50",
-    "clat_p99_ns": "clat p99",
-    "cpu_s_per_gb": "CPU s/GB",
+    "clat_p50_ns": "p50",
+    "clat_p99_ns": "p99",
+    "cpu_s_per_gb": "CPU/GB",
 }
 
 
@@ -176,7 +176,7 @@ def _compare_sheet(result: CompareResult) -> Sheet:
             for index, line in enumerate(lines)
         ),
         {index: "good" if line.inside else "bad" for index, line in enumerate(lines)},
-        "fio/fio: what two equal runs of fio differ by. CPU s/GB is held to a bound of its own.",
+        "p50, p99: of clat. fio/fio: what two equal runs of fio differ by; CPU/GB has a bound of its own.",
     )
 
 
@@ -187,7 +187,7 @@ def _compare_row(line: CompareLine, load: str) -> tuple[str, ...]:
         metric_text(line, statistics.median(pair.ours for pair in line.pairs)),
         metric_text(line, statistics.median(pair.fio for pair in line.pairs)),
         f"{line.ratio:.3f}",
-        f"{line.fio_spread[0]:.2f}–{line.fio_spread[1]:.2f}",
+        "–".join(f"{bound:.2f}" if bound < 10 else f"{bound:.1f}" for bound in line.fio_spread),
         "ok" if line.inside else "OUT",
     )
 
@@ -201,7 +201,7 @@ def metric_text(line: CompareLine, value: float) -> str:
         case "bw_bytes":
             return rate_text(value)
         case "cpu_s_per_gb":
-            return f"{value:.3f}"
+            return f"{value:.3f} s"
         case _:
             return latency_text(value)
 

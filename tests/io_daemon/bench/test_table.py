@@ -9,7 +9,7 @@ from rich.console import Console
 
 from io_daemon.bench.result import Report, SteadyState, Verification
 from io_daemon.bench.table import print_report
-from tests.support.bench_reports import RESULTS, WARNING, io_result, report, sweep_result
+from tests.support.bench_reports import RESULTS, WARNING, compare_line, io_result, report, sweep_result
 
 
 def printed(made: Report, width: int = 80) -> str:
@@ -82,11 +82,11 @@ def test_sweep_repeats_the_warnings_of_its_confirmation() -> None:
 
 
 def test_compare_says_which_figures_lie_outside() -> None:
-    made = report("compare")
-    line = made.result.lines[0].model_copy(update={"inside": False, "ratio": 1.25})  # type: ignore[union-attr]
-    text = printed(report("compare", lines=[line]))
-    assert "OUT" in text
-    assert "1.250" in text
+    line = compare_line("write", "io_uring", "clat_p99_ns", 1.8e6, ratio=1.25, spread=(0.04, 28.33))
+    text = printed(report("compare", lines=[line.model_copy(update={"inside": False})]))
+    (row,) = [row for row in text.splitlines() if "OUT" in row]  # also the widest row stays one
+    assert row.split()[:3] == ["write", "io_uring", "1M×32"]
+    assert "1.250" in row
 
 
 def test_markup_from_outside_is_printed_as_it_is() -> None:
