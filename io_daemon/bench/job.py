@@ -21,8 +21,10 @@ from io_daemon.bench.workload import Batch, Workload
 from io_daemon.errors import ConfigError, DeviceIOError
 from io_daemon.protocol import PAGE_BYTES
 
-BATCH_BYTES: Final = 8 << 20
+BATCH_BYTES: Final = 16 << 20
 BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 256
+BATCHES_AHEAD: Final = 64
+"""Planned at once: numpy costs per call, not per I/O."""
 SPARE_BATCHES: Final = 2
 """Beyond the I/O depth, so that the device never waits for Python."""
 STALL_TIMEOUT_S: Final = 60.0
@@ -46,11 +48,16 @@ class Job:
         self._batch_ios = batch_ios(settings.bs)
         self._num_batches = -(-settings.iodepth // self._batch_ios) + SPARE_BATCHES
         num_slots = self._num_batches * self._batch_ios
-        self._read_slot = num_slots
-        """First slot of the upper half of the arena, where reads go: what was written stays to be compared with."""
+        # the upper half of the arena is where reads go: what was written stays to be compared with
         self._arena = _make_arena(2 * num_slots * settings.bs)
         slots = self._arena.array()[: 2 * num_slots * settings.bs].reshape(2 * num_slots, settings.bs)
-        self._found = slots[num_slots:]
+        self._found = slots[num_slots:].reshape(self._num_batches, self._batch_ios, settings.bs)
+        numbers = np.arange(num_slots, dtype=np.uint64).reshape(self._num_batches, self._batch_ios)
+        self._write_slots = numbers
+        self._kept_slots = numbers + np.uint64(num_slots)
+        """Of reads that are looked at."""
+        self._read_slots = numbers % np.uint64(min(settings.iodepth, num_slots)) + np.uint64(num_slots)
+        """Of reads that are not: as few as are in flight, as warm in the caches as another program's would be."""
         self._pattern = Pattern(slots[:num_slots], settings.num_blocks, settings.seed * 65536 + job)
         self._workload = Workload(settings, job)
         self._idle = list(range(self._num_batches))
@@ -72,7 +79,7 @@ class Job:
 
         def check(blocks: NDArray[np.uint64], batch: int) -> None:
             nonlocal num_bad
-            found = self._found[batch * self._batch_ios :][: blocks.size]
+            found = self._found[batch, : blocks.size]
             for block, fault in self._pattern.find_faults(blocks, found):
                 num_bad += 1
                 if len(shown) < BAD_BLOCKS_SHOWN:
@@ -110,13 +117,19 @@ class Job:
             progress(blocks.size * self._settings.bs)
 
     def _endless(self, should_stop: Callable[[], bool]) -> Iterator[Batch]:
-        while not should_stop():
-            yield self._workload.next(self._batch_ios)
+        while True:
+            ahead = self._workload.next(BATCHES_AHEAD * self._batch_ios)
+            for begin in range(0, ahead.blocks.size, self._batch_ios):
+                if should_stop():
+                    return
+                end = begin + self._batch_ios
+                yield Batch(ahead.writes[begin:end], ahead.blocks[begin:end])
 
     def _perform(
         self, batches: Iterator[Batch], check: Callable[[NDArray[np.uint64], int], None] | None = None
     ) -> None:
         """Keep the engine supplied until the batches are used up, then wait for the last."""
+        read_slots = self._read_slots if check is None else self._kept_slots
         in_flight: dict[int, NDArray[np.uint64]] = {}
         more = True
         while True:
@@ -127,7 +140,7 @@ class Job:
                     break
                 number = self._idle.pop()
                 in_flight[number] = batch.blocks
-                self._submit(number, batch)
+                self._submit(number, batch, read_slots[number])
             if not in_flight:
                 return
             for number in self._reap():
@@ -136,15 +149,17 @@ class Job:
                     check(blocks, number)
                 self._idle.append(number)
 
-    def _submit(self, number: int, batch: Batch) -> None:
+    def _submit(self, number: int, batch: Batch, slots: NDArray[np.uint64]) -> None:
         num_ios = batch.blocks.size
-        slots = np.arange(number * self._batch_ios, number * self._batch_ios + num_ios, dtype=np.uint64)
-        is_write = batch.writes == 1
-        if is_write.any():
-            self._pattern.stamp(batch.blocks[is_write], slots[is_write])
-        places = np.where(is_write, slots, slots + np.uint64(self._read_slot))
-        offsets = np.uint64(DATA_OFFSET) + batch.blocks * np.uint64(self._settings.bs)
-        self.engine.submit(number, batch.writes, offsets, places)
+        num_writes = np.count_nonzero(batch.writes)
+        slots = slots[:num_ios]
+        if num_writes:
+            write_slots = self._write_slots[number, :num_ios]
+            is_write = batch.writes == 1
+            self._pattern.stamp(batch.blocks[is_write], write_slots[is_write])
+            slots = write_slots if num_writes == num_ios else np.where(is_write, write_slots, slots)
+        offsets = batch.blocks * np.uint64(self._settings.bs) + np.uint64(DATA_OFFSET)
+        self.engine.submit(number, batch.writes, offsets, slots)
 
     def _reap(self) -> list[int]:
         deadline = time.monotonic() + STALL_TIMEOUT_S
