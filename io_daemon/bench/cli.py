@@ -164,7 +164,7 @@ def _run_io(arguments: argparse.Namespace) -> int:
         engine=_best_engine() if arguments.engine == "auto" else arguments.engine,  # type: ignore[arg-type]  # pydantic
         verify=bool(arguments.verify),
         seed=arguments.seed,
-        write_limit_bytes=_write_limit(arguments),
+        write_limit_bytes=_write_limit(arguments, arguments.size * arguments.numjobs * len(arguments.directory)),
         faults=tuple(arguments.inject_fault),
     )
     return _report(
@@ -187,7 +187,7 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
         exhaustive=arguments.exhaustive,
         remember=not arguments.no_remember,
         seed=arguments.seed,
-        write_limit_bytes=_write_limit(arguments),
+        write_limit_bytes=_write_limit(arguments, arguments.size * len(arguments.directory)),
     )
     return _report(
         arguments,
@@ -225,7 +225,7 @@ def _run_compare(arguments: argparse.Namespace) -> int:
         runtime_s=arguments.runtime,
         ramp_time_s=arguments.ramp_time,
         seed=arguments.seed,
-        write_limit_bytes=_write_limit(arguments),
+        write_limit_bytes=_write_limit(arguments, arguments.size),
     )
     return _report(
         arguments,
@@ -310,8 +310,15 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _write_limit(arguments: argparse.Namespace) -> int:
-    return UNLIMITED_BYTES if arguments.yes else int(arguments.write_limit)
+def _write_limit(arguments: argparse.Namespace, layout_bytes: int = 0) -> int:
+    """Bytes. Asks, at a terminal, if laying out alone would pass it; in a script the measurement refuses."""
+    if arguments.yes:
+        return UNLIMITED_BYTES
+    limit_bytes = int(arguments.write_limit)
+    if layout_bytes <= limit_bytes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return limit_bytes
+    print(f"This writes {layout_bytes / 1e9:.0f} GB and more. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
+    return UNLIMITED_BYTES if sys.stdin.readline().strip().lower() in ("y", "yes") else limit_bytes
 
 
 def _best_engine() -> str:

@@ -19,6 +19,8 @@ BENCH_ENGINES: Final[tuple[str, ...]] = get_args(BenchEngine)
 TRAINING_READ_PERCENT: Final = 53
 """An Adam step that streams everything reads 2 + 2 + 12 and writes 2 + 12 bytes per parameter: 16 of 30."""
 WRITE_LIMIT_BYTES: Final = 100 << 30
+POSIX_THREADS_MAX: Final = 64
+"""As the engine has it (csrc/posix_engine.cpp)."""
 FREE_SHARE_KEPT: Final = 0.05
 
 
@@ -56,6 +58,11 @@ class IoSettings(BaseModel):
         if self.direct and self.bs % PAGE_BYTES:
             raise ValueError(
                 f"bs = {self.bs} is no multiple of {PAGE_BYTES}, which direct I/O needs: or say --direct 0"
+            )
+        if self.engine == "posix" and self.iodepth > POSIX_THREADS_MAX:
+            raise ValueError(
+                f"iodepth = {self.iodepth}: posix has a thread for each I/O in flight, at most {POSIX_THREADS_MAX}; "
+                "raise --numjobs instead"
             )
         if self.num_blocks < 2 * self.iodepth:
             raise ValueError(
