@@ -175,35 +175,40 @@ def describe_directory(path: Path, *, proc: Path = PROC, sys: Path = SYS) -> Dir
     direct_refusal = _direct_refusal(path)
     device = None if mount is None else find_block_device(mount, sys)
     return DirectoryFacts(
-        path=str(path),
+        path=_name(path),
         filesystem=None if mount is None else mount.filesystem,
-        mount_point=None if mount is None else str(mount.mount_point),
+        mount_point=None if mount is None else _name(mount.mount_point),
         mount_options=[] if mount is None else list(mount.options),
-        source=None if mount is None else mount.source,
+        source=None if mount is None else _name(mount.source),
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         direct=None if free_bytes is None else direct_refusal is None,
         direct_refusal=direct_refusal,
         device=device,
-        notes=list(_directory_notes(path, mount, free_bytes, device)),
+        notes=list(_directory_notes(_name(path), mount, free_bytes, device)),
     )
 
 
 def _directory_notes(
-    path: Path, mount: Mount | None, free_bytes: int | None, device: BlockDevice | None
+    name: str, mount: Mount | None, free_bytes: int | None, device: BlockDevice | None
 ) -> Iterator[str]:
     from io_daemon.swap_dir import MEMORY_FILESYSTEMS
 
     if free_bytes is None:
-        yield f"{path} cannot be looked at: is it there, and yours to read?"
+        yield f"{name} cannot be looked at: is it there, and yours to read?"
     if mount is None:
-        yield f"{path}: no mount is known to hold it"
+        yield f"{name}: no mount is known to hold it"
     elif mount.filesystem in MEMORY_FILESYSTEMS:
-        yield f"{path}: {mount.filesystem} lies in memory, not on a drive"
+        yield f"{name}: {mount.filesystem} lies in memory, not on a drive"
     elif mount.filesystem == "overlay":
-        yield f"{path}: an overlay hides its drive: mount a volume of the host into the container and use that"
+        yield f"{name}: an overlay hides its drive: mount a volume of the host into the container and use that"
     elif device is None:
-        yield f"{path}: {mount.filesystem} from {mount.source} shows no block device of this machine"
+        yield f"{name}: {mount.filesystem} from {_name(mount.source)} shows no block device of this machine"
+
+
+def _name(path: Path | str) -> str:
+    """As JSON can hold it: bytes that are no UTF-8 as escapes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
 
 
 def _mount(path: Path, proc: Path) -> Mount | None:

@@ -36,7 +36,7 @@ def write_page(report: Report, path: Path) -> None:
     text = render_page(report)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        unfinished.write_text(text, encoding="utf-8")
+        unfinished.write_text(text, encoding="utf-8", errors="backslashreplace")  # file names need not be UTF-8
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)

@@ -17,23 +17,23 @@ COLOURS = {"good": "green", "bad": "bold red"}
 
 
 def print_report(report: Report, console: Console) -> None:
-    """Everything that came from outside is printed as it is: it is never taken for markup."""
+    """What came from outside is taken neither for markup nor for the terminal's control sequences."""
     for line in _machine_lines(report):
-        console.print(Text(line, style="dim"))
+        console.print(_plain(line, style="dim"))
     for sheet in report_sheets(report):
         console.print()
-        console.print(Text(sheet.title, style="bold"))
+        console.print(_plain(sheet.title, style="bold"))
         console.print(Padding(_table(sheet), (0, 2)))
         if sheet.note:
-            console.print(Padding(Text(sheet.note, style="dim"), (0, 2)))
+            console.print(Padding(_plain(sheet.note, style="dim"), (0, 2)))
     warnings = report_warnings(report)
     if warnings:
         console.print()
-        console.print(Text("warnings", style="bold yellow"))
+        console.print(_plain("warnings", style="bold yellow"))
         for warning in warnings:
-            console.print(Padding(Text(f"! {warning}", style="yellow"), (0, 2)))
+            console.print(Padding(_plain(f"! {warning}", style="yellow"), (0, 2)))
     console.print()
-    console.print(Text(report.advice, style="bold"))
+    console.print(_plain(report.advice, style="bold"))
 
 
 def _machine_lines(report: Report) -> list[str]:
@@ -55,5 +55,11 @@ def _table(sheet: Sheet) -> Table:
         table.add_column(no_wrap=True)
         table.add_column(overflow="fold")
     for index, row in enumerate(sheet.rows):
-        table.add_row(*(Text(cell) for cell in row), style=COLOURS.get(sheet.marks.get(index, ""), ""))
+        table.add_row(*(_plain(cell) for cell in row), style=COLOURS.get(sheet.marks.get(index, ""), ""))
     return table
+
+
+def _plain(text: str, style: str = "") -> Text:
+    """Control characters, and bytes of file names that are no UTF-8, are shown as escapes."""
+    shown = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+    return Text(shown, style=style)

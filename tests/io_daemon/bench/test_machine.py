@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import stat
 from pathlib import Path
 from typing import Any
@@ -197,3 +198,14 @@ def test_this_machine(tmp_path: Path) -> None:
 def test_mount_lines_are_unescaped() -> None:
     mount = Mount.parse(r"1 2 0:5 / /mnt/a\040b\134040 rw,relatime - fuse.sshfs host:/x rw,user_id=0")
     assert (str(mount.mount_point), mount.filesystem, mount.source) == (r"/mnt/a b\040", "fuse", "host:/x")
+
+
+def test_a_directory_whose_name_is_no_utf8_has_facts_in_json(tree: KernelTree, tmp_path: Path) -> None:
+    path = Path(os.fsdecode(os.fsencode(tmp_path) + b"/swap\xff"))
+    tree.nvme(1)
+    write(tree.proc / "self" / "mountinfo", "")
+    path.mkdir()
+    facts = describe_machine([path], proc=tree.proc, sys=tree.sys)
+    assert facts.directories[0].path.endswith(r"/swap\xff")
+    assert facts.directories[0].free_bytes is not None
+    assert MachineFacts.model_validate_json(facts.model_dump_json()) == facts

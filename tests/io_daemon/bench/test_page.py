@@ -145,3 +145,8 @@ def test_without_the_extra_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch, 
     with pytest.raises(ConfigError, match=r"infinity\[plot\]"):
         write_page(report("io"), tmp_path / "report.html")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_names_that_are_no_utf8_are_written(tmp_path: Path) -> None:
+    write_page(report("step", warnings=["/nvme0/\udcff"]), tmp_path / "report.html")
+    assert r"/nvme0/\udcff" in (tmp_path / "report.html").read_text()

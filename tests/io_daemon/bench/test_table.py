@@ -99,3 +99,10 @@ def test_markup_from_outside_is_printed_as_it_is() -> None:
 def test_machine_facts_of_another_version_are_left_out() -> None:
     made = report("io").model_copy(update={"machine": {"unknown": 1}})
     assert made.advice in words(printed(made))
+
+
+def test_control_sequences_are_shown_not_sent() -> None:
+    text = printed(report("io", directory="/nvme0/\x1b[31m\udcff", warnings=["a\x07bell"]), width=200)
+    assert "\x1b" not in text
+    assert r"/nvme0/\x1b[31m\udcff" in text
+    assert r"a\x07bell" in text
