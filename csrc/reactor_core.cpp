@@ -16,7 +16,8 @@ namespace {
 constexpr std::size_t kRequestsMax = 65536;  // accepted and not reaped yet
 constexpr unsigned kRetriesMax = 64;         // of one block, after EINTR or EAGAIN
 constexpr int kStallMs = 10;                 // until a stalled engine is offered its I/Os again
-constexpr std::size_t kBatchMax = 16;
+constexpr std::size_t kOfferedMax = 4;       // blocks, to the engine at once
+constexpr std::size_t kReapedMax = 16;       // results, from it
 // A checksum takes about as long as a submission from here on: start the device on the first block
 // before summing the second.
 constexpr std::size_t kSummedBytesPerBatch = std::size_t{1} << 18;
@@ -228,26 +229,23 @@ bool ReactorCore::accept_requests() {
   return !accepted.empty();
 }
 
+// One batch: results are looked for before the next one, so that none of them waits for long.
 bool ReactorCore::send_blocks() {
-  bool progressed = false;
-  while (true) {
-    cut_blocks();
-    if (outgoing_.empty() && !engine_->has_backlog()) {
-      engine_is_stalled_ = false;
-      return progressed;
-    }
-    const std::size_t num_offered = std::min(outgoing_.size(), kBatchMax);
-    const std::size_t num_taken = offer_blocks(num_offered);
-    progressed |= num_taken > 0;
-    engine_is_stalled_ = num_taken < num_offered || engine_->has_backlog();
-    if (engine_is_stalled_) return progressed;
+  cut_blocks();
+  const std::size_t num_offered = std::min(outgoing_.size(), kOfferedMax);
+  if (num_offered == 0 && !engine_->has_backlog()) {
+    engine_is_stalled_ = false;
+    return false;
   }
+  const std::size_t num_taken = offer_blocks(num_offered);
+  engine_is_stalled_ = num_taken < num_offered || engine_->has_backlog();
+  return num_taken > 0;
 }
 
 void ReactorCore::cut_blocks() {
   std::size_t summed_bytes = 0;
-  while (next_to_cut_ != requests_.end() && !free_cells_.empty() && outgoing_.size() < kBatchMax &&
-         summed_bytes < kSummedBytesPerBatch) {
+  while (next_to_cut_ != requests_.end() && !free_cells_.empty() &&
+         outgoing_.size() < kOfferedMax && summed_bytes < kSummedBytesPerBatch) {
     const ActiveRequest& request = *next_to_cut_;
     const bool is_summed = request.request.op == IoOp::kWrite && request.checksums != nullptr;
     cut_block();
@@ -287,7 +285,7 @@ ReactorCore::Block ReactorCore::next_block() const {
 
 // Two clock readings a batch: what lies between them is the slat of each of its blocks.
 std::size_t ReactorCore::offer_blocks(std::size_t num_offered) {
-  std::array<Io, kBatchMax> batch;
+  std::array<Io, kOfferedMax> batch;
   const std::uint64_t offered_ns = now_ns();
   for (std::size_t i = 0; i < num_offered; ++i) {
     Block& block = blocks_[outgoing_[i]];
@@ -321,7 +319,7 @@ Io ReactorCore::describe(std::size_t cell) const {
 }
 
 bool ReactorCore::reap_blocks() {
-  std::array<IoResult, kBatchMax> results;
+  std::array<IoResult, kReapedMax> results;
   const std::size_t num_reaped = engine_->reap(results);
   if (num_reaped == 0) return false;
   const std::uint64_t reaped_ns = now_ns();
