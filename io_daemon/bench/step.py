@@ -25,8 +25,9 @@ from io_daemon.bench.step_scale import is_fine, scaled, with_budget
 from io_daemon.bench.step_settings import StepSettings
 from io_daemon.bench.step_trace import StepTrace, load, work_before
 from io_daemon.client import Client
-from io_daemon.errors import ConfigError, WorldError
+from io_daemon.errors import ConfigError, SwapSpaceError, WorldError
 from io_daemon.process import DaemonProcess, daemon_options
+from io_daemon.swap_dir import check_swap_dir
 from io_daemon.tuning import Chosen, choose
 
 RAM_SHARE_MAX: Final = 0.5
@@ -48,7 +49,15 @@ def run_step(settings: StepSettings, observer: Observer | None = None) -> StepRe
     full = load(settings.trace)
     if settings.host_budget_bytes is not None:
         full = with_budget(full, settings.host_budget_bytes)
-    trace, scale = scaled(full, _affordable_share(full, settings))
+    room_bytes = sum(_room_bytes(settings.directories).values())
+    trace, scale = scaled(full, _affordable_share(full, min(settings.size, room_bytes)))
+    if trace.swap_bytes > room_bytes:
+        raise SwapSpaceError(
+            path=", ".join(str(path) for path in settings.directories),
+            needed_bytes=trace.swap_bytes,
+            free_bytes=max(0, room_bytes),
+            remedy=f"{FREE_SHARE_KEPT:.0%} of a disk stay free: free some space, or name another directory",
+        )
     check_writes(settings, trace)
     chosen = choose(settings.directories, settings.daemon_engine, settings.bs, settings.iodepth)
     with (
@@ -90,14 +99,19 @@ def writes_expected(trace: StepTrace, num_steps: int) -> int:
     return initial_bytes + step_bytes * (1 + SETTLE_STEPS_MAX + num_steps)
 
 
-def _affordable_share(trace: StepTrace, settings: StepSettings) -> float:
+def _room_bytes(directories: Sequence[Path]) -> dict[int, int]:
+    """What may be filled, by filesystem: several directories may lie on one. Raises ConfigError for an unfit one."""
+    room_bytes = {}
+    for directory in directories:
+        path = check_swap_dir(directory).path
+        space = os.statvfs(path)
+        room_bytes[path.stat().st_dev] = int((space.f_bavail - space.f_blocks * FREE_SHARE_KEPT) * space.f_frsize)
+    return room_bytes
+
+
+def _affordable_share(trace: StepTrace, size_bytes: int) -> float:
     """Of the state, by disk and by memory."""
-    spaces = [os.statvfs(path) for path in settings.directories if path.is_dir()]
-    by_device = {(space.f_fsid, space.f_blocks): space for space in spaces}  # several directories of one disk
-    room_bytes = sum(
-        max(0.0, (space.f_bavail - space.f_blocks * FREE_SHARE_KEPT) * space.f_frsize) for space in by_device.values()
-    )
-    swap_share = min(settings.size, room_bytes) / max(1, trace.swap_bytes)
+    swap_share = max(0, size_bytes) / max(1, trace.swap_bytes)
     ram_share = _available_ram_bytes() * RAM_SHARE_MAX / (trace.num_frames * trace.frame_bytes)
     return min(1.0, swap_share, ram_share)
 

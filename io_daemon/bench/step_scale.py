@@ -18,7 +18,7 @@ LARGEST_LEASES_MIN: Final = 2
 """Of these the arena must hold: one in use, one on its way in or out."""
 LARGEST_LEASES_FINE: Final = 16
 """With room for fewer, the arena says little about a larger one."""
-FRAME_BYTES_SHRUNK_MIN: Final = 4 << 20
+FRAME_BYTES_SHRUNK_MIN: Final = 2 << 20
 """Chunks are not made smaller than this: blocks and round trips do not shrink, and would begin to count."""
 
 
