@@ -38,6 +38,10 @@ WAY_COLOURS: Final = {"read": BLUE, "write": ORANGE}
 WIDTH_INCHES: Final = 8.0
 PNG_DPI: Final = 120
 GB: Final = 1e9
+NEAR_TICKS: Final = (0.5, 0.8, 1.0, 1.25, 2.0)
+FAR_TICKS: Final = (0.01, 0.1, 0.25, 0.5, 1.0, 2.0, 4.0, 10.0, 100.0)
+RATIO_MIN: Final = 1e-3
+"""A logarithmic scale has no 0."""
 
 
 def report_figures(report: Report) -> list[tuple[str, Figure]]:
@@ -211,19 +215,36 @@ def plot_compare(result: CompareResult) -> Figure:
         _style(axes)
         axes.axvline(1.0, color=INK, linewidth=0.8)
         axes.set_title(METRIC_NAMES[metric], color=INK, fontsize=10)
-        for line in result.lines:
-            if line.metric == metric:
-                _draw_ratio(axes, line, loads.index(load_text(line)))
+        lines = [line for line in result.lines if line.metric == metric]
+        most = _scale_ratios(axes, lines)
+        for line in lines:
+            _draw_ratio(axes, line, loads.index(load_text(line)), most)
     panels[0].set_yticks(range(len(loads)), loads)
     panels[0].set_ylim(len(loads) - 0.4, -0.6)
     figure.suptitle("ours / fio (dot; diamond: outside) and fio / fio (bar)", color=INK, fontsize=10)
     return figure
 
 
-def _draw_ratio(axes: Axes, line: CompareLine, row: int) -> None:
-    low, high = line.fio_spread
+def _scale_ratios(axes: Axes, lines: list[CompareLine]) -> float:
+    """A half and a double lie equally far from 1. The scale follows the dots; one stray run of fio must not crush it.
+    Returns its upper end."""
+    from matplotlib.ticker import FixedFormatter, FixedLocator, NullLocator
+
+    most = 1.2 * max(1.25, *(max(line.ratio, 1 / max(line.ratio, RATIO_MIN)) for line in lines))
+    ticks = [tick for tick in (NEAR_TICKS if most < 2.5 else FAR_TICKS) if 1 / most < tick < most]
+    axes.set_xscale("log")
+    axes.set_xlim(1 / most, most)
+    axes.xaxis.set_major_locator(FixedLocator(ticks))
+    axes.xaxis.set_major_formatter(FixedFormatter([f"{tick:g}" for tick in ticks]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    return most
+
+
+def _draw_ratio(axes: Axes, line: CompareLine, row: int, most: float) -> None:
+    low, high = (min(max(bound, 1 / most), most) for bound in line.fio_spread)
     axes.barh(row, high - low, left=low, height=0.5, color=SKY, alpha=0.5)
-    axes.plot(line.ratio, row, marker="o" if line.inside else "D", color=BLUE if line.inside else VERMILION)
+    marker, colour = ("o", BLUE) if line.inside else ("D", VERMILION)
+    axes.plot(max(line.ratio, RATIO_MIN), row, marker=marker, color=colour)
 
 
 def plot_step(result: StepResult) -> Figure:

@@ -12,7 +12,7 @@ import pytest
 
 from io_daemon.bench.plot import PNG_DPI, WIDTH_INCHES, png_bytes, report_figures, svg_text, write_heat_map
 from io_daemon.bench.result import SteadyState, TimeSeries
-from tests.support.bench_reports import RESULTS, io_result, report, sweep_result
+from tests.support.bench_reports import RESULTS, compare_line, io_result, report, sweep_result
 
 pytest.importorskip("matplotlib")
 
@@ -58,6 +58,19 @@ def test_the_heat_map_shows_every_cell(tmp_path: Path) -> None:
     assert [axes.get_title() for axes in figure.axes] == ["io_uring", "libaio", "posix"]
     write_heat_map(result, tmp_path / "map.png")
     assert min(png_size((tmp_path / "map.png").read_bytes())) > 100
+
+
+def test_a_stray_run_of_fio_does_not_crush_the_scale_of_the_comparison() -> None:
+    lines = [
+        compare_line("read", "io_uring", "bw_bytes", 1e9, ratio=0.9, spread=(0.01, 89.0)),
+        compare_line("write", "io_uring", "bw_bytes", 1e9, ratio=1.1, spread=(0.9, 1.1)),
+        compare_line("write", "io_uring", "cpu_s_per_gb", 0.0, ratio=0.0, spread=(0.0, 0.0)),
+    ]
+    ((_, figure),) = report_figures(report("compare", lines=lines))
+    low, high = figure.axes[0].get_xlim()
+    assert 0.5 < low < 0.9
+    assert 1.1 < high < 2
+    assert png_bytes(figure)
 
 
 def test_a_sweep_of_one_cell_without_confirmation() -> None:
