@@ -158,8 +158,8 @@ class CompareResult(Record):
 
 
 class StepResult(Record):
-    """What ``bench step`` predicts for the full model, from a replay that was scaled to the space given. Figures per step
-    are of the full model, on this node, and medians of the measured steps."""
+    """What ``bench step`` predicts for the full model, from a replay that was scaled to the space given. Figures per
+    step are of the full model, on this node, and medians of the measured steps."""
 
     trace: str
     model: str
