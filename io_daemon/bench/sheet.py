@@ -103,7 +103,8 @@ def _latency_rows(name: str, way: Direction) -> Iterator[tuple[str, ...]]:
 def _summary_sheet(result: IoResult, prefix: str) -> Sheet:
     steady, cpu, checked = result.steady, result.cpu, result.verification
     if steady.reached and steady.bw_bytes is not None and steady.begin_s is not None:
-        rows = [("steady", f"{rate_text(steady.bw_bytes)} from {seconds_text(steady.begin_s)} on")]
+        since = f"from {seconds_text(steady.begin_s)} on" if steady.begin_s else "throughout"
+        rows = [("steady", f"{rate_text(steady.bw_bytes)} {since}")]
     else:
         rows = [("steady", "not reached: measure longer (--runtime)")]
     if steady.burst_bw_bytes is not None:

@@ -34,7 +34,7 @@ def latency_text(nanoseconds: float) -> str:
 
 
 def seconds_text(seconds: float) -> str:
-    return latency_text(seconds * 1e9) if seconds < 100 else f"{seconds:,.0f} s"
+    return latency_text(seconds * 1e9) if 0 < seconds < 100 else f"{seconds:,.0f} s"
 
 
 def share_text(share: float) -> str:

@@ -49,6 +49,13 @@ def test_io_tells_burst_from_steady_and_what_was_verified() -> None:
     assert "0.050 s/GB" in text
 
 
+def test_a_rate_that_was_steady_from_the_start() -> None:
+    steady = SteadyState(reached=True, begin_s=0.0, bw_bytes=1.75e9, burst_bw_bytes=None)
+    text = printed(report("io", steady=steady))
+    assert "1.75 GB/s throughout" in text
+    assert "burst" not in text
+
+
 def test_bad_blocks_are_named() -> None:
     bad = Verification(num_blocks=10, num_bad_blocks=2, seconds=0.1, bad=["file 0, offset 4096: a bit is wrong"])
     text = printed(report("io", verification=bad))

@@ -30,6 +30,7 @@ from io_daemon.bench.units import (
         (latency_text(1_800_000), "1.80 ms"),
         (latency_text(0.5), "0.500 ns"),
         (seconds_text(0.0123), "12.3 ms"),
+        (seconds_text(0.0), "0 s"),
         (seconds_text(4321), "4,321 s"),
     ],
 )
