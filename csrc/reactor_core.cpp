@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <chrono>
-#include <limits>
+#include <utility>
 
 #include "atomics.hpp"
 #include "checksum.hpp"
@@ -25,15 +25,6 @@ constexpr std::size_t kSummedBytesPerBatch = std::size_t{1} << 18;
 std::uint64_t now_ns() noexcept {
   const auto now = std::chrono::steady_clock::now().time_since_epoch();
   return static_cast<std::uint64_t>(std::chrono::nanoseconds(now).count());
-}
-
-void check_place(const BlockPlace& place, std::uint64_t num_bytes, const Region& region) {
-  constexpr auto kOffsetMax = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
-  require(place.offset <= kOffsetMax && num_bytes <= kOffsetMax - place.offset,
-          "offset is beyond what a file can have");
-  region.slice(place.buffer_offset, num_bytes);
-  require(place.op == IoOp::kWrite || region.writable(),
-          "READ into a region that is mapped read-only");
 }
 
 }  // namespace
@@ -76,67 +67,15 @@ std::shared_ptr<IoEngine> ReactorCore::engine() const {
   return engine_;
 }
 
-std::uint32_t* ReactorCore::resolve_checksums(const Request& request) const {
-  require(!request.verify || (request.op == IoOp::kRead && request.checksums != nullptr),
-          "verify is for READ, and needs checksums");
-  if (request.checksums == nullptr) return nullptr;
-  require(request.op != IoOp::kFsync, "FSYNC has no checksums");
-  require(request.op == IoOp::kRead || request.checksums->writable(),
-          "WRITE stores checksums, but their region is mapped read-only");
-  require(request.checksums_offset % sizeof(std::uint32_t) == 0,
-          "checksums_offset is not a multiple of 4");
-  const std::uint64_t num_blocks = (request.num_bytes - 1) / block_bytes_ + 1;
-  const auto bytes =
-      request.checksums->slice(request.checksums_offset, num_blocks * sizeof(std::uint32_t));
-  return reinterpret_cast<std::uint32_t*>(bytes.data());
-}
-
-// Returns how many blocks the request has.
-std::size_t ReactorCore::resolve_blocks(const Request& request, const Region& region) const {
-  require(request.num_bytes > 0, "num_bytes is 0");
-  if (request.blocks.empty()) {
-    check_place({request.op, request.offset, request.buffer_offset}, request.num_bytes, region);
-    return (request.num_bytes - 1) / block_bytes_ + 1;
-  }
-  require(request.blocks.size() <= kBlocksMax, "more than 65536 blocks");
-  require(request.num_bytes <= block_bytes_, "num_bytes of a block is more than block_bytes");
-  require(request.checksums == nullptr, "blocks that are named singly have no checksums");
-  for (const BlockPlace& place : request.blocks) {
-    require(place.op != IoOp::kFsync, "FSYNC has no blocks");
-    check_place(place, request.num_bytes, region);
-  }
-  return request.blocks.size();
-}
-
-ReactorCore::ActiveRequest ReactorCore::resolve(Request request) const {
-  ActiveRequest active;
-  active.file = files_.find(request.file);
-  active.completion = {request.tag,    IoStatus::kOk,     0,
-                       request.offset, request.num_bytes, request.num_bytes};
-  if (request.op == IoOp::kFsync) {
-    require(request.num_bytes == 0 && request.offset == 0 && request.buffer_offset == 0,
-            "FSYNC takes neither offsets nor bytes");
-    active.num_blocks = 1;
-  } else {
-    active.buffer = buffers_.find(request.buffer);
-    active.num_blocks = resolve_blocks(request, active.buffer->region());
-  }
-  if (!request.blocks.empty()) {
-    active.completion.offset = request.blocks.front().offset;
-    active.completion.expected = active.completion.actual = active.num_blocks * request.num_bytes;
-  }
-  active.checksums = resolve_checksums(request);
-  active.request = std::move(request);
-  return active;
-}
-
 void ReactorCore::submit(Request request) {
   const std::lock_guard lock(mutex_);
   refuse_if_ended();
   if (num_unreaped_ >= kRequestsMax) {
     throw std::runtime_error(std::to_string(kRequestsMax) + " requests have not been reaped yet");
   }
-  incoming_.push_back(resolve(std::move(request)));
+  auto file = files_.find(request.file);
+  auto buffer = request.op == IoOp::kFsync ? nullptr : buffers_.find(request.buffer);
+  incoming_.emplace_back(std::move(request), std::move(file), std::move(buffer), block_bytes_);
   ++num_unreaped_;
   wake_thread();
 }
@@ -216,17 +155,16 @@ void ReactorCore::serve() {
 }
 
 bool ReactorCore::accept_requests() {
-  std::deque<ActiveRequest> accepted;
-  {
-    const std::lock_guard lock(mutex_);
-    thread_sleeps_ = false;
-    accepted.swap(incoming_);
-  }
+  std::unique_lock lock(mutex_);
+  thread_sleeps_ = false;
+  if (incoming_.empty()) return false;
+  auto accepted = std::exchange(incoming_, {});
+  lock.unlock();
   for (ActiveRequest& request : accepted) {
     requests_.push_back(std::move(request));
     if (next_to_cut_ == requests_.end()) next_to_cut_ = std::prev(requests_.end());
   }
-  return !accepted.empty();
+  return true;
 }
 
 // One batch: results are looked for before the next one, so that none of them waits for long.
@@ -254,9 +192,10 @@ void ReactorCore::cut_blocks() {
 }
 
 void ReactorCore::cut_block() {
-  const Block block = next_block();
-  ActiveRequest& active = *block.request;
-  if (block.place.op == IoOp::kWrite && active.checksums != nullptr) {
+  ActiveRequest& active = *next_to_cut_;
+  const Block block{
+      .request = next_to_cut_, .index = active.num_cut, .extent = active.next_block()};
+  if (block.op() == IoOp::kWrite && active.checksums != nullptr) {
     store_release(active.checksums[block.index], crc32c(block.bytes()));
   }
   const std::size_t cell = free_cells_.back();
@@ -264,23 +203,8 @@ void ReactorCore::cut_block() {
   blocks_[cell] = block;
   outgoing_.push_back(cell);
   ++active.num_in_flight;
-  if (++active.num_cut == active.num_blocks) ++next_to_cut_;
-}
-
-ReactorCore::Block ReactorCore::next_block() const {
-  const std::size_t index = next_to_cut_->num_cut;
-  const Request& request = next_to_cut_->request;
-  Block block{.request = next_to_cut_, .index = index};
-  if (!request.blocks.empty()) {
-    block.place = request.blocks[index];
-    block.num_bytes = static_cast<std::uint32_t>(request.num_bytes);
-  } else {
-    const std::uint64_t begin = index * std::uint64_t{block_bytes_};
-    block.place = {request.op, request.offset + begin, request.buffer_offset + begin};
-    block.num_bytes = static_cast<std::uint32_t>(
-        std::min<std::uint64_t>(block_bytes_, request.num_bytes - begin));
-  }
-  return block;
+  ++active.num_cut;
+  if (active.all_cut()) ++next_to_cut_;
 }
 
 // Two clock readings a batch: what lies between them is the slat of each of its blocks.
@@ -305,16 +229,14 @@ std::size_t ReactorCore::offer_blocks(std::size_t num_offered) {
 Io ReactorCore::describe(std::size_t cell) const {
   const Block& block = blocks_[cell];
   const ActiveRequest& active = *block.request;
-  Io io{.op = block.place.op,
-        .fd = active.file->fd(),
-        .file_slot = active.file->slot(),
-        .token = cell};
+  Io io{.op = block.op(), .fd = active.file->fd(), .file_slot = active.file->slot(), .token = cell};
   if (io.op == IoOp::kFsync) return io;
   const auto rest = block.bytes().subspan(block.resume_at);
   io.data = rest.data();
   io.num_bytes = static_cast<std::uint32_t>(rest.size());
-  io.offset = block.place.offset + block.resume_at;
-  io.buffer_slot = active.buffer->slot(block.place.buffer_offset + block.resume_at, rest.size());
+  const BlockPlace& place = block.extent.place;
+  io.offset = place.offset + block.resume_at;
+  io.buffer_slot = active.buffer->slot(place.buffer_offset + block.resume_at, rest.size());
   return io;
 }
 
@@ -337,21 +259,20 @@ void ReactorCore::end_round(std::size_t cell, std::int64_t result, std::uint64_t
     return;
   }
   if (result < 0) {
-    fail(block, IoStatus::kIoError, static_cast<int>(-result), block.num_bytes, block.num_done);
-  } else if (block.place.op != IoOp::kFsync) {
+    fail(block, IoStatus::kIoError, static_cast<int>(-result), block.num_bytes(), block.num_done);
+  } else if (block.op() != IoOp::kFsync) {
     count(block, result);
     const auto reached = static_cast<std::uint32_t>(block.resume_at + result);
-    if (reached < block.num_bytes && reached > block.num_done) {
+    if (reached < block.num_bytes() && reached > block.num_done) {
       block.num_done = reached;
       block.resume_at = reached - reached % std::uint32_t{wire::kPage};
       outgoing_.push_front(cell);
       return;
     }
-    if (reached < block.num_bytes) {
-      fail(block, IoStatus::kShortIo, 0, block.num_bytes, block.num_done);
+    if (reached < block.num_bytes()) {
+      fail(block, IoStatus::kShortIo, 0, block.num_bytes(), block.num_done);
     } else {
-      timed_.push_back(
-          {block.place.op, block.taken_ns - block.offered_ns, reaped_ns - block.taken_ns});
+      timed_.push_back({block.op(), block.taken_ns - block.offered_ns, reaped_ns - block.taken_ns});
       if (block.request->request.verify) verify(block);
     }
   }
@@ -360,14 +281,14 @@ void ReactorCore::end_round(std::size_t cell, std::int64_t result, std::uint64_t
 
 void ReactorCore::count(const Block& block, std::int64_t result) {
   const auto bytes = static_cast<std::uint64_t>(result);
-  if (block.place.op == IoOp::kRead) {
+  if (block.op() == IoOp::kRead) {
     ++delta_.num_reads;
     delta_.bytes_read += bytes;
   } else {
     ++delta_.num_writes;
     delta_.bytes_written += bytes;
   }
-  if (bytes < block.num_bytes - block.resume_at) ++delta_.num_short;
+  if (bytes < block.num_bytes() - block.resume_at) ++delta_.num_short;
 }
 
 void ReactorCore::verify(Block& block) {
@@ -385,8 +306,8 @@ void ReactorCore::fail(Block& block, IoStatus status, int error_number, std::uin
   ActiveRequest& active = *block.request;
   if (active.completion.status != IoStatus::kOk && active.first_failed < block.index) return;
   active.first_failed = block.index;
-  active.completion = {active.request.tag, status,   error_number,
-                       block.place.offset, expected, actual};
+  active.completion = {active.request.tag,        status,   error_number,
+                       block.extent.place.offset, expected, actual};
   if (next_to_cut_ == block.request) ++next_to_cut_;
   active.num_blocks = active.num_cut;
 }
@@ -394,7 +315,7 @@ void ReactorCore::fail(Block& block, IoStatus status, int error_number, std::uin
 void ReactorCore::free_block(std::size_t cell) {
   const RequestPosition request = blocks_[cell].request;
   free_cells_.push_back(cell);
-  if (--request->num_in_flight == 0 && request->num_cut == request->num_blocks) settle(request);
+  if (--request->num_in_flight == 0 && request->all_cut()) settle(request);
 }
 
 // Lets go of file, buffer and checksums before the completion can be seen: whoever has seen it may

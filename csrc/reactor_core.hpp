@@ -7,9 +7,8 @@
 #include <list>
 #include <mutex>
 
+#include "active_request.hpp"
 #include "descriptor.hpp"
-#include "reactor.hpp"
-#include "registry.hpp"
 
 namespace infinity {
 
@@ -36,18 +35,6 @@ class ReactorCore {
   void run() noexcept;
 
  private:
-  // A request with everything it refers to resolved.
-  struct ActiveRequest {
-    Request request;
-    std::shared_ptr<RegisteredFile> file;
-    std::shared_ptr<RegisteredBuffer> buffer;  // null: FSYNC
-    std::uint32_t* checksums = nullptr;        // null: none kept
-    std::size_t num_blocks = 0;                // falls to num_cut when a block fails
-    std::size_t num_cut = 0;
-    std::size_t num_in_flight = 0;
-    std::size_t first_failed = 0;  // which block, once completion.status says that one did
-    Completion completion;
-  };
   using RequestPosition = std::list<ActiveRequest>::iterator;
 
   // One of queue_depth cells. Its I/O may take several rounds: a short one goes on from the last
@@ -55,17 +42,16 @@ class ReactorCore {
   struct Block {
     RequestPosition request;
     std::size_t index = 0;  // within the request
-    BlockPlace place;
-    std::uint32_t num_bytes = 0;
+    BlockExtent extent;
     std::uint32_t num_done = 0;
     std::uint32_t resume_at = 0;
     unsigned num_retries = 0;
     std::uint64_t offered_ns = 0;  // to the engine for the first time; 0: not yet
     std::uint64_t taken_ns = 0;    // by the engine for the first time; 0: not yet
 
-    std::span<std::byte> bytes() const {
-      return {request->buffer->region().data() + place.buffer_offset, num_bytes};
-    }
+    IoOp op() const { return extent.place.op; }
+    std::uint32_t num_bytes() const { return extent.num_bytes; }
+    std::span<std::byte> bytes() const { return request->bytes(extent); }
   };
 
   // What is left to count of a block whose bytes have all moved.
@@ -77,9 +63,6 @@ class ReactorCore {
 
   // The callers' side, mutex_ held.
   std::shared_ptr<IoEngine> engine() const;  // takes mutex_ itself
-  ActiveRequest resolve(Request request) const;
-  std::size_t resolve_blocks(const Request& request, const Region& region) const;
-  std::uint32_t* resolve_checksums(const Request& request) const;
   void refuse_if_ended() const;
   void wake_thread();
 
@@ -89,7 +72,6 @@ class ReactorCore {
   bool send_blocks();
   void cut_blocks();
   void cut_block();
-  Block next_block() const;
   std::size_t offer_blocks(std::size_t num_offered);
   Io describe(std::size_t cell) const;
   bool reap_blocks();

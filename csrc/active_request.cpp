@@ -1,0 +1,87 @@
+#include "active_request.hpp"
+
+#include <sys/types.h>
+
+#include <algorithm>
+#include <limits>
+#include <utility>
+
+#include "error.hpp"
+
+namespace infinity {
+namespace {
+
+void check_place(const BlockPlace& place, std::uint64_t num_bytes, const Region& region) {
+  constexpr auto kOffsetMax = static_cast<std::uint64_t>(std::numeric_limits<off_t>::max());
+  require(place.offset <= kOffsetMax && num_bytes <= kOffsetMax - place.offset,
+          "offset is beyond what a file can have");
+  region.slice(place.buffer_offset, num_bytes);
+  require(place.op == IoOp::kWrite || region.writable(),
+          "READ into a region that is mapped read-only");
+}
+
+}  // namespace
+
+ActiveRequest::ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> its_file,
+                             std::shared_ptr<RegisteredBuffer> its_buffer,
+                             std::uint32_t bytes_per_block)
+    : request(std::move(resolved)),
+      file(std::move(its_file)),
+      buffer(std::move(its_buffer)),
+      block_bytes(bytes_per_block) {
+  completion = {request.tag,    IoStatus::kOk,     0,
+                request.offset, request.num_bytes, request.num_bytes};
+  if (request.op == IoOp::kFsync) {
+    require(request.num_bytes == 0 && request.offset == 0 && request.buffer_offset == 0,
+            "FSYNC takes neither offsets nor bytes");
+  } else {
+    resolve_blocks();
+  }
+  resolve_checksums();
+}
+
+void ActiveRequest::resolve_blocks() {
+  require(request.num_bytes > 0, "num_bytes is 0");
+  const Region& region = buffer->region();
+  if (request.blocks.empty()) {
+    check_place({request.op, request.offset, request.buffer_offset}, request.num_bytes, region);
+    num_blocks = (request.num_bytes - 1) / block_bytes + 1;
+    return;
+  }
+  num_blocks = request.blocks.size();
+  require(num_blocks <= kBlocksMax, "more than 65536 blocks");
+  require(request.num_bytes <= block_bytes, "num_bytes of a block is more than block_bytes");
+  require(request.checksums == nullptr, "blocks that are named singly have no checksums");
+  for (const BlockPlace& place : request.blocks) {
+    require(place.op != IoOp::kFsync, "FSYNC has no blocks");
+    check_place(place, request.num_bytes, region);
+  }
+  completion.offset = request.blocks.front().offset;
+  completion.expected = completion.actual = num_blocks * request.num_bytes;
+}
+
+void ActiveRequest::resolve_checksums() {
+  require(!request.verify || (request.op == IoOp::kRead && request.checksums != nullptr),
+          "verify is for READ, and needs checksums");
+  if (request.checksums == nullptr) return;
+  require(request.op != IoOp::kFsync, "FSYNC has no checksums");
+  require(request.op == IoOp::kRead || request.checksums->writable(),
+          "WRITE stores checksums, but their region is mapped read-only");
+  require(request.checksums_offset % sizeof(std::uint32_t) == 0,
+          "checksums_offset is not a multiple of 4");
+  const auto bytes =
+      request.checksums->slice(request.checksums_offset, num_blocks * sizeof(std::uint32_t));
+  checksums = reinterpret_cast<std::uint32_t*>(bytes.data());
+}
+
+BlockExtent ActiveRequest::next_block() const {
+  if (!request.blocks.empty()) {
+    return {request.blocks[num_cut], static_cast<std::uint32_t>(request.num_bytes)};
+  }
+  const std::uint64_t begin = num_cut * std::uint64_t{block_bytes};
+  return {
+      {request.op, request.offset + begin, request.buffer_offset + begin},
+      static_cast<std::uint32_t>(std::min<std::uint64_t>(block_bytes, request.num_bytes - begin))};
+}
+
+}  // namespace infinity

@@ -1,0 +1,49 @@
+// A request that the reactor has accepted: everything it refers to, and the blocks it consists of.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <span>
+
+#include "reactor.hpp"
+#include "registry.hpp"
+
+namespace infinity {
+
+// Where one block lies, how much of it there is.
+struct BlockExtent {
+  BlockPlace place;
+  std::uint32_t num_bytes = 0;
+};
+
+struct ActiveRequest {
+  // std::invalid_argument unless all of it lies within file, buffer and checksums. No buffer:
+  // FSYNC.
+  ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> its_file,
+                std::shared_ptr<RegisteredBuffer> its_buffer, std::uint32_t bytes_per_block);
+
+  // The block to be cut next: computed for a contiguous request, as listed for a scattered one.
+  BlockExtent next_block() const;
+  bool all_cut() const { return num_cut == num_blocks; }
+  std::span<std::byte> bytes(const BlockExtent& block) const {
+    return {buffer->region().data() + block.place.buffer_offset, block.num_bytes};
+  }
+
+  Request request;
+  std::shared_ptr<RegisteredFile> file;
+  std::shared_ptr<RegisteredBuffer> buffer;  // null: FSYNC
+  std::uint32_t block_bytes;
+  std::uint32_t* checksums = nullptr;  // one per block; null: none kept
+  std::size_t num_blocks = 1;          // falls to num_cut when a block fails
+  std::size_t num_cut = 0;
+  std::size_t num_in_flight = 0;
+  std::size_t first_failed = 0;  // which block, once completion.status says that one did
+  Completion completion;
+
+ private:
+  void resolve_blocks();
+  void resolve_checksums();
+};
+
+}  // namespace infinity
