@@ -1,7 +1,7 @@
 """The access trace of one pass: what a rank acquires, in order. Pure data over numpy arrays.
 
-A trace repeats: after its last access comes its first. ``to_bytes`` is the form in which traces travel (control
-plane, ``infinity trace`` files): little endian, versioned, with the geometry they were taken on, and a checksum.
+A trace repeats: after its last access comes its first. ``to_bytes`` is the form in which traces are kept and carried:
+little endian, versioned, with the geometry they were taken on, and a checksum.
 """
 
 from __future__ import annotations
