@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from io_daemon.bench.result import CompareResult, IoResult, SweepResult
 from io_daemon.bench.settings import IoSettings
+from io_daemon.bench.sheet import METRIC_NAMES
+from io_daemon.bench.units import block_text
 
 READ_BYTES_PER_PARAM, WRITE_BYTES_PER_PARAM = 16, 14
 """Exact fp32 Adam with 16-bit weights, nothing kept in memory: 2 + 2 + 12 read, 2 + 12 written a step."""
@@ -30,8 +32,8 @@ def advise_io(settings: IoSettings, result: IoResult) -> str:
         )
     direction = "reads" if read else "writes"
     return (
-        f"{direction.capitalize()} with --bs {settings.bs >> 10}K --iodepth {settings.iodepth} reach {moved}; training "
-        "mixes both, so measure with --rw rw before you size a machine."
+        f"{direction.capitalize()} with --bs {block_text(settings.bs)} --iodepth {settings.iodepth} reach {moved}; "
+        "training mixes both, so measure with --rw rw before you size a machine."
     )
 
 
@@ -42,7 +44,7 @@ def mixed_step_s(bw_bytes: float, num_params: int = EXAMPLE_PARAMS) -> float:
 
 def advise_sweep(result: SweepResult) -> str:
     chosen = result.chosen
-    setting = f"{chosen.engine} with block_size {chosen.bs >> 10}K and queue_depth {chosen.iodepth}"
+    setting = f"{chosen.engine} with block_size {block_text(chosen.bs)} and queue_depth {chosen.iodepth}"
     rate = chosen.score_bw_bytes
     if result.confirmation is not None:
         if result.confirmation.verification is not None and result.confirmation.verification.num_bad_blocks:
@@ -63,6 +65,6 @@ def advise_compare(result: CompareResult) -> str:
     worst = max(outside, key=lambda line: abs(line.ratio - 1))
     return (
         f"{len(outside)} of {len(result.lines)} figures differ from fio's by more than fio's own runs do; the farthest "
-        f"is {worst.metric} of {worst.rw} with {worst.engine}, {worst.bs >> 10}K, depth {worst.iodepth}: "
-        f"{worst.ratio:.2f} x."
+        f"is {METRIC_NAMES[worst.metric]} of {worst.rw} with {worst.engine}, {block_text(worst.bs)}, depth "
+        f"{worst.iodepth}: {worst.ratio:.2f} x."
     )

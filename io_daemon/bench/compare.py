@@ -18,6 +18,7 @@ from io_daemon.bench.fio import Figures, fio_version, run_fio
 from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoResult
 from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, open_bench, open_targets
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES, IoSettings, Rw, check_limit
+from io_daemon.bench.units import block_text
 
 METRICS: Final = ("bw_bytes", "clat_p50_ns", "clat_p99_ns", "cpu_s_per_gb")
 CPU_RATIO_MAX: Final = 1.20
@@ -78,7 +79,9 @@ def run_compare(settings: CompareSettings, observer: Observer | None = None) -> 
         with open_bench(combinations[0], targets) as bench:
             bench.lay_out(observer)
         for combination in combinations:
-            name = f"{combination.rw} {combination.engine} bs {combination.bs >> 10}K iodepth {combination.iodepth}"
+            name = (
+                f"{combination.rw} {combination.engine} bs {block_text(combination.bs)} iodepth {combination.iodepth}"
+            )
             observer.phase(name, settings.pairs)
             with open_bench(combination, targets) as bench:
                 turns = [_turn(bench, number, observer) for number in range(settings.pairs)]

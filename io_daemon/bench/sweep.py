@@ -15,6 +15,7 @@ from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, op
 from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings, check_limit
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
 from io_daemon.bench.target import Target
+from io_daemon.bench.units import block_text
 from io_daemon.errors import ConfigError
 from io_daemon.tuning import Tuning, remember
 
@@ -79,7 +80,7 @@ def run_sweep(settings: SweepSettings, observer: Observer | None = None) -> Swee
         written_bytes = layout.layout_bytes
         cells = plan.every_cell() if settings.exhaustive else iter(plan.next_cell, None)
         for cell in cells:
-            observer.phase(f"{cell.engine} bs {cell.bs >> 10}K iodepth {cell.iodepth}", 0)
+            observer.phase(f"{cell.engine} bs {block_text(cell.bs)} iodepth {cell.iodepth}", 0)
             score, cell_bytes = _measure(settings, cell, targets)
             plan.record(cell, score)
             written_bytes += cell_bytes

@@ -22,7 +22,11 @@ CLIMBS_MAX: Final = 10
 FAST_FINALISTS, CHEAP_FINALISTS = 3, 3
 FINALIST_SHARE: Final = 0.90
 """Of the best score so far: what lies below is not measured again. One round is easily this far off."""
-FINAL_ROUNDS: Final = 3
+FINAL_ROUNDS: Final = 5
+GRID_ROUNDS: Final = 3
+"""Of every cell, where the whole grid is measured."""
+EQUAL_SHARE, GOOD_SHARE = 0.98, 0.96
+"""Of the best final score: from the first on nobody would notice, below the second being cheaper is not worth it."""
 
 
 class Cell(NamedTuple):
@@ -59,14 +63,16 @@ class SweepPlan:
         return min(finalists, key=lambda cell: len(self._rounds[cell]), default=None)
 
     def every_cell(self) -> Iterator[Cell]:
-        """The whole grid, again and again, as often as finalists are measured."""
+        """The whole grid, ``GRID_ROUNDS`` times over."""
         grid = [Cell(*place) for place in itertools.product(self._engines, self._block_sizes, self._depths)]
-        for _ in range(FINAL_ROUNDS):
+        for _ in range(GRID_ROUNDS):
             yield from grid
 
     def chosen(self) -> Cell:
+        """The cheapest of those within the spread of the best one's rounds, and not far from its median."""
         best = self._best()
-        threshold = min(self._rounds[best])
+        lowest = min(self._rounds[best])
+        threshold = min(max(lowest, GOOD_SHARE * self._score(best)), EQUAL_SHARE * self._score(best))
         return min((cell for cell in self._finalists() if self._score(cell) >= threshold), key=self._cost)
 
     def cells(self) -> list[SweepCell]:
