@@ -68,8 +68,9 @@ test-slow: $(BUILD) ## the tests that `make test` leaves out
 demo: $(BUILD) ## train a 100M-parameter GPT from NVMe in a third of its state's memory
 	@$(BIN)/infinity demo
 
-bench: $(BUILD) ## memory, and step time beside DeepSpeed (installs it into a virtual environment of its own)
+bench: $(BUILD) ## memory, predicted steps, and step time beside DeepSpeed (installs it into a virtual environment of its own)
 	@$(BIN)/python -m benchmarks.memory
+	@$(BIN)/python -m benchmarks.step_prediction
 	@$(BIN)/python -m benchmarks.deepspeed_step
 
 parity-full: $(BUILD) ## every cell of the parity matrix, as a table

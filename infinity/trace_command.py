@@ -75,7 +75,7 @@ class StepOfModel:
         collectives = Collectives.of_world()
         layout = Layout.of(model, config, collectives.world_size)
         optimizer_groups = group_indices(optimizer, layout.index_of, layout.params)
-        self.budget_bytes = config.io_daemon.host_budget_bytes
+        self.staging_bytes = staging_plan(config, 1).arena_bytes if staged else 0
         self.tier = RecordingTier(device)
         sharded = ShardedModel(
             layout,
@@ -85,7 +85,7 @@ class StepOfModel:
             device=device,
             place=NodePlace(node="", local_rank=0, local_world_size=1),
             connection=self.tier,
-            budget_bytes=self.budget_bytes - (staging_plan(config, 1).arena_bytes if staged else 0),
+            budget_bytes=config.io_daemon.host_budget_bytes - self.staging_bytes,
             poison=False,
         )
         sharded.write_initial(lambda param, first, numel: param.detach().reshape(-1)[first : first + numel])
@@ -121,7 +121,8 @@ class StepOfModel:
             rates=rates,
             machine=machine_name(),
             config=self.config.model_dump(mode="json", exclude_defaults=True),
-            host_budget_bytes=self.budget_bytes,
+            host_budget_bytes=self.config.io_daemon.host_budget_bytes,
+            staging_bytes=self.staging_bytes,
             frame_bytes=plan.frame_bytes,
             num_frames=plan.num_frames,
             chunks=[(list(spec.object_bytes), spec.pinned_mask) for spec in specs],
@@ -243,7 +244,7 @@ def _subject(parsed: argparse.Namespace, config: Config) -> Subject:
 
 
 def _count_text(num_params: int) -> str:
-    return f"{num_params / 1e9:.0f}b" if num_params >= 1e9 else f"{num_params / 1e6:.0f}m"
+    return f"{num_params / 1e9:.3g}b" if num_params >= 1e9 else f"{num_params / 1e6:.3g}m"
 
 
 def _call_factory(place: str) -> tuple[nn.Module, Any]:

@@ -52,13 +52,14 @@ def is_fine(trace: StepTrace) -> bool:
 
 def with_budget(trace: StepTrace, budget_bytes: int) -> StepTrace:
     """The same chunks in an arena of another size. Raises BudgetError if the step would come to a halt in it."""
-    num_frames = min(max(0, budget_bytes - PAGE_BYTES) // trace.frame_bytes, _frames_useful(trace))
+    arena_bytes = budget_bytes - trace.staging_bytes - PAGE_BYTES
+    num_frames = min(max(0, arena_bytes) // trace.frame_bytes, _frames_useful(trace))
     required = frames_required(trace)
     if num_frames < required:
         raise BudgetError(
             key="host_budget_bytes",
             budget_bytes=budget_bytes,
-            smallest_bytes=PAGE_BYTES + required * trace.frame_bytes,
+            smallest_bytes=trace.staging_bytes + PAGE_BYTES + required * trace.frame_bytes,
             reason=f"this trace's leases need {required} frames of {trace.frame_bytes} bytes at once",
         )
     return trace.model_copy(update={"num_frames": num_frames, "host_budget_bytes": budget_bytes})

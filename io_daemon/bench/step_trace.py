@@ -85,7 +85,9 @@ class StepTrace(Table):
     config: dict[str, Any]
     """The training configuration, for people."""
     host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)]
-    """What the memory plan was made for."""
+    """As configured."""
+    staging_bytes: Annotated[int, Field(ge=0)]
+    """Of that, what a model under construction takes (``infinity.Init``); the memory plan got the rest."""
     frame_bytes: Annotated[int, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]
     num_frames: Annotated[int, Field(ge=1)]
     chunks: Annotated[list[tuple[list[Annotated[int, Field(ge=0)]], Mask]], Field(min_length=1)]

@@ -17,6 +17,7 @@ def small_step(
     gap: float = 1e-5,
     measured: bool = True,
     pinned_mask: int = 0,
+    staging_bytes: int = 0,
 ) -> StepTrace:
     """Each lease is waited for ``ahead`` leases after it was asked for; ``gap`` before every event."""
     accesses = training_step(range(num_chunks))
@@ -37,7 +38,8 @@ def small_step(
         rates=RATES if measured else None,
         machine="a test",
         config={},
-        host_budget_bytes=num_frames * FRAME_BYTES + 4096,
+        host_budget_bytes=staging_bytes + num_frames * FRAME_BYTES + 4096,
+        staging_bytes=staging_bytes,
         frame_bytes=FRAME_BYTES,
         num_frames=num_frames,
         chunks=[(list(spec.object_bytes), pinned_mask) for spec in chunk_specs(num_chunks, FRAME_BYTES)],

@@ -111,13 +111,14 @@ def test_a_budget_changes_the_arena_alone() -> None:
     more = with_budget(trace, 4096 + 40 * FRAME_BYTES)
     assert more.num_frames == 40
     assert more.events == trace.events
+    assert with_budget(trace, trace.host_budget_bytes).num_frames == trace.num_frames
     assert work_before(more) == work_before(trace)
     everything = with_budget(trace, 1 << 40)
     assert everything.num_frames <= trace.total_frames + frames_required(trace)
 
 
 def test_a_budget_that_cannot_work_is_refused_with_the_least_that_does() -> None:
-    trace = small_step()
+    trace = small_step(staging_bytes=10_000)
     with pytest.raises(BudgetError) as caught:
         with_budget(trace, 4096 + FRAME_BYTES)
     assert with_budget(trace, caught.value.smallest_bytes).num_frames == frames_required(trace)
