@@ -16,7 +16,7 @@ namespace {
 constexpr std::size_t kRequestsMax = 65536;  // accepted and not reaped yet
 constexpr unsigned kRetriesMax = 64;         // of one block, after EINTR or EAGAIN
 constexpr int kStallMs = 10;                 // until a stalled engine is offered its I/Os again
-constexpr std::size_t kOfferedMax = 4;       // blocks, to the engine at once
+constexpr std::size_t kOfferedMax = 2;       // blocks, to the engine at once
 constexpr std::size_t kReapedMax = 16;       // results, from it
 // A checksum takes about as long as a submission from here on: start the device on the first block
 // before summing the second.
