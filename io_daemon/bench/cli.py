@@ -41,7 +41,7 @@ UNLIMITED_BYTES: Final = (1 << 63) - 1
 
 def add_bench(bench: argparse.ArgumentParser) -> None:
     """Mount the sub-commands."""
-    kinds = bench.add_subparsers(required=True, metavar="io | sweep | step | compare")
+    kinds = bench.add_subparsers(required=True, prog="io-daemon bench", metavar="io | sweep | step | compare")
     _add_io(kinds)
     _add_sweep(kinds)
     _add_step(kinds)
@@ -60,6 +60,12 @@ def _add_io(kinds: argparse._SubParsersAction[Any]) -> None:
     io.add_argument("--numjobs", type=int, default=1, help="jobs per directory, each with its own file; default: 1")
     io.add_argument(
         "--engine", choices=("auto", *ENGINES), default="auto", help="default: auto, the best of those training uses"
+    )
+    io.add_argument(
+        "--memory",
+        choices=("host", "gpu"),
+        default="host",
+        help="of the buffers; gpu with --engine kvikio; default: host",
     )
     io.add_argument("--runtime", type=parse_seconds, default=10.0, help="measured time; default: 10s")
     io.add_argument("--ramp-time", type=parse_seconds, default=1.0, help="before it, not counted; default: 1s")
@@ -162,6 +168,7 @@ def _run_io(arguments: argparse.Namespace) -> int:
         ramp_time_s=arguments.ramp_time,
         size=arguments.size,
         engine=_best_engine() if arguments.engine == "auto" else arguments.engine,  # type: ignore[arg-type]  # pydantic
+        memory=arguments.memory,
         verify=bool(arguments.verify),
         seed=arguments.seed,
         write_limit_bytes=_write_limit(arguments, arguments.size * arguments.numjobs * len(arguments.directory)),

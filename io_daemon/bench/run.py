@@ -90,6 +90,7 @@ def _engine_opener(settings: IoSettings) -> Callable[[Target, Region], BlockEngi
             bs=settings.bs,
             iodepth=settings.iodepth,
             path=str(target.path),
+            memory=settings.memory,
             faults=settings.faults,
         )
 

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
+from io_daemon.bench.engine import Memory
 from io_daemon.config import Fault
 from io_daemon.errors import ConfigError
 from io_daemon.protocol import PAGE_BYTES
@@ -41,6 +42,8 @@ class IoSettings(BaseModel):
     ramp_time_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
     size: Annotated[int, Field(ge=PAGE_BYTES)] = 2 << 30
     engine: BenchEngine = "io_uring"
+    memory: Memory = "host"
+    """Where the buffers lie; "gpu" with kvikio: cuFile's GPUDirect Storage where the machine has it."""
     verify: bool = True
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1
     write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
@@ -64,6 +67,8 @@ class IoSettings(BaseModel):
                 f"iodepth = {self.iodepth}: posix has a thread for each I/O in flight, at most {POSIX_THREADS_MAX}; "
                 "raise --numjobs instead"
             )
+        if self.memory == "gpu" and self.engine != "kvikio":
+            raise ValueError(f"memory = gpu: {self.engine} moves bytes to host memory only: --engine kvikio")
         if self.num_blocks < 2 * self.iodepth:
             raise ValueError(
                 f"size = {self.size} holds {self.num_blocks} blocks of bs = {self.bs}, fewer than two for each of "

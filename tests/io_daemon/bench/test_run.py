@@ -237,6 +237,7 @@ def test_an_interrupt_cleans_up(tmp_path: Path) -> None:
         ({"iodepth": NUM_BLOCKS}, "raise size"),
         ({"rwmixread": 101}, "less than or equal to 100"),
         ({"rw": "trim"}, "'read'"),
+        ({"memory": "gpu"}, "--engine kvikio"),
         ({"iodepth": 65, "size": 64 << 20}, "raise --numjobs"),
         ({"directories": ()}, "at least 1"),
     ],
