@@ -43,6 +43,7 @@ from io_daemon.residency import Plan, PlanRequest, plan
 from io_daemon.states import ObjectFlags, ObjectState
 from io_daemon.trace import Geometry, Trace
 from io_daemon.transfers import Transfer
+from io_daemon.window import frames_to_plan
 
 __all__ = [
     "Action",
@@ -210,8 +211,7 @@ class TenantScheduler:
             raise ValueError("the trace was taken on chunks of other sizes")
         trace.validate(self._catalog.kind_masks())
         usable_frames = self._catalog.usable_frames
-        slack_frames = self._in_flight_frames_max + self._catalog.demand_frames_max
-        shared_frames = max(usable_frames - slack_frames, usable_frames // 2)
+        shared_frames = frames_to_plan(usable_frames, self._in_flight_frames_max, self._catalog.demand_frames_max)
         return PlanRequest(trace, self._catalog.object_frames(), shared_frames)
 
     def adopt_plan(self, trace_id: int, plan: Plan) -> list[Action]:

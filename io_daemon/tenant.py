@@ -29,6 +29,7 @@ from io_daemon.scheduler import TenantScheduler
 from io_daemon.states import TENANT_TRANSITIONS, TenantState, transition
 from io_daemon.swap_device import SwapDevice
 from io_daemon.swap_file import Owner
+from io_daemon.window import ahead_bytes, window_frames
 
 log = logging.getLogger(__name__)
 
@@ -36,8 +37,6 @@ BATCH_MAX: Final = 64
 """Submissions taken in one turn of the loop, so that one busy rank does not keep the others waiting."""
 ROOM_RETRY_S: Final = 0.001
 """How soon to look again for room in a completion ring that its rank does not empty."""
-READY_AHEAD_DEPTHS: Final = 4
-"""How far prefetch runs ahead of the rank, in queue depths' worth of bytes on every device."""
 
 _tenant_ids = itertools.count(1)
 
@@ -79,7 +78,7 @@ class Tenant:
         self._holdings = holdings
         self.table, self.rings, self.seats = holdings.table, holdings.rings, holdings.seats
         self._extents = [ExtentAllocator(0) for _ in self.seats]
-        ahead_bytes = READY_AHEAD_DEPTHS * config.queue_depth * config.block_bytes * len(self.seats)
+        ahead = ahead_bytes(config.queue_depth, config.block_bytes, len(self.seats))
         self._scheduler = TenantScheduler(
             num_frames=request.num_frames,
             frame_bytes=request.frame_bytes,
@@ -88,7 +87,7 @@ class Tenant:
             extents=self._extents,
             verify=config.verify_checksums,
             chunks_max=request.chunks_max,
-            in_flight_frames_max=max(2, min(request.num_frames // 2, -(-ahead_bytes // request.frame_bytes))),
+            in_flight_frames_max=window_frames(request.num_frames, request.frame_bytes, ahead),
         )
 
     @classmethod

@@ -29,6 +29,7 @@ from io_daemon.errors import ConfigError, SwapSpaceError, WorldError
 from io_daemon.process import DaemonProcess, daemon_options
 from io_daemon.swap_dir import check_swap_dir
 from io_daemon.tuning import Chosen, choose
+from io_daemon.window import ahead_bytes
 
 RAM_SHARE_MAX: Final = 0.5
 """Of what is available, for the arena."""
@@ -50,7 +51,9 @@ def run_step(settings: StepSettings, observer: Observer | None = None) -> StepRe
     if settings.host_budget_bytes is not None:
         full = with_budget(full, settings.host_budget_bytes)
     room_bytes = sum(_room_bytes(settings.directories).values())
-    trace, scale = scaled(full, _affordable_share(full, min(settings.size, room_bytes)))
+    chosen = choose(settings.directories, settings.daemon_engine, settings.bs, settings.iodepth)
+    ahead = ahead_bytes(chosen.queue_depth, chosen.block_bytes, len(settings.directories))
+    trace, scale = scaled(full, _affordable_share(full, min(settings.size, room_bytes)), ahead_bytes=ahead)
     if trace.swap_bytes > room_bytes:
         raise SwapSpaceError(
             path=", ".join(str(path) for path in settings.directories),
@@ -59,7 +62,6 @@ def run_step(settings: StepSettings, observer: Observer | None = None) -> StepRe
             remedy=f"{FREE_SHARE_KEPT:.0%} of a disk stay free: free some space, or name another directory",
         )
     check_writes(settings, trace)
-    chosen = choose(settings.directories, settings.daemon_engine, settings.bs, settings.iodepth)
     with (
         CpuLoad(settings.threads or _threads_of(full)) as cpu,
         _daemon_for(settings, chosen) as daemon,

@@ -1,18 +1,21 @@
 """A step trace for less space, or for another budget. Pure.
 
 Scaling first makes large chunks smaller, as long as an object stays large against a block, then leaves out chunks,
-evenly strided by bytes: every layer keeps its share, and the order and the mix of accesses stay. Arena and arithmetic
-shrink alike. What does not shrink is the single lease: an arena of a few leases says little about one of many.
+evenly strided by bytes: every layer keeps its share, and the order and the mix of accesses stay. Arithmetic shrinks
+alike, and so does what of the arena is left for objects that stay: the window of the daemon's prefetch does not shrink,
+nor does the single lease. An arena of a few leases says little about one of many.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from typing import Final
 
 from io_daemon.bench.step_trace import ACQUIRE, RELEASE, WAIT, Events, Leases, StepTrace
 from io_daemon.errors import BudgetError
 from io_daemon.protocol import PAGE_BYTES, align_up
+from io_daemon.window import frames_to_plan, window_frames
 
 LARGEST_LEASES_MIN: Final = 2
 """Of these the arena must hold: one in use, one on its way in or out."""
@@ -42,12 +45,16 @@ def frames_required(trace: StepTrace) -> int:
 
 def is_fine(trace: StepTrace) -> bool:
     """Whether the arena is large against a single lease."""
+    return trace.num_frames - trace.pinned_frames >= LARGEST_LEASES_FINE * _largest_lease(trace)
+
+
+def _largest_lease(trace: StepTrace) -> int:
+    """Frames."""
     leases = trace.leases
-    largest = max(
+    return max(
         trace.object_frames(chunk, (read | write) & ~trace.chunks[chunk][1])
         for chunk, read, write in zip(leases.chunk, leases.read, leases.write, strict=True)
     )
-    return trace.num_frames - trace.pinned_frames >= LARGEST_LEASES_FINE * largest
 
 
 def with_budget(trace: StepTrace, budget_bytes: int) -> StepTrace:
@@ -81,8 +88,11 @@ def chunks_kept(chunk_bytes: list[int], share: float) -> list[int]:
     return kept or [0]
 
 
-def scaled(trace: StepTrace, share: float) -> tuple[StepTrace, float]:
-    """The step of about ``share`` of the state, and the share that it came to, by bytes."""
+def scaled(trace: StepTrace, share: float, *, ahead_bytes: int) -> tuple[StepTrace, float]:
+    """The step of about ``share`` of the state, and the share that it came to, by bytes.
+
+    ``ahead_bytes``: that the daemon's prefetch may ready ahead. It does not shrink, so the arena shrinks by what it
+    leaves for objects that stay."""
     if share >= 1:
         return trace, 1.0
     before = trace
@@ -90,9 +100,20 @@ def scaled(trace: StepTrace, share: float) -> tuple[StepTrace, float]:
     trace = with_smaller_chunks(trace, max(share, least))
     trace = with_fewer_chunks(trace, share * _state_bytes(before) / _state_bytes(trace))
     scale = _state_bytes(trace) / _state_bytes(before)
-    arena_bytes = before.num_frames * before.frame_bytes * scale
-    num_frames = max(round(arena_bytes / trace.frame_bytes), frames_required(trace))
+    kept_bytes = _frames_kept(before, before.num_frames, ahead_bytes) * before.frame_bytes * scale
+    num_frames = bisect_left(
+        range(trace.num_frames + _frames_useful(trace)),
+        round(kept_bytes / trace.frame_bytes),
+        lo=frames_required(trace),
+        key=lambda num_frames: _frames_kept(trace, num_frames, ahead_bytes),
+    )
     return trace.model_copy(update={"num_frames": num_frames}), scale
+
+
+def _frames_kept(trace: StepTrace, num_frames: int, ahead_bytes: int) -> int:
+    """Of an arena so large, what the daemon plans with."""
+    window = window_frames(num_frames, trace.frame_bytes, ahead_bytes)
+    return frames_to_plan(num_frames - trace.pinned_frames, window, _largest_lease(trace))
 
 
 def _state_bytes(trace: StepTrace) -> int:

@@ -18,7 +18,10 @@ from io_daemon.bench.step_scale import (
 )
 from io_daemon.bench.step_trace import Events, StepTrace, load, work_before
 from io_daemon.errors import BudgetError
+from io_daemon.window import ahead_bytes
 from tests.support.small_step import FRAME_BYTES, STATE, small_step
+
+AHEAD_BYTES = 4 * FRAME_BYTES
 
 
 def total_work(trace: StepTrace) -> float:
@@ -48,7 +51,7 @@ def test_a_scaled_step_is_whole_and_does_its_share(
     num_chunks: int, share: float, ahead: int, gap: float, measured: bool
 ) -> None:
     full = small_step(num_chunks, ahead=ahead, gap=gap, measured=measured, num_frames=200)
-    trace, scale = scaled(full, share)
+    trace, scale = scaled(full, share, ahead_bytes=AHEAD_BYTES)
     StepTrace.model_validate(trace.model_dump())
     assert scale == pytest.approx(len(trace.chunks) / num_chunks)
     assert total_work(trace) == pytest.approx(scale * total_work(full), rel=1e-9, abs=1e-12)
@@ -59,7 +62,7 @@ def test_a_scaled_step_is_whole_and_does_its_share(
 @given(st.floats(0.001, 1))
 def test_order_and_mix_stay(share: float) -> None:
     full = load("gpt-168m")
-    trace, scale = scaled(full, share)
+    trace, scale = scaled(full, share, ahead_bytes=AHEAD_BYTES)
     assert 0 < scale <= 1
     chunk_of = {tuple(a): None for a in trace.accesses}
     assert len(chunk_of) <= len(trace.accesses)
@@ -75,7 +78,7 @@ def test_order_and_mix_stay(share: float) -> None:
 
 def test_large_chunks_become_smaller_before_any_is_left_out() -> None:
     full = load("llama-70b")
-    trace, scale = scaled(full, 0.2)
+    trace, scale = scaled(full, 0.2, ahead_bytes=0)
     assert len(trace.chunks) == len(full.chunks)
     assert trace.events.ops == full.events.ops
     assert trace.num_frames == pytest.approx(full.num_frames, abs=1)
@@ -131,7 +134,18 @@ def test_an_arena_of_a_few_leases_is_coarse() -> None:
     assert is_fine(small_step(num_frames=16 * 8))
 
 
+@pytest.mark.parametrize("share", [0.5, 0.7, 0.9])
+def test_what_may_stay_shrinks_with_the_state_though_the_window_does_not(share: float) -> None:
+    full = load("gpt-168m")
+    window = ahead_bytes(32, 1 << 20, 1) // full.frame_bytes
+    trace, scale = scaled(full, share, ahead_bytes=ahead_bytes(32, 1 << 20, 1))
+    largest_lease = 8
+    assert full.num_frames - window - largest_lease == pytest.approx(
+        (trace.num_frames - window - largest_lease) / scale, rel=0.02, abs=4 / scale
+    )
+
+
 def test_a_smaller_step_asks_for_no_more_at_once() -> None:
     full = load("gpt-168m")
-    required = [frames_required(scaled(full, share)[0]) for share in (1.0, 0.5, 0.1)]
+    required = [frames_required(scaled(full, share, ahead_bytes=AHEAD_BYTES)[0]) for share in (1.0, 0.5, 0.1)]
     assert all(smaller <= larger for larger, smaller in pairwise(required))
