@@ -100,5 +100,8 @@ def notify_socket() -> str | None:
 def first_problem(error: Any) -> ConfigError:
     """A pydantic ValidationError as the ConfigError of its first finding."""
     finding = error.errors(include_url=False)[0]
+    raised = finding.get("ctx", {}).get("error")
+    if isinstance(raised, ConfigError):  # by a validator of ours, with a key of its own
+        return raised
     key = ".".join(str(part) for part in finding["loc"]) or "config"
     return ConfigError(key, finding.get("input"), finding["msg"])

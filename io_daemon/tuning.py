@@ -6,6 +6,7 @@ drive mounted elsewhere keeps its settings, another drive mounted here does not 
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -48,7 +49,10 @@ def remember(directories: Sequence[Path], tuning: Tuning) -> Path:
     path = state_dirs()[0] / FILE_NAME
     memory = _load(path)
     for directory in directories:
-        memory.devices[device_key(directory)] = tuning
+        key = device_key(directory)
+        if key is None:
+            raise OSError(errno.ENODEV, "no device with a name of its own lies below", str(directory))
+        memory.devices[key] = tuning
     path.parent.mkdir(parents=True, exist_ok=True)
     fd, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
     try:
@@ -84,42 +88,53 @@ class Chosen(NamedTuple):
 
 def choose(directories: Sequence[Path], engine: str, block_bytes: int | None, queue_depth: int | None) -> Chosen:
     """What is not given (``engine`` "auto", None) becomes what a sweep has found best for these directories, else the
-    default. A remembered engine that does not work any more is forgotten."""
-    given = engine != "auto" and block_bytes is not None and queue_depth is not None
-    tuning = None if given else recall(directories)
-    if tuning is None:
-        return Chosen(
-            engine,
-            BLOCK_BYTES if block_bytes is None else block_bytes,
-            QUEUE_DEPTH if queue_depth is None else queue_depth,
-            None,
-        )
-    works = tuning.engine in ENGINES and probe_engine(tuning.engine) is None
-    return Chosen(
-        f"require:{tuning.engine}" if engine == "auto" and works else engine,
-        tuning.block_bytes if block_bytes is None else block_bytes,
-        tuning.queue_depth if queue_depth is None else queue_depth,
+    default. The three were found together: if what is given differs from them, or the engine works no more, the
+    defaults it is."""
+    defaults = Chosen(
+        engine,
+        BLOCK_BYTES if block_bytes is None else block_bytes,
+        QUEUE_DEPTH if queue_depth is None else queue_depth,
+        None,
+    )
+    tuning = recall(directories)
+    if tuning is None or not (tuning.engine in ENGINES and probe_engine(tuning.engine) is None):
+        return defaults
+    found = Chosen(
+        f"require:{tuning.engine}",
+        tuning.block_bytes,
+        tuning.queue_depth,
         f"a sweep of this device found {tuning.engine}, {tuning.block_bytes >> 10} KiB blocks and depth "
         f"{tuning.queue_depth} best",
     )
+    agrees = (
+        engine in ("auto", found.engine)
+        and block_bytes in (None, found.block_bytes)
+        and queue_depth in (None, found.queue_depth)
+    )
+    return found if agrees else defaults
 
 
-def device_key(directory: Path) -> str:
+def device_key(directory: Path) -> str | None:
     """Names the block device below ``directory`` so that it is known again after a reboot: its serial number or
-    unique id where sysfs has one, else its name and size; and the filesystem's id where there is no block device."""
+    unique id where sysfs has one, else its name, and its size, since virtual drives share serial numbers; the
+    filesystem's id where there is no block device; None if that says nothing either."""
     number = directory.stat().st_dev
     node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
     if not node.exists():
-        return f"fsid:{os.statvfs(directory).f_fsid:x}"
+        fsid = os.statvfs(directory).f_fsid
+        return f"fsid:{fsid:x}" if fsid else None
     disk = node.resolve()
-    for name in ("wwid", "device/wwid", "device/serial", "serial", "dm/uuid", "md/uuid", "../wwid", "../serial"):
+    if (disk / "partition").exists():
+        disk = disk.parent
+    num_sectors = (disk / "size").read_text().strip()
+    for name in ("wwid", "device/wwid", "device/serial", "serial", "dm/uuid", "md/uuid"):
         try:
             value = (disk / name).read_text().strip()
         except OSError:
             continue
         if value:
-            return f"{name.rpartition('/')[2]}:{value}"
-    return f"name:{disk.name}:{(disk / 'size').read_text().strip()}"
+            return f"{name.rpartition('/')[2]}:{value}:{num_sectors}"
+    return f"name:{disk.name}:{num_sectors}"
 
 
 def _load(path: Path) -> _Memory:

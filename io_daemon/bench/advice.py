@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from io_daemon.bench.result import CompareResult, IoResult, SweepResult
-from io_daemon.bench.settings import IoSettings
+from io_daemon.bench.settings import TRAINING_READ_PERCENT, IoSettings
 from io_daemon.bench.sheet import METRIC_NAMES
 from io_daemon.bench.units import block_text
 
@@ -24,16 +24,17 @@ def advise_io(settings: IoSettings, result: IoResult) -> str:
     if result.steady.reached and result.steady.burst_bw_bytes is not None and result.steady.bw_bytes is not None:
         begin_s = result.steady.begin_s or 0.0
         moved = f"{result.steady.bw_bytes / 1e9:.2f} GB/s once steady, after {begin_s:.0f} s"
-    if read and write:
+    if settings.mixed and settings.rwmixread == TRAINING_READ_PERCENT:
         return (
             f"This drive moves {moved} of training's mix, so a step of a 7B-parameter model with nothing kept in "
             f"memory spends {mixed_step_s(read + write):.0f} s on I/O: hide it behind as much compute (larger batches, "
             "more accumulation), or give the daemon more host memory."
         )
-    direction = "reads" if read else "writes"
+    name = "Mixed I/O" if read and write else "Reads" if read else "Writes"
     return (
-        f"{direction.capitalize()} with --bs {block_text(settings.bs)} --iodepth {settings.iodepth} reach {moved}; "
-        "training mixes both, so measure with --rw rw before you size a machine."
+        f"{name} with --bs {block_text(settings.bs)} --iodepth {settings.iodepth} reach {moved}; "
+        f"training mixes {TRAINING_READ_PERCENT} % of reads with writes, so measure with --rw rw before you size a "
+        "machine."
     )
 
 

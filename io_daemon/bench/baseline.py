@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final, NoReturn
 
 from pydantic import ValidationError
 
@@ -61,11 +61,11 @@ def compare_with_baseline(report: Report, baseline: Report, max_regression: floa
     """Figures that are worse by more than the share ``max_regression``, worst first.
 
     Raises ConfigError if the two measured different things, naming what differs."""
-    differences = list(_differences(report, baseline))
-    if differences:
-        raise ConfigError(
-            "baseline", baseline.started, f"measured something else: {'; '.join(differences)}; measure it anew"
-        )
+    refuse_other(baseline, report.kind, report.settings, report.machine)
+    # what was asked for is not what was had where a filesystem refuses direct I/O
+    direct_before, direct_now = getattr(baseline.result, "direct", None), getattr(report.result, "direct", None)
+    if direct_before != direct_now:
+        _refuse(baseline, [f"direct I/O {_word(direct_before)}, now {_word(direct_now)}"])
     before, now = _figures(baseline), _figures(report)
     regressions = [
         Regression(name, before[name].text, figure.text, worse)
@@ -73,6 +73,19 @@ def compare_with_baseline(report: Report, baseline: Report, max_regression: floa
         if name in before and (worse := figure.worse_than(before[name])) > max_regression
     ]
     return sorted(regressions, key=lambda regression: -regression.worse)
+
+
+def refuse_other(baseline: Report, kind: str, settings: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
+    """Raises ConfigError if what is to be measured is something else: known before it is."""
+    differences = list(_differences(baseline, kind, settings, machine))
+    if differences:
+        _refuse(baseline, differences)
+
+
+def _refuse(baseline: Report, differences: Sequence[str]) -> NoReturn:
+    raise ConfigError(
+        "baseline", baseline.started, f"measured something else: {'; '.join(differences)}; measure it anew"
+    )
 
 
 def parse_percent(text: str) -> float:
@@ -86,19 +99,15 @@ def parse_percent(text: str) -> float:
     return percent / 100
 
 
-def _differences(report: Report, baseline: Report) -> Iterator[str]:
-    if report.kind != baseline.kind:
-        yield f"kind {baseline.kind}, now {report.kind}"
+def _differences(baseline: Report, kind: str, settings: Mapping[str, Any], machine: Mapping[str, Any]) -> Iterator[str]:
+    if kind != baseline.kind:
+        yield f"kind {baseline.kind}, now {kind}"
         return
-    for key in DECISIVE[report.kind]:
-        before, now = baseline.settings.get(key), report.settings.get(key)
+    for key in DECISIVE[baseline.kind]:
+        before, now = baseline.settings.get(key), settings.get(key)
         if before != now:
             yield f"{key} {_word(before)}, now {_word(now)}"
-    # what was asked for is not what was had where a filesystem refuses direct I/O
-    direct_before, direct_now = getattr(baseline.result, "direct", None), getattr(report.result, "direct", None)
-    if direct_before != direct_now:
-        yield f"direct I/O {_word(direct_before)}, now {_word(direct_now)}"
-    drives_before, drives_now = _drives(baseline), _drives(report)
+    drives_before, drives_now = _drives(baseline.machine, baseline), _drives(machine, baseline)
     if drives_before != drives_now:
         yield f"drives {_word(drives_before)}, now {_word(drives_now)}"
 
@@ -107,13 +116,15 @@ def _word(value: object) -> str:
     return ", ".join(map(_word, value)) or "none" if isinstance(value, list) else str(value)
 
 
-def _drives(report: Report) -> list[str]:
+def _drives(machine: Mapping[str, Any], baseline: Report) -> list[str]:
     """Models of all drives, or names where there is no model, in the order of the directories."""
     try:
-        facts = MachineFacts.model_validate(report.machine)
+        facts = MachineFacts.model_validate(machine)
     except ValidationError as error:
         raise ConfigError(
-            "baseline", report.started, f"its machine facts are another version's ({report.version}): measure it anew"
+            "baseline",
+            baseline.started,
+            f"its machine facts are another version's ({baseline.version}): measure it anew",
         ) from error
     found: list[str] = []
     for directory in facts.directories:

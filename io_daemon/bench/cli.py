@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
+import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +16,12 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
 from io_daemon.bench import step_settings
 from io_daemon.bench.advice import advise_compare, advise_io, advise_sweep
-from io_daemon.bench.baseline import compare_with_baseline, parse_percent
+from io_daemon.bench.baseline import compare_with_baseline, parse_percent, refuse_other
 from io_daemon.bench.compare import CompareSettings, run_compare
 from io_daemon.bench.engine import ENGINES, REACTOR_ENGINES, engine_problem
 from io_daemon.bench.machine import describe_machine
@@ -30,13 +32,13 @@ from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTE
 from io_daemon.bench.step import advise_step, run_step
 from io_daemon.bench.sweep import SweepSettings, run_sweep
 from io_daemon.bench.table import print_report
+from io_daemon.config import UNLIMITED_BYTES, first_problem
 from io_daemon.errors import ConfigError
 from io_daemon.sizes import parse_bytes, parse_seconds
 
 EXIT_OK: Final = 0
 EXIT_REGRESSION: Final = 4
 EXIT_BAD_DATA: Final = 5
-UNLIMITED_BYTES: Final = (1 << 63) - 1
 
 
 def add_bench(bench: argparse.ArgumentParser) -> None:
@@ -111,7 +113,9 @@ def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
         "compare", help="the same load by fio, side by side", description="fio and this tool in turns on one file."
     )
     compare.add_argument("directory", type=Path, help="where to measure")
-    compare.add_argument("--rw", type=_comma, default=("read", "write", "rw"), help="default: read,write,rw")
+    compare.add_argument(
+        "--rw", type=_comma, default=("read",), help="default: read; read,write,randrw writes hundreds of GB"
+    )
     compare.add_argument("--rwmixread", type=int, default=50, help="percent of reads in a mix; default: 50")
     compare.add_argument("--engines", type=_comma, default=("io_uring", "libaio"), help="default: io_uring,libaio")
     compare.add_argument("--bs", type=_comma_bytes, default=(1 << 20,), help="one or more; default: 1M")
@@ -253,7 +257,12 @@ def _report(
     advise: Callable[[Any], str],
 ) -> int:
     """Measure, print, write what was asked for; the exit code."""
+    _check_outputs(arguments, directories)
     baseline = _load_baseline(arguments.baseline) if arguments.baseline else None
+    settings_values = json.loads(settings.model_dump_json())
+    machine = describe_machine(directories).model_dump(mode="json")
+    if baseline is not None:
+        refuse_other(baseline, kind, settings_values, machine)
     started = datetime.now(UTC)
     with _interruptible(), LiveProgress(enabled=not arguments.quiet and sys.stderr.isatty()) as progress:
         result = measure(progress)
@@ -262,8 +271,8 @@ def _report(
         version=importlib.metadata.version("infinity"),
         started=started.isoformat(timespec="seconds"),
         command=["io-daemon", *sys.argv[1:]],
-        settings=json.loads(settings.model_dump_json()),
-        machine=describe_machine(directories).model_dump(mode="json"),
+        settings=settings_values,
+        machine=machine,
         result=result,
         advice=advise(result),
     )
@@ -289,6 +298,24 @@ def _report(
     return EXIT_REGRESSION if regressions else EXIT_OK
 
 
+def _check_outputs(arguments: argparse.Namespace, directories: Sequence[Path]) -> None:
+    """Before anything is measured: what is asked for can be written, and the report can name the directories."""
+    for directory in directories:
+        try:
+            str(directory).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError("directory", os.fsencode(directory), "is no UTF-8, which JSON needs") from error
+    for name in ("html", "png"):
+        path = getattr(arguments, name, None)
+        if path is None:
+            continue
+        if path.is_dir() or not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
+            raise ConfigError(name, str(path), "cannot be written: name a file in a directory of yours")
+        missing = [module for module in ("matplotlib", "jinja2") if importlib.util.find_spec(module) is None]
+        if missing:
+            raise ConfigError(name, str(path), f"needs {' and '.join(missing)}: pip install 'infinity[plot]'")
+
+
 def _has_bad_blocks(result: Any) -> bool:
     measured = getattr(result, "confirmation", result)
     verification = getattr(measured, "verification", None)
@@ -298,8 +325,10 @@ def _has_bad_blocks(result: Any) -> bool:
 def _load_baseline(path: Path) -> Report:
     try:
         return Report.model_validate_json(path.read_text())
+    except ValidationError as error:
+        raise ConfigError("baseline", str(path), f"is no report of this version: {first_problem(error)}") from error
     except (OSError, ValueError) as error:
-        raise ConfigError("baseline", str(path), f"is no report that --json printed: {error}") from error
+        raise ConfigError("baseline", str(path), f"cannot be read: {error}") from error
 
 
 @contextmanager
@@ -309,7 +338,8 @@ def _interruptible() -> Iterator[None]:
     def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
         raise SystemExit(128 + number)
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGHUP)}
+    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, stop) for number in heeded}  # under nohup SIGHUP stays ignored
     try:
         yield
     finally:

@@ -7,7 +7,9 @@ turn, says how far apart two equal runs lie on this machine; a ratio inside that
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -19,7 +21,10 @@ from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoRe
 from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, open_bench, open_targets
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES, IoSettings, Rw, check_limit
 from io_daemon.bench.units import block_text
+from io_daemon.config import UNLIMITED_BYTES
+from io_daemon.errors import ConfigError
 
+RUNS_PER_TURN: Final = 4
 METRICS: Final = ("bw_bytes", "clat_p50_ns", "clat_p99_ns", "cpu_s_per_gb")
 CPU_RATIO_MAX: Final = 1.20
 """CPU per GB has a bound of its own: fio's spread says nothing about what a library costs."""
@@ -31,15 +36,16 @@ class CompareSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     directory: Path
-    rws: Annotated[tuple[Rw, ...], Field(min_length=1)] = ("read", "write", "rw")
+    rws: Annotated[tuple[Rw, ...], Field(min_length=1)] = ("read",)
     rwmixread: Annotated[int, Field(ge=0, le=100)] = 50
-    engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = ("io_uring", "libaio")
+    engines: Annotated[tuple[Literal["io_uring", "libaio"], ...], Field(min_length=1)] = ("io_uring", "libaio")
+    """fio's synchronous engines know no depth, only processes: another load than threads on one file."""
     block_sizes: Annotated[tuple[int, ...], Field(min_length=1)] = (1 << 20,)
     iodepths: Annotated[tuple[int, ...], Field(min_length=1)] = (32,)
     pairs: Annotated[int, Field(ge=1, le=1000)] = 10
     direct: bool = True
     size: Annotated[int, Field(ge=1 << 20)] = 2 << 30
-    runtime_s: Annotated[float, Field(gt=0, le=3600)] = 1.0
+    runtime_s: Annotated[float, Field(ge=0.2, le=3600)] = 1.0
     ramp_time_s: Annotated[float, Field(ge=0, le=60)] = 0.3
     seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1
     write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
@@ -48,6 +54,12 @@ class CompareSettings(BaseModel):
     @classmethod
     def _resolved(cls, value: Path) -> Path:
         return value.resolve()
+
+    @property
+    def _whole_size(self) -> int:
+        """Of the one file: blocks of every size fill it to its end."""
+        step = math.lcm(*self.block_sizes)
+        return self.size // step * step
 
     def combinations(self) -> Iterator[IoSettings]:
         for rw, engine, bs, iodepth in itertools.product(self.rws, self.engines, self.block_sizes, self.iodepths):
@@ -59,12 +71,12 @@ class CompareSettings(BaseModel):
                 bs=bs,
                 iodepth=iodepth,
                 direct=self.direct,
-                size=self.size,
+                size=self._whole_size,
                 runtime_s=self.runtime_s,
                 ramp_time_s=self.ramp_time_s,
                 seed=self.seed,
                 verify=False,
-                write_limit_bytes=self.write_limit_bytes,
+                write_limit_bytes=UNLIMITED_BYTES,  # of all runs together, see check_writes
             )
 
 
@@ -73,11 +85,14 @@ def run_compare(settings: CompareSettings, observer: Observer | None = None) -> 
     observer = observer or Silent()
     version = fio_version()
     combinations = list(settings.combinations())
-    check_limit(combinations[0])
+    check_limit(combinations[0].model_copy(update={"write_limit_bytes": settings.write_limit_bytes}))
     lines: list[CompareLine] = []
     with open_targets(combinations[0]) as targets:
         with open_bench(combinations[0], targets) as bench:
+            begin = time.perf_counter()
             bench.lay_out(observer)
+            write_bw_bytes = combinations[0].layout_bytes / (time.perf_counter() - begin)
+        check_writes(settings, combinations, write_bw_bytes)
         for combination in combinations:
             name = (
                 f"{combination.rw} {combination.engine} bs {block_text(combination.bs)} iodepth {combination.iodepth}"
@@ -88,6 +103,22 @@ def run_compare(settings: CompareSettings, observer: Observer | None = None) -> 
             lines += compare_turns(combination, turns)
         warnings = cache_warnings(combinations[0], targets)
     return CompareResult(lines=lines, fio_version=version, warnings=warnings)
+
+
+def check_writes(settings: CompareSettings, combinations: Sequence[IoSettings], write_bw_bytes: float) -> None:
+    """Raises ConfigError if the runs would write beyond the limit, at the rate that laying out had."""
+    shares = [
+        1 - combination.rwmixread / 100 if combination.mixed else combination.writes for combination in combinations
+    ]
+    run_bytes = write_bw_bytes * (settings.runtime_s + settings.ramp_time_s)
+    expected_bytes = combinations[0].layout_bytes + RUNS_PER_TURN * settings.pairs * run_bytes * sum(shares)
+    if expected_bytes > settings.write_limit_bytes:
+        raise ConfigError(
+            "write_limit",
+            settings.write_limit_bytes,
+            f"these runs would write about {expected_bytes / 1e9:.0f} GB: ask for less, raise --write-limit, or "
+            "say --yes",
+        )
 
 
 Turn = tuple[Figures, Figures, Figures, Figures]
@@ -106,12 +137,13 @@ def _turn(bench: Bench, number: int, observer: Observer) -> Turn:
 def figures_of(result: IoResult) -> Figures:
     """In the same terms as fio's."""
     ways = [way for way in (result.read, result.write) if way is not None]
-    main = max(ways, key=lambda way: way.num_ios)
+    main = ways[0]  # reads, where there are any
     return Figures(
         bw_bytes=sum(way.bw_bytes for way in ways),
         clat_p50_ns=main.clat.p50_ns,
         clat_p99_ns=main.clat.p99_ns,
         cpu_s_per_gb=result.cpu.s_per_gb,
+        written_bytes=result.write.io_bytes if result.write else 0,
     )
 
 

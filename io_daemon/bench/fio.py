@@ -13,18 +13,19 @@ from io_daemon.bench.settings import IoSettings
 from io_daemon.bench.target import DATA_OFFSET
 from io_daemon.errors import ConfigError, WorldError
 
-FIO_ENGINES: Final = {"io_uring": "io_uring", "libaio": "libaio", "posix": "psync"}
 SLACK_S: Final = 60.0
+RUNTIME_ERROR_MAX: Final = 0.1
 
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run, fio's or ours. Rates of reads and writes together; latencies of the direction with more I/Os."""
+    """Of one run, fio's or ours. Rates of reads and writes together; latencies of reads, where there are any."""
 
     bw_bytes: float
     clat_p50_ns: float
     clat_p99_ns: float
     cpu_s_per_gb: float
+    written_bytes: int
 
 
 def fio_version() -> str:
@@ -45,12 +46,20 @@ def run_fio(settings: IoSettings, path: Path) -> Figures:
         raise WorldError(f"fio has not ended within {timeout_s:g} s: {' '.join(command)}") from error
     if run.returncode != 0:
         raise WorldError(f"fio ended with {run.returncode}: {run.stderr.strip() or run.stdout.strip()}")
-    return parse_fio(json.loads(run.stdout[run.stdout.index("{") :]))
+    report = json.loads(run.stdout[run.stdout.index("{") :])
+    ran_s = report["jobs"][0]["job_runtime"] / 1e3
+    if abs(ran_s - settings.runtime_s) > RUNTIME_ERROR_MAX * settings.runtime_s:
+        raise WorldError(f"fio ran for {ran_s:g} s where {settings.runtime_s:g} s were asked for")
+    return parse_fio(report, settings)
+
+
+def _milliseconds(seconds: float) -> str:
+    """fio cuts fractions of a second off."""
+    return f"{round(seconds * 1000)}ms"
 
 
 def fio_command(settings: IoSettings, path: Path) -> list[str]:
-    """One fio job; depth as processes where the engine knows no other."""
-    synchronous = settings.engine == "posix"
+    """One fio job."""
     return [
         "fio",
         "--name=bench",
@@ -60,12 +69,11 @@ def fio_command(settings: IoSettings, path: Path) -> list[str]:
         f"--rw={settings.rw}",
         *([f"--rwmixread={settings.rwmixread}"] if settings.mixed else []),
         f"--bs={settings.bs}",
-        f"--ioengine={FIO_ENGINES[settings.engine]}",
-        f"--iodepth={1 if synchronous else settings.iodepth}",
-        f"--numjobs={settings.iodepth if synchronous else 1}",
+        f"--ioengine={settings.engine}",
+        f"--iodepth={settings.iodepth}",
         f"--direct={int(settings.direct)}",
-        f"--runtime={settings.runtime_s}",
-        f"--ramp_time={settings.ramp_time_s}",
+        f"--runtime={_milliseconds(settings.runtime_s)}",
+        f"--ramp_time={_milliseconds(settings.ramp_time_s)}",
         f"--randseed={settings.seed}",
         *(["--fixedbufs=1", "--registerfiles=1"] if settings.engine == "io_uring" else []),  # as the reactor does
         "--time_based",
@@ -74,11 +82,11 @@ def fio_command(settings: IoSettings, path: Path) -> list[str]:
     ]
 
 
-def parse_fio(report: dict[str, Any]) -> Figures:
+def parse_fio(report: dict[str, Any], settings: IoSettings) -> Figures:
+    """Of fio's JSON."""
     job = report["jobs"][0]
     ways = [job[name] for name in ("read", "write") if job[name]["total_ios"]]
-    main = max(ways, key=lambda way: int(way["total_ios"]))
-    percentiles = main["clat_ns"]["percentile"]
+    percentiles = job["read" if settings.reads else "write"]["clat_ns"]["percentile"]
     moved_bytes = sum(way["io_bytes"] for way in ways)
     cpu_share = (job["usr_cpu"] + job["sys_cpu"]) / 100
     return Figures(
@@ -86,4 +94,5 @@ def parse_fio(report: dict[str, Any]) -> Figures:
         clat_p50_ns=float(percentiles["50.000000"]),
         clat_p99_ns=float(percentiles["99.000000"]),
         cpu_s_per_gb=cpu_share * job["job_runtime"] / 1e3 / (moved_bytes / 1e9),
+        written_bytes=int(job["write"]["io_bytes"]),
     )

@@ -45,7 +45,7 @@ class Job:
     def __init__(self, settings: IoSettings, target: Target, job: int, open_engine: OpenEngine) -> None:
         self.target = target
         self._settings = settings
-        self._batch_ios = batch_ios(settings.bs)
+        self._batch_ios = min(batch_ios(settings.bs), settings.num_blocks)  # no block twice in a batch
         self._num_batches = -(-settings.iodepth // self._batch_ios) + SPARE_BATCHES
         num_slots = self._num_batches * self._batch_ios
         # the upper half of the arena is where reads go: what was written stays to be compared with
@@ -60,6 +60,7 @@ class Job:
         """Of reads that are not: as few as are in flight, as warm in the caches as another program's would be."""
         self._pattern = Pattern(slots[:num_slots], settings.num_blocks, settings.seed * 65536 + job)
         self._workload = Workload(settings, job)
+        self._being_written = np.zeros(settings.num_blocks, np.bool_)
         self._idle = list(range(self._num_batches))
         self.engine = open_engine(target, self._arena)
 
@@ -130,24 +131,25 @@ class Job:
     ) -> None:
         """Keep the engine supplied until the batches are used up, then wait for the last."""
         read_slots = self._read_slots if check is None else self._kept_slots
-        in_flight: dict[int, NDArray[np.uint64]] = {}
-        more = True
-        while True:
-            while more and self._idle:
-                batch = next(batches, None)
-                if batch is None:
-                    more = False
-                    break
+        in_flight: dict[int, Batch] = {}
+        batch = next(batches, None)
+        while batch is not None or in_flight:
+            while batch is not None and self._idle and not self._overtakes(batch):
                 number = self._idle.pop()
-                in_flight[number] = batch.blocks
+                in_flight[number] = batch
                 self._submit(number, batch, read_slots[number])
-            if not in_flight:
-                return
+                batch = next(batches, None)
             for number in self._reap():
-                blocks = in_flight.pop(number)
+                ended = in_flight.pop(number)
+                self._being_written[ended.blocks[ended.writes == 1]] = False
                 if check is not None:
-                    check(blocks, number)
+                    check(ended.blocks, number)
                 self._idle.append(number)
+
+    def _overtakes(self, batch: Batch) -> bool:
+        """It writes a block that is being written: which of the two came last would be anybody's guess. Happens when
+        one write takes as long as a whole round of the file."""
+        return bool(self._being_written[batch.blocks[batch.writes == 1]].any())
 
     def _submit(self, number: int, batch: Batch, slots: NDArray[np.uint64]) -> None:
         num_ios = batch.blocks.size
@@ -156,6 +158,7 @@ class Job:
         if num_writes:
             write_slots = self._write_slots[number, :num_ios]
             is_write = batch.writes == 1
+            self._being_written[batch.blocks[is_write]] = True
             self._pattern.stamp(batch.blocks[is_write], write_slots[is_write])
             slots = write_slots if num_writes == num_ios else np.where(is_write, write_slots, slots)
         offsets = batch.blocks * np.uint64(self._settings.bs) + np.uint64(DATA_OFFSET)

@@ -22,6 +22,8 @@ from io_daemon.swap_dir import check_swap_dir
 
 SAMPLES_MAX: Final = 1000
 SAMPLE_INTERVAL_MIN_S: Final = 0.1
+WATCH_INTERVAL_S: Final = 0.5
+"""Errors and the write limit are looked at this often, however long a sample is."""
 JOIN_TIMEOUT_S: Final = 120.0
 
 
@@ -54,8 +56,9 @@ def run_io(settings: IoSettings, observer: Observer | None = None) -> IoResult:
         bench.lay_out(observer)
         result = bench.measure(observer)
         verification = bench.verify(observer) if settings.verify else None
-        removed = [f"{target.path} was removed while it was measured" for target in targets if target.was_removed]
-    return result.model_copy(update={"verification": verification, "warnings": [*result.warnings, *removed]})
+        for target in targets:
+            target.refuse_removed()
+    return result.model_copy(update={"verification": verification})
 
 
 @contextmanager
@@ -227,14 +230,25 @@ class Bench:
         interval_s = max(SAMPLE_INTERVAL_MIN_S, seconds / SAMPLES_MAX)
         samples = [self._sample()]
         begin_s = samples[0].at_s
-        for number in range(1, round(seconds / interval_s) + 1):
-            time.sleep(max(0.0, begin_s + min(number * interval_s, seconds) - time.perf_counter()))
-            still_works()
+        num_samples = max(1, round(seconds / interval_s)) if seconds > 0 else 0
+        for number in range(1, num_samples + 1):
+            within_limit = self._wait_until(begin_s + min(number * interval_s, seconds), still_works)
             samples.append(self._sample())
             self._report(samples, observer)
-            if samples[-1].counters.write_bytes > self.settings.write_limit_bytes:
+            if not within_limit:
                 break
         return samples
+
+    def _wait_until(self, at_s: float, still_works: Callable[[], bool]) -> bool:
+        """False, and sooner, if the write limit is reached."""
+        while True:
+            still_works()
+            if sum(job.engine.counters().write_bytes for job in self.jobs) > self.settings.write_limit_bytes:
+                return False
+            left_s = at_s - time.perf_counter()
+            if left_s <= 0:
+                return True
+            time.sleep(min(left_s, WATCH_INTERVAL_S))
 
     def _report(self, samples: Sequence[Sample], observer: Observer) -> None:
         before, after = samples[-2:]

@@ -34,18 +34,18 @@ class IoSettings(BaseModel):
     rw: Rw = "read"
     rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
     """Percent of I/Os that read, for rw and randrw."""
-    bs: Annotated[int, Field(ge=512, le=1 << 30)] = 1 << 20
+    bs: Annotated[int, Field(ge=512, le=1 << 30, multiple_of=512)] = 1 << 20
     iodepth: Annotated[int, Field(ge=1, le=4096)] = 32
     numjobs: Annotated[int, Field(ge=1, le=64)] = 1
     direct: bool = True
-    runtime_s: Annotated[float, Field(gt=0, le=30 * 86400)] = 10.0
+    runtime_s: Annotated[float, Field(ge=0.1, le=30 * 86400)] = 10.0
     ramp_time_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
     size: Annotated[int, Field(ge=PAGE_BYTES)] = 2 << 30
     engine: BenchEngine = "io_uring"
     memory: Memory = "host"
     """Where the buffers lie; "gpu" with kvikio: cuFile's GPUDirect Storage where the machine has it."""
     verify: bool = True
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1
+    seed: Annotated[int, Field(ge=0, lt=1 << 47)] = 1
     write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
     """The measurement ends early once this much has been written, laying out included."""
     faults: tuple[Fault, ...] = ()
@@ -59,20 +59,23 @@ class IoSettings(BaseModel):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         if self.direct and self.bs % PAGE_BYTES:
-            raise ValueError(
-                f"bs = {self.bs} is no multiple of {PAGE_BYTES}, which direct I/O needs: or say --direct 0"
+            raise ConfigError(
+                "bs", self.bs, f"is no multiple of {PAGE_BYTES}, which direct I/O needs: or say --direct 0"
             )
         if self.engine == "posix" and self.iodepth > POSIX_THREADS_MAX:
-            raise ValueError(
-                f"iodepth = {self.iodepth}: posix has a thread for each I/O in flight, at most {POSIX_THREADS_MAX}; "
-                "raise --numjobs instead"
+            raise ConfigError(
+                "iodepth",
+                self.iodepth,
+                f"posix has a thread for each I/O in flight, at most {POSIX_THREADS_MAX}: raise --numjobs instead",
             )
         if self.memory == "gpu" and self.engine != "kvikio":
-            raise ValueError(f"memory = gpu: {self.engine} moves bytes to host memory only: --engine kvikio")
+            raise ConfigError("memory", self.memory, f"{self.engine} only knows host memory: say --engine kvikio")
         if self.num_blocks < 2 * self.iodepth:
-            raise ValueError(
-                f"size = {self.size} holds {self.num_blocks} blocks of bs = {self.bs}, fewer than two for each of "
-                f"iodepth = {self.iodepth}: raise size"
+            raise ConfigError(
+                "size",
+                self.size,
+                f"holds {self.num_blocks} blocks of {self.bs} bytes, fewer than two for each of {self.iodepth} in "
+                "flight: raise size",
             )
         return self
 

@@ -16,6 +16,8 @@ from io_daemon.bench.result import SteadyState
 
 NUM_ROUNDS: Final = 20
 STEADY_ROUNDS_MIN: Final = 5
+STEADY_S_MIN: Final = 5.0
+"""Of measured time: less says nothing about a state."""
 RANGE_MAX: Final = 0.20
 SLOPE_MAX: Final = 0.10
 
@@ -23,7 +25,7 @@ SLOPE_MAX: Final = 0.10
 def find_steady_state(rates: Sequence[float], interval_s: float) -> SteadyState:
     """``rates``: bytes a second over equal intervals of the measured time."""
     rounds = _rounds(np.asarray(rates, dtype=float))
-    if rounds.size < STEADY_ROUNDS_MIN:
+    if rounds.size < STEADY_ROUNDS_MIN or interval_s * len(rates) < STEADY_S_MIN:
         return SteadyState(reached=False, begin_s=None, bw_bytes=None, burst_bw_bytes=None)
     round_s = interval_s * len(rates) / rounds.size
     for begin in range(rounds.size - STEADY_ROUNDS_MIN + 1):

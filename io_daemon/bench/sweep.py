@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from io_daemon._native import ENGINES, probe_engine
-from io_daemon.bench.result import SweepResult
+from io_daemon.bench.result import IoResult, SweepResult
 from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, open_targets, run_io
 from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings, check_limit
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
@@ -29,10 +29,10 @@ class SweepSettings(BaseModel):
 
     directories: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
     size: Annotated[int, Field(ge=64 << 20)] = 2 << 30
-    """Of the file in each directory."""
+    """Of the file in each directory; a rest below the largest block is left alone."""
     engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = SWEPT_ENGINES
     rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
-    cell_s: Annotated[float, Field(gt=0, le=600)] = 0.8
+    cell_s: Annotated[float, Field(ge=0.1, le=600)] = 0.8
     """Measured time of one round of one cell."""
     ramp_time_s: Annotated[float, Field(ge=0, le=60)] = 0.2
     confirm_s: Annotated[float, Field(ge=0, le=86400)] = 15.0
@@ -40,7 +40,7 @@ class SweepSettings(BaseModel):
     exhaustive: bool = False
     """Measure every cell of the grid as often as finalists are: slow, and what the adaptive search is judged by."""
     remember: bool = True
-    seed: Annotated[int, Field(ge=0, lt=1 << 63)] = 1
+    seed: Annotated[int, Field(ge=0, lt=1 << 47)] = 1
     write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
 
     @field_validator("directories")
@@ -58,7 +58,7 @@ class SweepSettings(BaseModel):
             iodepth=cell.iodepth,
             runtime_s=runtime_s,
             ramp_time_s=self.ramp_time_s,
-            size=self.size,
+            size=self.size // BLOCK_SIZES[-1] * BLOCK_SIZES[-1],
             engine=cell.engine,  # type: ignore[arg-type]  # checked by pydantic
             verify=verify,
             seed=self.seed,
@@ -85,17 +85,23 @@ def run_sweep(settings: SweepSettings, observer: Observer | None = None) -> Swee
             plan.record(cell, score)
             written_bytes += cell_bytes
             if written_bytes > settings.write_limit_bytes:
-                raise ConfigError(
-                    "write_limit", settings.write_limit_bytes, "the sweep would write more: raise it, or say --yes"
-                )
+                break
         warnings = cache_warnings(layout, targets)
     seconds = time.perf_counter() - begin
     chosen = plan.chosen()
-    tuning = Tuning.model_validate({"engine": chosen.engine, "block_bytes": chosen.bs, "queue_depth": chosen.iodepth})
     confirmation = None
-    if settings.confirm_s > 0:
-        confirmation = run_io(settings.io_settings(chosen, settings.confirm_s, verify=True), observer)
-    remembered_in = remember(settings.directories, tuning) if settings.remember else None
+    left_bytes = settings.write_limit_bytes - written_bytes
+    if left_bytes <= layout.layout_bytes:
+        warnings.append("the search ended early, or nothing was left for confirming it: --write-limit was reached")
+    elif settings.confirm_s > 0:
+        confirm = settings.io_settings(chosen, settings.confirm_s, verify=True)
+        confirmation = run_io(confirm.model_copy(update={"write_limit_bytes": left_bytes}), observer)
+    remembered_in = None
+    if settings.remember and not _has_bad_blocks(confirmation):
+        try:
+            remembered_in = remember(settings.directories, _tuning(chosen))
+        except OSError as error:
+            warnings.append(f"the choice is not remembered: {error}; set INFINITY_STATE_DIR to a directory of yours")
     measured = plan.cells()
     return SweepResult(
         cells=measured,
@@ -107,6 +113,15 @@ def run_sweep(settings: SweepSettings, observer: Observer | None = None) -> Swee
         remembered_in=str(remembered_in) if remembered_in else None,
         warnings=warnings,
     )
+
+
+def _has_bad_blocks(confirmation: IoResult | None) -> bool:
+    verification = confirmation.verification if confirmation is not None else None
+    return verification is not None and verification.num_bad_blocks > 0
+
+
+def _tuning(chosen: Cell) -> Tuning:
+    return Tuning.model_validate({"engine": chosen.engine, "block_bytes": chosen.bs, "queue_depth": chosen.iodepth})
 
 
 def io_daemon_section(directories: Sequence[Path], chosen: Cell) -> dict[str, Any]:

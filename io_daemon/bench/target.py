@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 from types import TracebackType
@@ -49,10 +50,10 @@ class Target:
     def fd(self) -> int:
         return self._file.fd
 
-    @property
-    def was_removed(self) -> bool:
-        """Somebody else has unlinked it; the open file goes on existing."""
-        return os.fstat(self.fd).st_nlink == 0
+    def refuse_removed(self) -> None:
+        """Raises DeviceIOError if somebody else has unlinked it; the open file goes on existing."""
+        if os.fstat(self.fd).st_nlink == 0:
+            raise self._error(errno.ENOENT, "measurement (the file was removed meanwhile)")
 
     def drop_cache(self) -> None:
         """Write back and forget what the page cache holds of it, for runs without direct I/O."""
@@ -60,14 +61,12 @@ class Target:
             os.fsync(self.fd)
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
         except OSError as error:
-            raise DeviceIOError(
-                errno=error.errno or 0,
-                path=str(self.path),
-                offset=0,
-                expected_bytes=0,
-                actual_bytes=0,
-                operation="write-back",
-            ) from error
+            raise self._error(error.errno or errno.EIO, "write-back") from error
+
+    def _error(self, error_number: int, operation: str) -> DeviceIOError:
+        return DeviceIOError(
+            errno=error_number, path=str(self.path), offset=0, expected_bytes=0, actual_bytes=0, operation=operation
+        )
 
     def close(self) -> None:
         self._file.unlink()

@@ -3,7 +3,7 @@
 Sequential runs go round the file; mixed ones have a position for reads and another for writes, half a file apart.
 Random runs visit every block once before any twice, in an order that a Feistel network over the block numbers gives
 (Luby and Rackoff 1988; cycle walking, Black and Rogaway 2002): no table, so a file may have any number of blocks. The
-same block comes again only after all others, so two writes to one are never in flight together.
+same block comes again only after all others.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def test_auto_is_what_the_sweep_found(section: dict[str, Any], tmp_path: Path) -
 
 
 def test_a_setting_of_ones_own_wins(tmp_path: Path) -> None:
-    section = {"block_size": 65536, "queue_depth": 2}
+    section = {"engine": "require:posix", "block_size": 65536, "queue_depth": 2}
     assert daemon_settings(nvme_config(tmp_path, section)) == ("posix", 65536, 2)
 
 

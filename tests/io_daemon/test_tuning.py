@@ -28,9 +28,14 @@ def test_nothing_is_known_at_first(tmp_path: Path) -> None:
 def test_what_was_found_is_what_auto_means(tmp_path: Path) -> None:
     assert remember([tmp_path], FOUND) == tmp_path / "state" / "tuning.json"
     assert choose([tmp_path], "auto", None, None)[:3] == ("require:posix", 1 << 18, 8)
-    assert choose([tmp_path], "require:libaio", None, None)[:3] == ("require:libaio", 1 << 18, 8)
-    assert choose([tmp_path], "auto", 4096, 2)[:3] == ("require:posix", 4096, 2)
-    assert choose([tmp_path], "require:libaio", 4096, 2) == ("require:libaio", 4096, 2, None)
+    assert choose([tmp_path], "require:posix", 1 << 18, None)[:3] == ("require:posix", 1 << 18, 8)
+
+
+def test_what_was_found_together_is_not_taken_apart(tmp_path: Path) -> None:
+    remember([tmp_path], FOUND)
+    assert choose([tmp_path], "require:libaio", None, None) == ("require:libaio", 1 << 20, 32, None)
+    assert choose([tmp_path], "auto", 4096, None) == ("auto", 4096, 32, None)
+    assert choose([tmp_path], "auto", None, 2) == ("auto", 1 << 20, 2, None)
 
 
 def test_other_directories_of_the_device_share_it(tmp_path: Path) -> None:
@@ -54,7 +59,7 @@ def test_devices_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_an_engine_that_works_no_more_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remember([tmp_path], FOUND)
     monkeypatch.setattr(tuning, "probe_engine", lambda engine: "gone")
-    assert choose([tmp_path], "auto", None, None)[:3] == ("auto", 1 << 18, 8)
+    assert choose([tmp_path], "auto", None, None) == ("auto", 1 << 20, 32, None)
 
 
 @pytest.mark.parametrize("text", ["", "no json", '{"version": 2}', '{"devices": {"x": {"engine": "warp"}}}'])

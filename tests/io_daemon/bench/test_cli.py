@@ -110,7 +110,11 @@ def test_bad_data_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[
     ("words", "code", "said"),
     [
         (("io", "{}/none"), 2, "is no directory"),
-        (("io", "{}", "--bs", "5000"), 2, "multiple of 4096"),
+        (("io", "{}", "--bs", "5K"), 2, "bs = 5120: is no multiple of 4096"),
+        (("io", "{}", "--html", "{}/none/page.html"), 2, "html"),
+        (("sweep", "{}", "--png", "{}"), 2, "png"),
+        (("io", "{}", "--baseline", "/dev/null"), 2, "baseline"),
+        (("compare", "{}", "--engines", "posix"), 2, "'io_uring'"),
         (("io", "{}", "--size", "2T"), 2, "--yes"),
         (("io", "{}", "--size", "900T", "--yes"), 1, "stay free"),
         (("io", "{}", "--engine", "warp"), 2, "invalid choice"),

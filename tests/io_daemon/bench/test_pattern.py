@@ -103,3 +103,12 @@ def test_slots_differ_from_each_other(disk: Disk) -> None:
     bodies = disk.slots[:, STAMP_BYTES:]
     assert len({body.tobytes() for body in bodies}) == NUM_SLOTS
     assert (bodies == 0).mean() < 0.01  # random, so a drive that compresses gains nothing
+
+
+def test_slots_of_a_batch_hold_the_generations_in_order(disk: Disk) -> None:
+    """A lost write is found also if the block was written twice; batches never hold a block twice."""
+    disk.write(2)
+    kept = disk.blocks[2].copy()
+    disk.write(2, first_slot=1)
+    disk.blocks[2] = kept
+    assert disk.faults(2) == [(2, "it holds write 2 of this block, the last was 3")]

@@ -192,10 +192,8 @@ def test_a_file_that_vanishes_is_said(tmp_path: Path) -> None:
                 [path] = tmp_path.iterdir()
                 path.unlink()
 
-    result = run_io(settings(tmp_path, rw="write"), Remove())
-    assert any("was removed" in warning for warning in result.warnings)
-    assert result.verification is not None
-    assert result.verification.num_bad_blocks == 0
+    with pytest.raises(DeviceIOError, match="removed meanwhile"):
+        run_io(settings(tmp_path, rw="write"), Remove())
 
 
 def test_buffered_runs_are_warned_about(tmp_path: Path) -> None:
@@ -233,7 +231,10 @@ def test_an_interrupt_cleans_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"bs": 5000}, "no multiple of 4096"),
+        ({"bs": 5120}, "no multiple of 4096"),
+        ({"bs": 5000, "direct": False}, "multiple of 512"),
+        ({"runtime_s": 0.05}, "greater than or equal to 0.1"),
+        ({"seed": 1 << 60}, "less than"),
         ({"iodepth": NUM_BLOCKS}, "raise size"),
         ({"rwmixread": 101}, "less than or equal to 100"),
         ({"rw": "trim"}, "'read'"),
@@ -245,3 +246,13 @@ def test_an_interrupt_cleans_up(tmp_path: Path) -> None:
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         settings(tmp_path, **changes)
+
+
+def test_a_write_that_takes_long_is_not_overtaken(tmp_path: Path) -> None:
+    """A file of few blocks goes round many times within one slow write; its verification must not be fooled."""
+    faults = [("delay", nth, 150_000) for nth in range(40, 400, 60)]
+    result = measure(tmp_path, rw="write", size=16 * BS, iodepth=4, runtime_s=0.8, faults=faults)
+    assert result.verification is not None
+    assert result.verification.num_bad_blocks == 0
+    assert result.write is not None
+    assert result.write.num_ios > 16

@@ -40,6 +40,11 @@ def test_a_rate_that_swings_is_not_steady() -> None:
     ).reached
 
 
+def test_half_a_second_says_nothing_about_a_state() -> None:
+    assert not find_steady_state([100.0] * 20, 0.1).reached
+    assert find_steady_state([100.0] * 50, 0.1).reached
+
+
 @pytest.mark.parametrize("rates", [[], [1.0], [1.0] * 4, [0.0] * 50])
 def test_too_little_says_nothing(rates: list[float]) -> None:
     assert not find_steady_state(rates, 1.0).reached
