@@ -22,11 +22,13 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
 
 setup: $(SETUP) ## virtual environment in .venv and missing system packages
-$(SETUP): constraints/development.txt packaging/system-packages.sh
+$(SETUP): constraints/development.txt constraints/kvikio.txt packaging/system-packages.sh
 	@packaging/system-packages.sh $(PYTHON)
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "setup: installing $$(grep -c == constraints/development.txt) packages into $(VENV)"
 	@$(PIP) --quiet install --no-compile --requirement constraints/development.txt
+	@$(PIP) --quiet install --no-compile --no-deps --requirement constraints/kvikio.txt || \
+	  echo "setup: kvikio is not to be had; its tests will be skipped"
 	@mkdir -p $(STAMPS) && touch $@
 
 build: $(BUILD) ## compile csrc/ and install the two packages in place

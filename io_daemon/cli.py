@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -44,6 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _complain(error, EXIT_NO_DAEMON)
     except WorldError as error:
         return _complain(error, EXIT_FAULT)
+    except BrokenPipeError:  # the reader of our output has gone: nobody is left to complain to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAULT
     except KeyboardInterrupt:
         return _complain(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED)
     return exit_code
