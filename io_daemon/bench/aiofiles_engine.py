@@ -21,15 +21,13 @@ from aiofiles.threadpool.binary import AsyncFileIO
 from numpy.typing import NDArray
 
 from io_daemon._native import Region
-from io_daemon.bench.engine import Counters
-from io_daemon.bench.ledger import BlockIo, Ledger
-from io_daemon.latency import Latencies
+from io_daemon.bench.ledger import BlockIo, Ledger, LedgerEngine
 
 OPEN_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 30.0
 
 
-class AiofilesEngine:
+class AiofilesEngine(LedgerEngine):
     """A ``BlockEngine``. slat: the seek, which aiofiles hands to a thread too; clat: the transfer."""
 
     name: Final = "aiofiles"
@@ -102,21 +100,6 @@ class AiofilesEngine:
             self._ledger.fail(io, error, num_moved)
             return
         self._ledger.end(io, seeked_ns - begin_ns, time.perf_counter_ns() - seeked_ns, num_short)
-
-    def reap(self, timeout_s: float) -> list[int]:
-        return self._ledger.reap(timeout_s)
-
-    def counters(self) -> Counters:
-        return self._ledger.counters()
-
-    def latencies(self) -> Latencies:
-        return self._ledger.latencies()
-
-    def reset_latencies(self) -> None:
-        self._ledger.reset_latencies()
-
-    def sync(self) -> None:
-        self._ledger.sync(self._fd)
 
     def close(self) -> None:
         if self._thread.is_alive():

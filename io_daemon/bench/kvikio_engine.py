@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from io_daemon._native import Region
 from io_daemon.bench.cuda_memory import CudaBytes, CudaMemory, device_problem, driver_problem
-from io_daemon.bench.engine import Counters, Memory
-from io_daemon.bench.ledger import BlockIo, Ledger
-from io_daemon.latency import Latencies
+from io_daemon.bench.engine import Memory
+from io_daemon.bench.ledger import BlockIo, Ledger, LedgerEngine
 
 CLOSE_TIMEOUT_S: Final = 30.0
 
@@ -56,7 +55,7 @@ class _Pool:
                 importlib.import_module("kvikio.defaults").set({"num_threads": cls.num_threads})
 
 
-class KvikioEngine:
+class KvikioEngine(LedgerEngine):
     """A ``BlockEngine``. slat: the call of pread or pwrite; clat: until its future is there.
 
     With ``memory="gpu"`` the I/O is between the file and GPU memory; what is to be written is copied there first and
@@ -124,21 +123,6 @@ class KvikioEngine:
             self._ledger.end(io, started_ns - begin_ns, done_ns - started_ns)
         else:
             self._ledger.fail(io, None, num_moved)
-
-    def reap(self, timeout_s: float) -> list[int]:
-        return self._ledger.reap(timeout_s)
-
-    def counters(self) -> Counters:
-        return self._ledger.counters()
-
-    def latencies(self) -> Latencies:
-        return self._ledger.latencies()
-
-    def reset_latencies(self) -> None:
-        self._ledger.reset_latencies()
-
-    def sync(self) -> None:
-        self._ledger.sync(self._fd)
 
     def close(self) -> None:
         if not self._closed:

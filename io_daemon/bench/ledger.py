@@ -136,3 +136,25 @@ def errno_of(error: Exception) -> int:
     if isinstance(error, OSError) and error.errno:
         return error.errno
     return next((number for number in errno.errorcode if str(error).endswith(os.strerror(number))), errno.EIO)
+
+
+class LedgerEngine:
+    """What the Python engines answer from their ledger; ``_fd`` is the file that they have opened."""
+
+    _ledger: Ledger
+    _fd: int
+
+    def reap(self, timeout_s: float) -> list[int]:
+        return self._ledger.reap(timeout_s)
+
+    def counters(self) -> Counters:
+        return self._ledger.counters()
+
+    def latencies(self) -> Latencies:
+        return self._ledger.latencies()
+
+    def reset_latencies(self) -> None:
+        self._ledger.reset_latencies()
+
+    def sync(self) -> None:
+        self._ledger.sync(self._fd)

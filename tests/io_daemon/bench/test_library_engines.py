@@ -20,18 +20,16 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from io_daemon._native import Region
 from io_daemon.bench.cuda_memory import CudaMemory, device_problem, driver_problem
 from io_daemon.bench.engine import BlockEngine, Memory, engine_problem, open_engine
 from io_daemon.bench.ledger import errno_of
 from io_daemon.errors import ConfigError, DeviceIOError
+from tests.support.block_io import BS, NUM_SLOTS, batch, make_file, reap_all
 from tests.support.reactor import DEADLINE_S, make_region
 
 ROOT = Path(__file__).resolve().parents[3]
-BS = 16384
-NUM_SLOTS = 64
 IODEPTH = 4
 
 
@@ -56,9 +54,7 @@ def kind(request: pytest.FixtureRequest) -> Kind:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "file"
-    path.write_bytes(np.random.default_rng(0).bytes(NUM_SLOTS * BS))
-    return path
+    return make_file(tmp_path / "file")
 
 
 @pytest.fixture
@@ -83,20 +79,6 @@ def start(kind: Kind, path: Path, arena: Region) -> Iterator[Callable[..., Block
 
 
 Start = Callable[..., BlockEngine]
-
-
-def batch(first: int, num: int, write: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint64]]:
-    slots = np.arange(first, first + num, dtype=np.uint64)
-    return np.full(num, write, dtype=np.uint8), slots * np.uint64(BS), slots
-
-
-def reap_all(engine: BlockEngine, num: int) -> list[int]:
-    tags: list[int] = []
-    while len(tags) < num:
-        ended = engine.reap(DEADLINE_S)
-        assert ended, f"{len(tags)} of {num} batches ended"
-        tags += ended
-    return tags
 
 
 @pytest.mark.parametrize("direct", [0, os.O_DIRECT])

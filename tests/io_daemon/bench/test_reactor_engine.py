@@ -11,15 +11,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from io_daemon._native import Region
 from io_daemon.bench.engine import REACTOR_ENGINES, BlockEngine, engine_problem, open_engine
 from io_daemon.errors import ConfigError, DeviceIOError
+from tests.support.block_io import BS, NUM_SLOTS, batch, make_file, reap_all
 from tests.support.reactor import DEADLINE_S, Fault, make_region
 
-BS = 16384
-NUM_SLOTS = 64
 IODEPTH = 8
 
 Open = Callable[..., BlockEngine]
@@ -35,9 +33,7 @@ def name(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    path = tmp_path / "file"
-    path.write_bytes(np.random.default_rng(0).bytes(NUM_SLOTS * BS))
-    return path
+    return make_file(tmp_path / "file")
 
 
 @pytest.fixture
@@ -57,21 +53,6 @@ def start(name: str, path: Path, arena: Region) -> Iterator[Open]:
             return engine
 
         yield start
-
-
-def batch(first: int, num: int, write: int = 0) -> tuple[NDArray[np.uint8], NDArray[np.uint64], NDArray[np.uint64]]:
-    """Blocks first, first + 1, ... of the file and the same slots of the arena."""
-    slots = np.arange(first, first + num, dtype=np.uint64)
-    return np.full(num, write, dtype=np.uint8), slots * np.uint64(BS), slots
-
-
-def reap_all(engine: BlockEngine, num: int) -> list[int]:
-    tags: list[int] = []
-    while len(tags) < num:
-        ended = engine.reap(DEADLINE_S)
-        assert ended, f"{len(tags)} of {num} batches ended"
-        tags += ended
-    return tags
 
 
 def test_batches_move_bytes_both_ways(start: Open, name: str, path: Path, arena: Region) -> None:
