@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from io_daemon.bench import machine
+from io_daemon.bench.report import machine
 
 
 def describe_machine(swap_dir: Path) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from benchmarks.gpt import GPT, GPTShape, token_batch
 from benchmarks.machine import describe_machine
 from benchmarks.side import REPOSITORY, Side, keep_results, spread
 from io_daemon.bench.result import StepResult
-from io_daemon.bench.step import run_step
-from io_daemon.bench.step_settings import StepSettings
+from io_daemon.bench.steps.step import run_step
+from io_daemon.bench.steps.step_settings import StepSettings
 
 MIB: Final = 1 << 20
 BUDGETS_MIB: Final = (512, 1024)

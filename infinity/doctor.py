@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
-from io_daemon.bench.machine import MachineFacts, describe_directory, describe_machine
+from io_daemon.bench.report.machine import MachineFacts, describe_directory, describe_machine
 from io_daemon.errors import ConfigError
 from io_daemon.kernel_text import read_text
 from io_daemon.metrics import size_text

@@ -37,8 +37,8 @@ from infinity.standard_model import standard_model, standard_shape
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.daemon import chunk_spec
 from infinity.tiers.recording import RecordingTier, StepRecorder
-from io_daemon.bench.cpu_load import CpuLoad
-from io_daemon.bench.step_trace import SUFFIX, CpuRates, StepTrace, save
+from io_daemon.bench.steps.cpu_load import CpuLoad
+from io_daemon.bench.steps.step_trace import SUFFIX, CpuRates, StepTrace, save
 from io_daemon.metrics import size_text
 
 WARM_UP_STEPS: Final = 3

@@ -12,7 +12,7 @@ import torch
 from infinity.memory_plan import MemoryPlan
 from infinity.tiers.base import ChunkLayout, HostTier, Lease
 from infinity.tiers.memory import MemoryStore
-from io_daemon.bench.step_trace import ACQUIRE, RELEASE, WAIT, Events, Leases
+from io_daemon.bench.steps.step_trace import ACQUIRE, RELEASE, WAIT, Events, Leases
 from io_daemon.metrics import TenantStats
 from io_daemon.protocol import Access
 

@@ -19,19 +19,19 @@ from typing import Any, Final
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
 
-from io_daemon.bench import step_settings
 from io_daemon.bench.advice import advise_compare, advise_io, advise_sweep
-from io_daemon.bench.baseline import compare_with_baseline, parse_percent, refuse_other
 from io_daemon.bench.compare import CompareSettings, run_compare
-from io_daemon.bench.engine import ENGINES, REACTOR_ENGINES, engine_problem
-from io_daemon.bench.machine import describe_machine
+from io_daemon.bench.engines.engine import ENGINES, REACTOR_ENGINES, engine_problem
 from io_daemon.bench.progress import LiveProgress
+from io_daemon.bench.report.baseline import compare_with_baseline, parse_percent, refuse_other
+from io_daemon.bench.report.machine import describe_machine
+from io_daemon.bench.report.table import print_report
 from io_daemon.bench.result import Report
 from io_daemon.bench.run import Observer, run_io
 from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings
-from io_daemon.bench.step import advise_step, run_step
+from io_daemon.bench.steps import step_settings
+from io_daemon.bench.steps.step import advise_step, run_step
 from io_daemon.bench.sweep import SweepSettings, run_sweep
-from io_daemon.bench.table import print_report
 from io_daemon.config import UNLIMITED_BYTES, first_problem
 from io_daemon.errors import ConfigError
 from io_daemon.sizes import parse_bytes, parse_seconds
@@ -281,11 +281,11 @@ def _report(
     else:
         print_report(report, Console())
     if getattr(arguments, "png", None):
-        from io_daemon.bench.plot import write_heat_map
+        from io_daemon.bench.report.plot import write_heat_map
 
         write_heat_map(result, arguments.png)
     if arguments.html:
-        from io_daemon.bench.page import write_page
+        from io_daemon.bench.report.page import write_page
 
         write_page(report, arguments.html)
     if _has_bad_blocks(result):

@@ -17,10 +17,10 @@ from typing import Annotated, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from io_daemon.bench.fio import Figures, fio_version, run_fio
+from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoResult
 from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, open_bench, open_targets
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES, IoSettings, Rw, check_limit
-from io_daemon.bench.units import block_text
 from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.errors import ConfigError
 

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon._native import Region
-from io_daemon.bench.engine import BlockEngine
+from io_daemon.bench.engines.engine import BlockEngine
 from io_daemon.bench.pattern import Pattern
 from io_daemon.bench.result import Verification
 from io_daemon.bench.settings import IoSettings

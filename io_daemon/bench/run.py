@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Final, Protocol
 
 from io_daemon._native import Region
-from io_daemon.bench.engine import BlockEngine, Counters, open_engine
+from io_daemon.bench.engines.engine import BlockEngine, Counters, open_engine
 from io_daemon.bench.job import Job
 from io_daemon.bench.result import IoResult, Verification
 from io_daemon.bench.sample import Sample, cpu_between, cpu_seconds, direction_between, series_of

@@ -7,7 +7,7 @@ import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from io_daemon.bench.engine import Counters
+from io_daemon.bench.engines.engine import Counters
 from io_daemon.bench.result import Cpu, Direction, LatencySummary, TimeSeries
 from io_daemon.latency import Histogram, StageLatencies
 

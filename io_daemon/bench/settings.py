@@ -7,7 +7,7 @@ from typing import Annotated, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from io_daemon.bench.engine import Memory
+from io_daemon.bench.engines.engine import Memory
 from io_daemon.config import Fault
 from io_daemon.errors import ConfigError
 from io_daemon.protocol import PAGE_BYTES

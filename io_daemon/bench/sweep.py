@@ -10,12 +10,12 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from io_daemon._native import ENGINES, probe_engine
+from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import IoResult, SweepResult
 from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, open_targets, run_io
 from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings, check_limit
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
 from io_daemon.bench.target import Target
-from io_daemon.bench.units import block_text
 from io_daemon.errors import ConfigError
 from io_daemon.tuning import Tuning, remember
 

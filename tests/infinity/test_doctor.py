@@ -78,7 +78,7 @@ def test_a_directory_that_cannot_hold_swap_files_fails(path: str) -> None:
 
 def test_a_low_memlock_limit_says_what_follows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("resource.getrlimit", lambda _: (65536, 65536))
-    monkeypatch.setattr("io_daemon.bench.machine._may_lock_all", lambda _: False)
+    monkeypatch.setattr("io_daemon.bench.report.machine._may_lock_all", lambda _: False)
     finding = _by_subject(examine([]))["memlock limit"]
     assert finding.verdict is Verdict.ABSENT
     assert "64 KiB" in finding.value

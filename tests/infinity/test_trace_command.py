@@ -15,7 +15,7 @@ import infinity
 from benchmarks.gpt import GPT, GPTShape, token_batch
 from infinity.cli import main
 from infinity.standard_model import standard_model, standard_shape
-from io_daemon.bench.step_trace import StepTrace, load
+from io_daemon.bench.steps.step_trace import StepTrace, load
 from io_daemon.client import Client
 from io_daemon.protocol import Access
 

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from io_daemon.bench.block_device import BlockDevice, PcieLink
-from io_daemon.bench.drive_health import DriveHealth
-from io_daemon.bench.machine import DirectoryFacts, EngineFact, MachineFacts
+from io_daemon.bench.report.block_device import BlockDevice, PcieLink
+from io_daemon.bench.report.drive_health import DriveHealth
+from io_daemon.bench.report.machine import DirectoryFacts, EngineFact, MachineFacts
 from io_daemon.bench.result import (
     CompareLine,
     ComparePair,

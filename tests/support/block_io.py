@@ -8,7 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from io_daemon.bench.engine import BlockEngine
+from io_daemon.bench.engines.engine import BlockEngine
 from tests.support.reactor import DEADLINE_S
 
 BS: Final = 16384

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from io_daemon.bench.baseline import compare_with_baseline, parse_percent
+from io_daemon.bench.report.baseline import compare_with_baseline, parse_percent
 from io_daemon.bench.result import CompareResult, Direction, Report
 from io_daemon.errors import ConfigError
 from tests.support.bench_reports import RESULTS, io_result, machine_facts, nvme, report

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from io_daemon.bench.break_even import StepParts, break_even_note, hidden_from
+from io_daemon.bench.steps.break_even import StepParts, break_even_note, hidden_from
 
 seconds = st.floats(0, 1e4)
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from io_daemon.bench.drive_life import DriveWear, drive_life
+from io_daemon.bench.steps.drive_life import DriveWear, drive_life
 
 TB = 1e12
 

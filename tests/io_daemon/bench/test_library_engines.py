@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 
 from io_daemon._native import Region
-from io_daemon.bench.cuda_memory import CudaMemory, device_problem, driver_problem
-from io_daemon.bench.engine import BlockEngine, Memory, engine_problem, open_engine
-from io_daemon.bench.ledger import errno_of
+from io_daemon.bench.engines.cuda_memory import CudaMemory, device_problem, driver_problem
+from io_daemon.bench.engines.engine import BlockEngine, Memory, engine_problem, open_engine
+from io_daemon.bench.engines.ledger import errno_of
 from io_daemon.errors import ConfigError, DeviceIOError
 from tests.support.block_io import BS, NUM_SLOTS, batch, make_file, reap_all
 from tests.support.reactor import DEADLINE_S, make_region

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from io_daemon.bench.block_device import BlockDevice, PcieLink
-from io_daemon.bench.machine import DirectoryFacts, MachineFacts, describe_machine
+from io_daemon.bench.report.block_device import BlockDevice, PcieLink
+from io_daemon.bench.report.machine import DirectoryFacts, MachineFacts, describe_machine
 from io_daemon.mounts import Mount
 from tests.support.kernel_tree import KernelTree, write
 

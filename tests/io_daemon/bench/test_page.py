@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from io_daemon.bench.page import render_page, write_page
+from io_daemon.bench.report.page import render_page, write_page
 from io_daemon.bench.result import Report
 from io_daemon.errors import ConfigError
 from tests.support.bench_reports import RESULTS, WARNING, machine_facts, report

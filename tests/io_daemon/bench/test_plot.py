@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from io_daemon.bench.plot import PNG_DPI, WIDTH_INCHES, png_bytes, report_figures, svg_text, write_heat_map
+from io_daemon.bench.report.plot import PNG_DPI, WIDTH_INCHES, png_bytes, report_figures, svg_text, write_heat_map
 from io_daemon.bench.result import SteadyState, TimeSeries
 from tests.support.bench_reports import RESULTS, compare_line, io_result, report, sweep_result
 
@@ -97,7 +97,7 @@ def test_latencies_of_zero_can_be_drawn() -> None:
 
 def test_matplotlib_is_loaded_late_and_pyplot_never() -> None:
     code = (
-        "import sys, io_daemon.bench.plot as plot\n"
+        "import sys, io_daemon.bench.report.plot as plot\n"
         "assert 'matplotlib' not in sys.modules\n"
         "from tests.support.bench_reports import report\n"
         "plot.png_bytes(plot.report_figures(report('step'))[0][1])\n"

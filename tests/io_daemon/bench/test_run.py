@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from io_daemon.bench.engine import engine_problem
+from io_daemon.bench.engines.engine import engine_problem
 from io_daemon.bench.job import batch_ios
 from io_daemon.bench.result import IoResult
 from io_daemon.bench.run import Silent, run_io

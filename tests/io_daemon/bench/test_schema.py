@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from io_daemon.bench.schema import DEFAULT_PATH, main, report_schema, schema_text
+from io_daemon.bench.report.schema import DEFAULT_PATH, main, report_schema, schema_text
 from tests.support.bench_reports import RESULTS, report
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def test_the_committed_schema_is_current() -> None:
     committed = (ROOT / DEFAULT_PATH).read_text()
-    assert committed == schema_text(), "run: python -m io_daemon.bench.schema"
+    assert committed == schema_text(), "run: python -m io_daemon.bench.report.schema"
 
 
 def test_writes_where_it_is_told(tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from io_daemon.bench.result import Report, StepResult
-from io_daemon.bench.step import advise_step, run_step, writes_expected
-from io_daemon.bench.step_settings import StepSettings
-from io_daemon.bench.step_trace import load, save
+from io_daemon.bench.steps.step import advise_step, run_step, writes_expected
+from io_daemon.bench.steps.step_settings import StepSettings
+from io_daemon.bench.steps.step_trace import load, save
 from io_daemon.cli import main
 from io_daemon.errors import BudgetError, ConfigError
 from tests.support.daemon import DEADLINE_S, eventually

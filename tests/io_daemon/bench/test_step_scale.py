@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from io_daemon.bench.step_scale import (
+from io_daemon.bench.steps.step_scale import (
     chunks_kept,
     frames_required,
     is_fine,
@@ -16,7 +16,7 @@ from io_daemon.bench.step_scale import (
     with_budget,
     with_smaller_chunks,
 )
-from io_daemon.bench.step_trace import Events, StepTrace, load, work_before
+from io_daemon.bench.steps.step_trace import Events, StepTrace, load, work_before
 from io_daemon.errors import BudgetError
 from io_daemon.window import ahead_bytes
 from tests.support.small_step import FRAME_BYTES, STATE, small_step

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from io_daemon.bench.step_trace import StepTrace, load, save, shipped_names, work_before
+from io_daemon.bench.steps.step_trace import StepTrace, load, save, shipped_names, work_before
 from io_daemon.errors import ConfigError
 from tests.support.small_step import FRAME_BYTES, RATES, small_step
 
@@ -35,7 +35,7 @@ def test_traces_ship_with_the_package(name: str) -> None:
 
 
 def test_shipped_traces_are_small() -> None:
-    directory = Path(__file__).parents[3] / "io_daemon" / "bench" / "traces"
+    directory = Path(__file__).parents[3] / "io_daemon" / "bench" / "steps" / "traces"
     assert {path.name for path in directory.glob("*.json.gz") if path.stat().st_size > SHIPPED_BYTES_MAX} == set()
 
 

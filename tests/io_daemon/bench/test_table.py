@@ -7,8 +7,8 @@ import io
 import pytest
 from rich.console import Console
 
+from io_daemon.bench.report.table import print_report
 from io_daemon.bench.result import Report, SteadyState, Verification
-from io_daemon.bench.table import print_report
 from tests.support.bench_reports import RESULTS, WARNING, compare_line, io_result, report, sweep_result
 
 

@@ -240,5 +240,5 @@ def shipped_names() -> list[str]:
 
 
 def _shipped() -> dict[str, Any]:
-    files = resources.files("io_daemon.bench").joinpath("traces").iterdir()
+    files = resources.files("io_daemon.bench.steps").joinpath("traces").iterdir()
     return {file.name.removesuffix(SUFFIX): file for file in files if file.name.endswith(SUFFIX)}

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from io_daemon.bench.engine import Counters
+from io_daemon.bench.engines.engine import Counters
 from io_daemon.errors import DeviceIOError
 from io_daemon.latency import Latencies
 

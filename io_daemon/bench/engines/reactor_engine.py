@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon._native import Reactor, Region
-from io_daemon.bench.engine import Counters
+from io_daemon.bench.engines.engine import Counters
 from io_daemon.errors import DeviceIOError
 from io_daemon.latency import Latencies
 from io_daemon.protocol import PAGE_BYTES, Status

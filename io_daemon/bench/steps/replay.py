@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon.arena import frame_offset
-from io_daemon.bench.cpu_load import Load
-from io_daemon.bench.step_trace import ACQUIRE, WAIT, StepTrace, Work, work_before
+from io_daemon.bench.steps.cpu_load import Load
+from io_daemon.bench.steps.step_trace import ACQUIRE, WAIT, StepTrace, Work, work_before
 from io_daemon.client import Client
 from io_daemon.protocol import Access, ObjectKind, kinds_of
 

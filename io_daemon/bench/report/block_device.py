@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, Literal
 
-from io_daemon.bench.drive_health import DriveHealth, read_health
+from io_daemon.bench.report.drive_health import DriveHealth, read_health
 from io_daemon.bench.result import Record
 from io_daemon.kernel_text import read_integer, read_text
 from io_daemon.mounts import Mount

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon._native import Region
-from io_daemon.bench.cuda_memory import CudaBytes, CudaMemory, device_problem, driver_problem
-from io_daemon.bench.engine import Memory
-from io_daemon.bench.ledger import BlockIo, Ledger, LedgerEngine
+from io_daemon.bench.engines.cuda_memory import CudaBytes, CudaMemory, device_problem, driver_problem
+from io_daemon.bench.engines.engine import Memory
+from io_daemon.bench.engines.ledger import BlockIo, Ledger, LedgerEngine
 
 CLOSE_TIMEOUT_S: Final = 30.0
 

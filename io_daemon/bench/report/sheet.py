@@ -8,16 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from io_daemon.bench.result import (
-    CompareLine,
-    CompareResult,
-    Direction,
-    IoResult,
-    Report,
-    StepResult,
-    SweepResult,
-)
-from io_daemon.bench.units import (
+from io_daemon.bench.report.units import (
     binary_bytes_text,
     block_text,
     count_text,
@@ -26,6 +17,15 @@ from io_daemon.bench.units import (
     rate_text,
     seconds_text,
     share_text,
+)
+from io_daemon.bench.result import (
+    CompareLine,
+    CompareResult,
+    Direction,
+    IoResult,
+    Report,
+    StepResult,
+    SweepResult,
 )
 
 BEST_CELLS_MAX: Final = 8

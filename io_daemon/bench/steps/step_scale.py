@@ -12,7 +12,7 @@ import math
 from bisect import bisect_left
 from typing import Final
 
-from io_daemon.bench.step_trace import ACQUIRE, RELEASE, WAIT, Events, Leases, StepTrace
+from io_daemon.bench.steps.step_trace import ACQUIRE, RELEASE, WAIT, Events, Leases, StepTrace
 from io_daemon.errors import BudgetError
 from io_daemon.protocol import PAGE_BYTES, align_up
 from io_daemon.window import frames_to_plan, window_frames

@@ -71,7 +71,7 @@ def engine_problem(name: str, memory: Memory = "host") -> str | None:
     if name not in ENGINES:
         raise ConfigError("engine", name, f"is none of {', '.join(ENGINES)}")
     if name == "kvikio":
-        from io_daemon.bench.kvikio_engine import kvikio_problem
+        from io_daemon.bench.engines.kvikio_engine import kvikio_problem
 
         return kvikio_problem(memory)
     if memory == "gpu":
@@ -98,15 +98,15 @@ def open_engine(
     if (problem := engine_problem(name, memory)) is not None:
         raise ConfigError("engine", name, problem)
     if name in REACTOR_ENGINES:
-        from io_daemon.bench.reactor_engine import ReactorEngine
+        from io_daemon.bench.engines.reactor_engine import ReactorEngine
 
         return ReactorEngine(name, fd, arena, bs, iodepth, path, faults)
     if faults:
         raise ConfigError("engine", name, f"takes no faults; {', '.join(REACTOR_ENGINES)} do")
     if name == "kvikio":
-        from io_daemon.bench.kvikio_engine import KvikioEngine
+        from io_daemon.bench.engines.kvikio_engine import KvikioEngine
 
         return KvikioEngine(fd, arena, bs, iodepth, path, memory)
-    from io_daemon.bench.aiofiles_engine import AiofilesEngine
+    from io_daemon.bench.engines.aiofiles_engine import AiofilesEngine
 
     return AiofilesEngine(fd, arena, bs, iodepth, path)

@@ -13,17 +13,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from io_daemon.bench.break_even import StepParts, break_even_note, hidden_from
-from io_daemon.bench.cpu_load import AcceleratorLoad, CpuLoad, Load
-from io_daemon.bench.drive_life import DriveWear, drive_life
-from io_daemon.bench.machine import describe_machine
-from io_daemon.bench.replay import BORN_WRITTEN, Replay, StepFigures
+from io_daemon.bench.report.machine import describe_machine
 from io_daemon.bench.result import StepResult
 from io_daemon.bench.run import Observer, Silent
 from io_daemon.bench.settings import FREE_SHARE_KEPT
-from io_daemon.bench.step_scale import is_fine, scaled, with_budget
-from io_daemon.bench.step_settings import StepSettings
-from io_daemon.bench.step_trace import StepTrace, load, work_before
+from io_daemon.bench.steps.break_even import StepParts, break_even_note, hidden_from
+from io_daemon.bench.steps.cpu_load import AcceleratorLoad, CpuLoad, Load
+from io_daemon.bench.steps.drive_life import DriveWear, drive_life
+from io_daemon.bench.steps.replay import BORN_WRITTEN, Replay, StepFigures
+from io_daemon.bench.steps.step_scale import is_fine, scaled, with_budget
+from io_daemon.bench.steps.step_settings import StepSettings
+from io_daemon.bench.steps.step_trace import StepTrace, load, work_before
 from io_daemon.client import Client
 from io_daemon.errors import ConfigError, SwapSpaceError, WorldError
 from io_daemon.process import DaemonProcess, daemon_options

@@ -21,7 +21,7 @@ from aiofiles.threadpool.binary import AsyncFileIO
 from numpy.typing import NDArray
 
 from io_daemon._native import Region
-from io_daemon.bench.ledger import BlockIo, Ledger, LedgerEngine
+from io_daemon.bench.engines.ledger import BlockIo, Ledger, LedgerEngine
 
 OPEN_TIMEOUT_S: Final = 30.0
 CLOSE_TIMEOUT_S: Final = 30.0

@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from io_daemon.bench.step_trace import CpuRates
+from io_daemon.bench.steps.step_trace import CpuRates
 
 MATRIX_ROWS: Final = 64
 STACK: Final = 8

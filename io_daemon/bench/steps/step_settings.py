@@ -9,7 +9,7 @@ from typing import Annotated, Final, get_args
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES
-from io_daemon.bench.step_trace import shipped_names
+from io_daemon.bench.steps.step_trace import shipped_names
 from io_daemon.config import EngineName
 from io_daemon.protocol import PAGE_BYTES
 from io_daemon.sizes import parse_bytes

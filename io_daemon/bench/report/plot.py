@@ -13,6 +13,8 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
+from io_daemon.bench.report.sheet import METRIC_NAMES, load_text
+from io_daemon.bench.report.units import block_text, latency_text, rate_text, seconds_text
 from io_daemon.bench.result import (
     CompareLine,
     CompareResult,
@@ -24,8 +26,6 @@ from io_daemon.bench.result import (
     SweepResult,
     TimeSeries,
 )
-from io_daemon.bench.sheet import METRIC_NAMES, load_text
-from io_daemon.bench.units import block_text, latency_text, rate_text, seconds_text
 from io_daemon.errors import ConfigError
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The JSON schema of ``--json``. ``python -m io_daemon.bench.schema [FILE]`` writes it, by default for the docs."""
+"""The JSON schema of ``--json``. ``python -m io_daemon.bench.report.schema [FILE]`` writes it; default: the docs'."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from pydantic.json_schema import models_json_schema
 
-from io_daemon.bench.machine import MachineFacts
+from io_daemon.bench.report.machine import MachineFacts
 from io_daemon.bench.result import Report
 
 DEFAULT_PATH: Final = Path("docs/bench-schema.json")

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
-from io_daemon.bench.block_device import BlockDevice, find_block_device
+from io_daemon.bench.report.block_device import BlockDevice, find_block_device
 from io_daemon.bench.result import Record
 from io_daemon.kernel_text import read_integer, read_text
 from io_daemon.mounts import PROC, Mount, find_mount

@@ -1,0 +1,1 @@
+"""Who performs the block I/Os: the daemon's reactor, or another library to compare it with."""

@@ -1,0 +1,1 @@
+"""What was measured, for people and for CI: machine facts, tables, plots, the page, baselines."""
