@@ -21,11 +21,11 @@ from io_daemon.bench.workload import Batch, Workload
 from io_daemon.errors import ConfigError, DeviceIOError
 from io_daemon.protocol import PAGE_BYTES
 
-BATCH_BYTES: Final = 16 << 20
-BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 256
+BATCH_BYTES: Final = 64 << 20
+BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 512
 BATCHES_AHEAD: Final = 64
 """Planned at once: numpy costs per call, not per I/O."""
-SPARE_BATCHES: Final = 2
+SPARE_BATCHES: Final = 1
 """Beyond the I/O depth, so that the device never waits for Python."""
 STALL_TIMEOUT_S: Final = 60.0
 REAP_TIMEOUT_S: Final = 1.0
