@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from infinity.cli import main, split_run_words
+from tests.support.signals import heed_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 TIMEOUT_S = 120.0
@@ -146,14 +147,8 @@ def _infinity(*words: str | Path, torchrun: bool = False) -> subprocess.Popen[st
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=_heed_signals,
+        preexec_fn=heed_signals,
     )
-
-
-def _heed_signals() -> None:
-    """Under nohup or in the background of a script, signals come ignored, and children inherit that."""
-    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
-        signal.signal(number, signal.SIG_DFL)
 
 
 CONNECTS = """

@@ -17,6 +17,7 @@ from io_daemon.bench.result import Report
 from io_daemon.cli import main, with_default_command
 from io_daemon.swap_file import SwapHeader
 from io_daemon.tuning import recall
+from tests.support.signals import heed_signals
 
 QUICK = ("--size", "8M", "--quiet")
 SHORT = (*QUICK, "--bs", "64K", "--iodepth", "4", "--runtime", "0.3", "--ramp-time", "0.1", "--engine", "posix")
@@ -186,7 +187,7 @@ def _start(directory: Path) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler) and None,
+        preexec_fn=heed_signals,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
     )
 

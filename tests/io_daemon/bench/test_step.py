@@ -16,6 +16,7 @@ from io_daemon.bench.steps.step_trace import load, save
 from io_daemon.cli import main
 from io_daemon.errors import BudgetError, ConfigError
 from tests.support.daemon import DEADLINE_S, eventually
+from tests.support.signals import heed_signals
 from tests.support.small_step import FRAME_BYTES, STATE, small_step
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -145,7 +146,11 @@ def start_long_replay(directory: Path, trace: Path) -> subprocess.Popen[bytes]:
     """In the middle of its steps when this returns."""
     words = ["bench", "step", str(directory), "--trace", str(trace), "--steps", "1000", "--yes", "--engine", "posix"]
     process = subprocess.Popen(
-        [sys.executable, "-m", "io_daemon", *words], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        [sys.executable, "-m", "io_daemon", *words],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=heed_signals,
     )
     eventually(lambda: process.poll() is not None or any(directory.glob("*.swap")), "a swap file appears")
     return process
