@@ -26,8 +26,8 @@ from io_daemon.errors import ConfigError
 
 RUNS_PER_TURN: Final = 4
 REST_S, FIO_START_S = 0.3, 0.2
-"""Before every run: a drive behind a rate limit, as cloud volumes are, owes a burst to whoever rested. fio rests while it
-starts, so ours rest longer by that."""
+"""Before every run: a drive behind a rate limit, as cloud volumes are, owes a burst to whoever rested. fio rests while
+it starts, so ours rest longer by that."""
 METRICS: Final = ("bw_bytes", "clat_p50_ns", "clat_p99_ns", "cpu_s_per_gb")
 CPU_RATIO_MAX: Final = 1.20
 """CPU per GB has a bound of its own: fio's spread says nothing about what a library costs."""
