@@ -59,7 +59,7 @@ class Job:
         self._read_slots = numbers % np.uint64(min(settings.iodepth, num_slots)) + np.uint64(num_slots)
         """Of reads that are not: as few as are in flight, as warm in the caches as another program's would be."""
         self._pattern = Pattern(slots[:num_slots], settings.num_blocks, settings.seed * 65536 + job)
-        self._workload = Workload(settings, job)
+        self._number = job
         self._being_written = np.zeros(settings.num_blocks, np.bool_)
         self._idle = list(range(self._num_batches))
         self.engine = open_engine(target, self._arena)
@@ -70,8 +70,8 @@ class Job:
         self.engine.sync()
 
     def load(self, should_stop: Callable[[], bool]) -> None:
-        """The workload, until told to stop and everything in flight has ended."""
-        self._perform(self._endless(should_stop))
+        """The workload from its beginning, until told to stop and everything in flight has ended."""
+        self._perform(self._endless(Workload(self._settings, self._number), should_stop))
 
     def verify(self, progress: Callable[[int], None], should_stop: Callable[[], bool]) -> Verification:
         """Read every block back and compare it with what was written last."""
@@ -117,9 +117,9 @@ class Job:
             yield Batch(np.full(blocks.size, write, np.uint8), blocks)
             progress(blocks.size * self._settings.bs)
 
-    def _endless(self, should_stop: Callable[[], bool]) -> Iterator[Batch]:
+    def _endless(self, workload: Workload, should_stop: Callable[[], bool]) -> Iterator[Batch]:
         while True:
-            ahead = self._workload.next(BATCHES_AHEAD * self._batch_ios)
+            ahead = workload.next(BATCHES_AHEAD * self._batch_ios)
             for begin in range(0, ahead.blocks.size, self._batch_ios):
                 if should_stop():
                     return
