@@ -15,7 +15,6 @@ from io_daemon.protocol import PAGE_BYTES
 Rw = Literal["read", "write", "rw", "randread", "randwrite", "randrw"]
 BenchEngine = Literal["io_uring", "libaio", "posix", "kvikio", "aiofiles"]
 RW: Final[tuple[str, ...]] = get_args(Rw)
-BENCH_ENGINES: Final[tuple[str, ...]] = get_args(BenchEngine)
 
 TRAINING_READ_PERCENT: Final = 53
 """An Adam step that streams everything reads 2 + 2 + 12 and writes 2 + 12 bytes per parameter: 16 of 30."""
