@@ -26,7 +26,7 @@ from io_daemon.bench.progress import LiveProgress
 from io_daemon.bench.report.baseline import compare_with_baseline, parse_percent, refuse_other
 from io_daemon.bench.report.machine import describe_machine
 from io_daemon.bench.report.table import print_report
-from io_daemon.bench.result import Report
+from io_daemon.bench.result import IoResult, Report
 from io_daemon.bench.run import Observer, run_io
 from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings
 from io_daemon.bench.steps import step_settings
@@ -318,8 +318,7 @@ def _check_outputs(arguments: argparse.Namespace, directories: Sequence[Path]) -
 
 def _has_bad_blocks(result: Any) -> bool:
     measured = getattr(result, "confirmation", result)
-    verification = getattr(measured, "verification", None)
-    return verification is not None and verification.num_bad_blocks > 0
+    return isinstance(measured, IoResult) and measured.has_bad_blocks
 
 
 def _load_baseline(path: Path) -> Report:

@@ -102,6 +102,10 @@ class IoResult(Record):
     """None: switched off."""
     warnings: list[str]
 
+    @property
+    def has_bad_blocks(self) -> bool:
+        return self.verification is not None and self.verification.num_bad_blocks > 0
+
 
 class SweepCell(Record):
     engine: str

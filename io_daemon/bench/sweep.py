@@ -10,8 +10,9 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from io_daemon._native import ENGINES, probe_engine
+from io_daemon.bench.engines.engine import REACTOR_ENGINES
 from io_daemon.bench.report.units import block_text
-from io_daemon.bench.result import IoResult, SweepResult
+from io_daemon.bench.result import SweepResult
 from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, open_targets, run_io
 from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings, check_limit
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
@@ -19,7 +20,6 @@ from io_daemon.bench.target import Target
 from io_daemon.errors import ConfigError
 from io_daemon.tuning import Tuning, remember
 
-SWEPT_ENGINES: Final = ("io_uring", "libaio", "posix")
 LAYOUT_BS: Final = 1 << 20
 LAYOUT_DEPTH: Final = 32
 
@@ -30,7 +30,7 @@ class SweepSettings(BaseModel):
     directories: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
     size: Annotated[int, Field(ge=64 << 20)] = 2 << 30
     """Of the file in each directory; a rest below the largest block is left alone."""
-    engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = SWEPT_ENGINES
+    engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = REACTOR_ENGINES
     rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
     cell_s: Annotated[float, Field(ge=0.1, le=600)] = 0.8
     """Measured time of one round of one cell."""
@@ -97,7 +97,7 @@ def run_sweep(settings: SweepSettings, observer: Observer | None = None) -> Swee
         confirm = settings.io_settings(chosen, settings.confirm_s, verify=True)
         confirmation = run_io(confirm.model_copy(update={"write_limit_bytes": left_bytes}), observer)
     remembered_in = None
-    if settings.remember and not _has_bad_blocks(confirmation):
+    if settings.remember and not (confirmation is not None and confirmation.has_bad_blocks):
         try:
             remembered_in = remember(settings.directories, _tuning(chosen))
         except OSError as error:
@@ -113,11 +113,6 @@ def run_sweep(settings: SweepSettings, observer: Observer | None = None) -> Swee
         remembered_in=str(remembered_in) if remembered_in else None,
         warnings=warnings,
     )
-
-
-def _has_bad_blocks(confirmation: IoResult | None) -> bool:
-    verification = confirmation.verification if confirmation is not None else None
-    return verification is not None and verification.num_bad_blocks > 0
 
 
 def _tuning(chosen: Cell) -> Tuning:
