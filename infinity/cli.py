@@ -100,9 +100,9 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     trace = commands.add_parser(
         "trace",
         help="write down a training step for `io-daemon bench step`",
-        description="What one optimizer step asks of the I/O daemon, and the work between its requests. A model that "
-        "fits into memory is trained for a few steps and measured; with --meta or --model-params nothing is run, and "
-        "FLOPs are counted.",
+        description="What one optimizer step asks of the I/O daemon of a node, and the work between its requests. A "
+        "model that fits into memory is trained for a few steps and measured; with --meta or --model-params nothing is "
+        "run, and FLOPs are counted. Of several ranks one is recorded, here, without the others.",
     )
     trace.add_argument("--config", required=True, metavar="FILE", help="the training configuration (JSON)")
     what = trace.add_mutually_exclusive_group(required=True)
@@ -120,6 +120,12 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     trace.add_argument(
         "--sequence", type=_count, default=4096, metavar="N", help="tokens a sample, with --model-params (default 4096)"
+    )
+    trace.add_argument(
+        "--nnodes", type=_count, default=1, metavar="N", help="that will train it, as for torchrun (default 1)"
+    )
+    trace.add_argument(
+        "--nproc-per-node", type=_count, default=1, metavar="L", help="ranks on each, as for torchrun (default 1)"
     )
     trace.add_argument("--threads", type=_count, metavar="N", help="that compute (default: all cores but one)")
     trace.add_argument(

@@ -3,6 +3,9 @@
 The engine that trains is built over a store in memory (``tiers/recording.py``) and takes a few steps. A model that fits
 is really trained, and what passes between two requests is measured. One that does not fit is trained on the meta
 device, which moves no bytes: the requests are the same, and FLOPs are counted instead of seconds.
+
+Of a job of several ranks the first one is run, with its share of the model and of the node's budget; its peers are
+played by ``absent_peers.py``.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from infinity.collectives import Collectives
+from infinity.absent_peers import AbsentPeers
 from infinity.config import Config, parse_config
 from infinity.engine import TRAIN_TRACE, Engine
 from infinity.errors import ConfigError
@@ -37,6 +40,7 @@ from infinity.standard_model import standard_model, standard_shape
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.daemon import chunk_spec
 from infinity.tiers.recording import RecordingTier, StepRecorder
+from io_daemon.bench.report.units import world_text
 from io_daemon.bench.steps.cpu_load import CpuLoad
 from io_daemon.bench.steps.step_trace import SUFFIX, CpuRates, StepTrace, save
 from io_daemon.metrics import size_text
@@ -59,23 +63,37 @@ class Subject:
     tokens_per_micro_batch: int | None
 
 
-class StepOfModel:
-    """A model in an engine over recorded memory, ready to take steps."""
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The ranks that train together."""
 
-    def __init__(self, subject: Subject, config: Config, device: torch.device, *, staged: bool) -> None:
+    num_nodes: int
+    ranks_per_node: int
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+
+class StepOfModel:
+    """A model in an engine over recorded memory, as the first rank of ``world`` has it, ready to take steps."""
+
+    def __init__(self, subject: Subject, config: Config, world: World, device: torch.device, *, staged: bool) -> None:
         """``staged``: training will build the model under ``Init``, whose staging area is part of the budget."""
         if not config.offloads:
             raise ConfigError("zero_optimization.offload_optimizer.device", "none", "nothing reaches a daemon: offload")
         if config.optimizer is None:
             raise ConfigError("optimizer", None, 'write {"type": "AdamW", "params": {"lr": ...}}')
-        self.subject, self.config = subject, config
+        self.subject, self.config, self.world = subject, config, world
         model = subject.model
         self.num_params = sum(param.numel() for param in model.parameters())
         optimizer = adam_from_config(config.optimizer, [p for p in model.parameters() if p.requires_grad])
-        collectives = Collectives.of_world()
+        collectives = AbsentPeers(world.num_ranks)
         layout = Layout.of(model, config, collectives.world_size)
         optimizer_groups = group_indices(optimizer, layout.index_of, layout.params)
-        self.staging_bytes = staging_plan(config, 1).arena_bytes if staged else 0
+        self.staging_bytes = 0
+        if staged:
+            self.staging_bytes = staging_plan(config, world.ranks_per_node).arena_bytes * world.ranks_per_node
         self.tier = RecordingTier(device)
         sharded = ShardedModel(
             layout,
@@ -83,7 +101,7 @@ class StepOfModel:
             precision=Precision.of(config),
             collectives=collectives,
             device=device,
-            place=NodePlace(node="", local_rank=0, local_world_size=1),
+            place=NodePlace(node="", local_rank=0, local_world_size=world.ranks_per_node),
             connection=self.tier,
             budget_bytes=config.io_daemon.host_budget_bytes - self.staging_bytes,
             poison=False,
@@ -110,12 +128,14 @@ class StepOfModel:
         plan, store = self.tier.plan, self.tier.store
         if plan is None:
             raise AssertionError("the engine opened no store")
-        tokens = self.subject.tokens_per_micro_batch
+        tokens, num_micro_batches = self.subject.tokens_per_micro_batch, self.config.gradient_accumulation_steps
         specs = [chunk_spec(layout, store.pinned_mask) for layout in store.layouts]
         return StepTrace(
             model=self.subject.name,
             num_params=self.num_params,
-            tokens_per_step=None if tokens is None else tokens * self.config.gradient_accumulation_steps,
+            tokens_per_step=None if tokens is None else tokens * num_micro_batches * self.world.num_ranks,
+            num_nodes=self.world.num_nodes,
+            ranks_per_node=self.world.ranks_per_node,
             gap_unit="seconds" if rates else "flops",
             tail=recorder.tail,
             rates=rates,
@@ -187,7 +207,8 @@ def machine_name() -> str:
 
 def trace(parsed: argparse.Namespace) -> int:
     """``parsed``: see ``infinity.cli``."""
-    config = _config(parsed)
+    world = World(num_nodes=parsed.nnodes, ranks_per_node=parsed.nproc_per_node)
+    config = _config(parsed, world)
     torch.set_num_threads(parsed.threads or max(1, len(os.sched_getaffinity(0)) - 1))
     meta = parsed.meta or parsed.model_params is not None
     with META if meta else torch.device("cpu"):
@@ -195,12 +216,13 @@ def trace(parsed: argparse.Namespace) -> int:
     if meta:
         # a norm is a number, and there are none on the meta device; the requests are the same without clipping
         config = config.model_copy(update={"gradient_clipping": 0.0})
-    step = StepOfModel(subject, config, META if meta else torch.device("cpu"), staged=not parsed.no_init)
+    step = StepOfModel(subject, config, world, META if meta else torch.device("cpu"), staged=not parsed.no_init)
     try:
         made = (derived_trace if meta else measured_trace)(step, _say)
     finally:
         step.engine.destroy()
-    path = Path(parsed.out or f"{subject.name}{SUFFIX}")
+    of_world = f"-{world.num_nodes}x{world.ranks_per_node}" if world.num_ranks > 1 else ""
+    path = Path(parsed.out or f"{subject.name}{of_world}{SUFFIX}")
     save(made, path)
     _show(made, path, as_json=parsed.json)
     return 0
@@ -210,8 +232,8 @@ def _say(line: str) -> None:
     print(f"infinity: {line}", file=sys.stderr)
 
 
-def _config(parsed: argparse.Namespace) -> Config:
-    config = parse_config(parsed.config, world_size=1, check_paths=False)
+def _config(parsed: argparse.Namespace, world: World) -> Config:
+    config = parse_config(parsed.config, world_size=world.num_ranks, check_paths=False)
     if parsed.host_budget_bytes is None:
         return config
     daemon = config.io_daemon.model_copy(update={"host_budget_bytes": parsed.host_budget_bytes})
@@ -273,16 +295,20 @@ def _importable_from_here() -> Iterator[None]:
 def _show(trace: StepTrace, path: Path, *, as_json: bool) -> None:
     num_leases = len(trace.leases.chunk)
     work = sum(trace.events.gap) + trace.tail
+    swap_bytes = trace.swap_bytes * trace.ranks_per_node
+    arena_bytes = trace.num_frames * trace.frame_bytes * trace.ranks_per_node
     if as_json:
         facts = {
             "file": str(path),
             "model": trace.model,
             "parameters": trace.num_params,
+            "nodes": trace.num_nodes,
+            "ranks_per_node": trace.ranks_per_node,
             "tokens_per_step": trace.tokens_per_step,
             "measured": trace.rates is not None,
             trace.gap_unit: work,
-            "swap_bytes": trace.swap_bytes,
-            "arena_bytes": trace.num_frames * trace.frame_bytes,
+            "swap_bytes": swap_bytes,
+            "arena_bytes": arena_bytes,
             "chunks": len(trace.chunks),
             "leases_per_step": num_leases,
         }
@@ -290,7 +316,8 @@ def _show(trace: StepTrace, path: Path, *, as_json: bool) -> None:
         return
     amount = f"{work:.3f} s of work" if trace.rates else f"{work:.3g} FLOPs"
     print(
-        f"{path}: {trace.model}, {trace.num_params:,} parameters, {len(trace.chunks)} chunks in "
-        f"{size_text(trace.swap_bytes)} of swap and {size_text(trace.num_frames * trace.frame_bytes)} of arena; "
-        f"{num_leases} leases and {amount} a step"
+        f"{path}: {trace.model}, {trace.num_params:,} parameters, "
+        f"{world_text(trace.num_nodes, trace.ranks_per_node)}\n"
+        f"  a node: {size_text(swap_bytes)} of swap, {size_text(arena_bytes)} of arena\n"
+        f"  a rank: {len(trace.chunks)} chunks, {num_leases} leases and {amount} a step"
     )

@@ -169,6 +169,12 @@ class StepResult(Record):
     model: str
     num_params: int
     tokens_per_step: int | None
+    """Of the whole job, all nodes together."""
+    num_nodes: int = 1
+    """That train together; the drives' figures are of one."""
+    ranks_per_node: int = 1
+    node_tokens_per_step: int | None = None
+    """Of this node's ranks."""
     scale: float
     """Share of the model's state that was replayed."""
     num_steps: int

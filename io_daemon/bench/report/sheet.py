@@ -14,9 +14,11 @@ from io_daemon.bench.report.units import (
     count_text,
     decimal_bytes_text,
     latency_text,
+    number_text,
     rate_text,
     seconds_text,
     share_text,
+    world_text,
 )
 from io_daemon.bench.result import (
     CompareLine,
@@ -212,7 +214,9 @@ def _step_sheet(result: StepResult) -> Sheet:
     in_update = f"{seconds_text(result.update_stall_s)} of it in the update"
     rows = (
         ("model", f"{result.model}, {count_text(result.num_params)} parameters"),
+        ("trained by", world_text(result.num_nodes, result.ranks_per_node)),
         ("step", f"{seconds_text(result.step_s)} ({result.num_steps} replayed: {runs})"),
+        *_tokens_rows(result),
         ("compute", f"{seconds_text(result.compute_s)} of forward and backward"),
         ("update", seconds_text(result.update_s)),
         ("stall", f"{seconds_text(result.stall_s)}, {share_text(result.stall_share)} of the step; {in_update}"),
@@ -226,6 +230,15 @@ def _step_sheet(result: StepResult) -> Sheet:
         ("replayed", f"{share_text(result.scale)} of the state, in {binary_bytes_text(result.arena_bytes)} of memory"),
     )
     return Sheet(f"prediction for {result.trace}", (), rows)
+
+
+def _tokens_rows(result: StepResult) -> Iterator[tuple[str, str]]:
+    if result.tokens_per_step is None or result.node_tokens_per_step is None:
+        return
+    for name, tokens in (("tokens", result.tokens_per_step), ("on this node", result.node_tokens_per_step)):
+        yield name, f"{count_text(tokens)} a step, {number_text(tokens / result.step_s)} a second"
+        if result.num_nodes == 1:
+            return
 
 
 def drive_life_text(result: StepResult) -> str:

@@ -45,6 +45,20 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}"
 
 
+def world_text(num_nodes: int, ranks_per_node: int) -> str:
+    """Who trains together."""
+    num_ranks = num_nodes * ranks_per_node
+    if num_ranks == 1:
+        return "one rank"
+    where = " on one node" if num_nodes == 1 else f", {ranks_per_node} on each of {num_nodes} nodes"
+    return f"{num_ranks} ranks{where}"
+
+
+def number_text(value: float) -> str:
+    """Of a figure without a unit, where ``count_text`` would show too few digits or too many."""
+    return count_text(value) if value >= 100 else _three_digits(value)
+
+
 def _scaled(value: float, base: int, units: tuple[str, ...]) -> str:
     power = 0
     while abs(value) >= 0.9995 * base and power < len(units) - 1:  # what three digits round up to the base, too

@@ -1,7 +1,7 @@
 """``bench step``: the I/O of a real training step, through the daemon's own policy, with as much work beside it.
 
-A private daemon serves the directories as in training; one rank attaches with the arena of the trace's plan and takes
-its steps (``replay``). What was replayed at a scale is said for the full model.
+A private daemon serves the directories as in training; one rank, which stands for all of the node, attaches with the
+arena of the trace's plan and takes its steps (``replay``). What was replayed at a scale is said for the full model.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from io_daemon.bench.steps.break_even import StepParts, break_even_note, hidden_
 from io_daemon.bench.steps.cpu_load import AcceleratorLoad, CpuLoad, Load
 from io_daemon.bench.steps.drive_life import DriveWear, drive_life
 from io_daemon.bench.steps.replay import BORN_WRITTEN, Replay, StepFigures
-from io_daemon.bench.steps.step_scale import is_fine, scaled, with_budget
+from io_daemon.bench.steps.step_scale import is_fine, of_node, scaled, with_budget
 from io_daemon.bench.steps.step_settings import StepSettings
 from io_daemon.bench.steps.step_trace import StepTrace, load, work_before
 from io_daemon.client import Client
@@ -47,12 +47,13 @@ DAY_S: Final = 86_400
 def run_step(settings: StepSettings, observer: Observer | None = None) -> StepResult:
     """Raises ConfigError, BudgetError, SwapSpaceError, DeviceIOError, DaemonLostError; leaves no file behind."""
     observer = observer or Silent()
-    full = load(settings.trace)
+    rank = load(settings.trace)
     if settings.host_budget_bytes is not None:
-        full = with_budget(full, settings.host_budget_bytes)
+        rank = with_budget(rank, settings.host_budget_bytes)
     room_bytes = sum(_room_bytes(settings.directories).values())
     chosen = choose(settings.directories, settings.daemon_engine, settings.bs, settings.iodepth)
     ahead = ahead_bytes(chosen.queue_depth, chosen.block_bytes, len(settings.directories))
+    full = of_node(rank, ahead_bytes=ahead)
     trace, scale = scaled(full, _affordable_share(full, min(settings.size, room_bytes)), ahead_bytes=ahead)
     if trace.swap_bytes > room_bytes:
         raise SwapSpaceError(
@@ -76,7 +77,7 @@ def run_step(settings: StepSettings, observer: Observer | None = None) -> StepRe
             figures.append(replay.take_step())
             observer.progress(number + 1)
         alone_s = replay.work_alone_s()
-    return _result(settings, full, trace, scale, chosen, num_warm_up_steps, figures, alone_s)
+    return _result(settings, rank, trace, scale, chosen, num_warm_up_steps, figures, alone_s)
 
 
 def check_writes(settings: StepSettings, trace: StepTrace) -> None:
@@ -194,7 +195,7 @@ def _wait_for_plan(replay: Replay) -> None:
 
 def _result(
     settings: StepSettings,
-    full: StepTrace,
+    rank: StepTrace,
     trace: StepTrace,
     scale: float,
     chosen: Chosen,
@@ -213,15 +214,19 @@ def _result(
     day_bytes = middle.write_bytes / middle.step_s * DAY_S
     wears = _wears(settings.directories)
     life = drive_life(day_bytes, tbw_bytes=None if settings.tbw is None else settings.tbw * 1e12, drives=wears)
+    tokens = rank.tokens_per_step
     return StepResult(
         trace=settings.trace,
-        model=full.model,
-        num_params=full.num_params,
-        tokens_per_step=full.tokens_per_step,
+        model=rank.model,
+        num_params=rank.num_params,
+        tokens_per_step=tokens,
+        num_nodes=rank.num_nodes,
+        ranks_per_node=rank.ranks_per_node,
+        node_tokens_per_step=None if tokens is None else tokens // rank.num_nodes,
         scale=scale,
         num_steps=len(figures),
         num_warm_up_steps=num_warm_up_steps,
-        host_budget_bytes=full.host_budget_bytes,
+        host_budget_bytes=rank.host_budget_bytes,
         arena_bytes=trace.num_frames * trace.frame_bytes,
         engine=chosen.engine,
         bs=chosen.block_bytes,
@@ -240,8 +245,8 @@ def _result(
         drive_life_note=life.note,
         cpu_offload_step_s=alone_s / scale,
         hidden_from_compute_s=hidden_from(parts),
-        break_even_note=break_even_note(parts, full.tokens_per_step),
-        warnings=_warnings(settings, full, trace, scale),
+        break_even_note=break_even_note(parts, tokens),
+        warnings=_warnings(settings, rank, trace, scale),
     )
 
 
@@ -257,14 +262,16 @@ def _wears(directories: Sequence[Path]) -> list[DriveWear]:
     ]
 
 
-def _warnings(settings: StepSettings, full: StepTrace, trace: StepTrace, scale: float) -> list[str]:
+def _warnings(settings: StepSettings, rank: StepTrace, trace: StepTrace, scale: float) -> list[str]:
     found = []
+    if rank.num_nodes * rank.ranks_per_node > 1:
+        found.append("the ranks' communication is left out: add what of it your network does not hide behind compute")
     if scale < 1 and not is_fine(trace):
         found.append(
             f"at a scale of {scale:.3g} the arena holds only a few of the largest leases, which shortens prefetching: "
             "raise --size for a finer prediction"
         )
-    if full.rates is None and settings.compute_tflops is None:
+    if rank.rates is None and settings.compute_tflops is None:
         found.append("this CPU's rate was taken for the compute: give what will train the model with --compute-tflops")
     return found
 
@@ -272,7 +279,8 @@ def _warnings(settings: StepSettings, full: StepTrace, trace: StepTrace, scale: 
 def advise_step(result: StepResult) -> str:
     """One plain sentence."""
     slower = result.step_s / result.cpu_offload_step_s
+    aside = " and communication" if result.num_nodes * result.ranks_per_node > 1 else ""
     return (
-        f"Expect {result.step_s:.3g} s a step, {slower:.2f} times as long as with all state in host memory; "
+        f"Expect {result.step_s:.3g} s a step{aside}, {slower:.2f} times as long as with all state in host memory; "
         f"{result.break_even_note}."
     )

@@ -1,4 +1,8 @@
-"""A step trace for less space, or for another budget. Pure.
+"""A step trace for a whole node, for another budget, or for less space. Pure.
+
+A trace is one rank's. The ranks of a node hold parts of the same sizes and touch them in the same order, in step, since
+collectives hold them together: so they are replayed as one rank whose chunks, frames and work are so many times as
+large.
 
 Scaling first makes large chunks smaller, as long as an object stays large against a block, then leaves out chunks,
 evenly strided by bytes: every layer keeps its share, and the order and the mix of accesses stay. Arithmetic shrinks
@@ -58,18 +62,31 @@ def _largest_lease(trace: StepTrace) -> int:
 
 
 def with_budget(trace: StepTrace, budget_bytes: int) -> StepTrace:
-    """The same chunks in an arena of another size. Raises BudgetError if the step would come to a halt in it."""
-    arena_bytes = budget_bytes - trace.staging_bytes - PAGE_BYTES
+    """The same chunks in arenas of another size, the node's ranks together ``budget_bytes``. Raises BudgetError if the
+    step would come to a halt in it."""
+    arena_bytes = (budget_bytes - trace.staging_bytes) // trace.ranks_per_node - PAGE_BYTES
     num_frames = min(max(0, arena_bytes) // trace.frame_bytes, _frames_useful(trace))
     required = frames_required(trace)
     if num_frames < required:
         raise BudgetError(
             key="host_budget_bytes",
             budget_bytes=budget_bytes,
-            smallest_bytes=trace.staging_bytes + PAGE_BYTES + required * trace.frame_bytes,
-            reason=f"this trace's leases need {required} frames of {trace.frame_bytes} bytes at once",
+            smallest_bytes=trace.staging_bytes + trace.ranks_per_node * (PAGE_BYTES + required * trace.frame_bytes),
+            reason=f"this trace's leases need {required} frames of {trace.frame_bytes} bytes at once on each rank",
         )
     return trace.model_copy(update={"num_frames": num_frames, "host_budget_bytes": budget_bytes})
+
+
+def of_node(trace: StepTrace, *, ahead_bytes: int) -> StepTrace:
+    """All ranks of a node as one: ``ranks_per_node`` is 1 afterwards.
+
+    ``ahead_bytes``: that the daemon's prefetch may ready ahead, for every rank; the one gets that once only, and an
+    arena that leaves as much for objects that stay as the ranks' together."""
+    num_ranks = trace.ranks_per_node
+    if num_ranks == 1:
+        return trace
+    node = with_resized_chunks(trace, num_ranks).model_copy(update={"ranks_per_node": 1})
+    return _keeping(node, _frames_kept(trace, trace.num_frames, ahead_bytes), ahead_bytes)
 
 
 def _frames_useful(trace: StepTrace) -> int:
@@ -97,17 +114,22 @@ def scaled(trace: StepTrace, share: float, *, ahead_bytes: int) -> tuple[StepTra
         return trace, 1.0
     before = trace
     least = min(1.0, FRAME_BYTES_SHRUNK_MIN / trace.frame_bytes)
-    trace = with_smaller_chunks(trace, max(share, least))
+    trace = with_resized_chunks(trace, max(share, least))
     trace = with_fewer_chunks(trace, share * _state_bytes(before) / _state_bytes(trace))
     scale = _state_bytes(trace) / _state_bytes(before)
     kept_bytes = _frames_kept(before, before.num_frames, ahead_bytes) * before.frame_bytes * scale
+    return _keeping(trace, round(kept_bytes / trace.frame_bytes), ahead_bytes), scale
+
+
+def _keeping(trace: StepTrace, num_kept: int, ahead_bytes: int) -> StepTrace:
+    """In the smallest arena with which the daemon plans with ``num_kept`` frames, and the step cannot halt."""
     num_frames = bisect_left(
         range(trace.num_frames + _frames_useful(trace)),
-        round(kept_bytes / trace.frame_bytes),
+        num_kept,
         lo=frames_required(trace),
         key=lambda num_frames: _frames_kept(trace, num_frames, ahead_bytes),
     )
-    return trace.model_copy(update={"num_frames": num_frames}), scale
+    return trace.model_copy(update={"num_frames": num_frames})
 
 
 def _frames_kept(trace: StepTrace, num_frames: int, ahead_bytes: int) -> int:
@@ -120,9 +142,9 @@ def _state_bytes(trace: StepTrace) -> int:
     return sum(sum(sizes) for sizes, _ in trace.chunks)
 
 
-def with_smaller_chunks(trace: StepTrace, factor: float) -> StepTrace:
+def with_resized_chunks(trace: StepTrace, factor: float) -> StepTrace:
     """Every object and frame ``factor`` of its size, in whole pages; work likewise, frames as many as before."""
-    if factor >= 1:
+    if factor == 1:
         return trace
     frame_bytes = align_up(math.ceil(trace.frame_bytes * factor), PAGE_BYTES)
     factor = frame_bytes / trace.frame_bytes

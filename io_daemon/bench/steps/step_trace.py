@@ -2,7 +2,7 @@
 
 A step is a list of events: a lease is acquired, waited for, or released. Before each event the rank does some work,
 the event's *gap*. ``infinity trace`` writes such files, since what is sharded how is decided there; ``bench step``
-replays them. A file is gzipped JSON of ``StepTrace``. Fields are only ever added.
+replays them, for all ranks of a node. A file is gzipped JSON of ``StepTrace``. Fields are only ever added.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ STEP_TRACE_VERSION: Final = 1
 SUFFIX: Final = ".json.gz"
 TRACE_BYTES_MAX: Final = 256 << 20
 """Of the JSON: a file that unpacks to more is none of ours."""
+RANKS_PER_NODE_MAX: Final = 1024
 ACQUIRE, WAIT, RELEASE = "a", "w", "r"
 
 Mask = Annotated[int, Field(ge=0, lt=1 << KINDS_MAX)]
@@ -73,7 +74,10 @@ class StepTrace(Table):
     model: str
     num_params: Annotated[int, Field(ge=1)]
     tokens_per_step: Annotated[int, Field(ge=1)] | None
-    """None where the batch is not of tokens."""
+    """Of all ranks together; None where the batch is not of tokens."""
+    num_nodes: Annotated[int, Field(ge=1)] = 1
+    ranks_per_node: Annotated[int, Field(ge=1, le=RANKS_PER_NODE_MAX)] = 1
+    """Each asks for a part of its own, of the same sizes in the same order."""
     gap_unit: Literal["seconds", "flops"]
     """Seconds as measured on a machine of ``rates``; or FLOPs, of a model that was not run."""
     tail: NonNegative
@@ -85,7 +89,7 @@ class StepTrace(Table):
     config: dict[str, Any]
     """The training configuration, for people."""
     host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)]
-    """As configured."""
+    """As configured, for all ranks of a node."""
     staging_bytes: Annotated[int, Field(ge=0)]
     """Of that, what a model under construction takes (``infinity.Init``); the memory plan got the rest."""
     frame_bytes: Annotated[int, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]

@@ -14,7 +14,7 @@ from io_daemon.bench.steps.step_scale import (
     is_fine,
     scaled,
     with_budget,
-    with_smaller_chunks,
+    with_resized_chunks,
 )
 from io_daemon.bench.steps.step_trace import Events, StepTrace, load, work_before
 from io_daemon.errors import BudgetError
@@ -89,7 +89,7 @@ def test_large_chunks_become_smaller_before_any_is_left_out() -> None:
 @given(st.floats(1e-4, 1))
 def test_objects_keep_their_number_of_frames(factor: float) -> None:
     full = small_step(3)
-    trace = with_smaller_chunks(full, factor)
+    trace = with_resized_chunks(full, factor)
     for chunk in range(3):
         for kind in range(5):
             assert trace.object_frames(chunk, 1 << kind) <= full.object_frames(chunk, 1 << kind)
