@@ -3,6 +3,7 @@
 #include <sys/types.h>
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <utility>
 
@@ -24,7 +25,7 @@ void check_place(const BlockPlace& place, std::uint64_t num_bytes, const Region&
 
 ActiveRequest::ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> its_file,
                              std::shared_ptr<RegisteredBuffer> its_buffer,
-                             std::uint32_t bytes_per_block)
+                             std::uint32_t bytes_per_block, std::size_t num_cells)
     : request(std::move(resolved)),
       file(std::move(its_file)),
       buffer(std::move(its_buffer)),
@@ -35,12 +36,12 @@ ActiveRequest::ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> i
     require(request.num_bytes == 0 && request.offset == 0 && request.buffer_offset == 0,
             "FSYNC takes neither offsets nor bytes");
   } else {
-    resolve_blocks();
+    resolve_blocks(num_cells);
   }
   resolve_checksums();
 }
 
-void ActiveRequest::resolve_blocks() {
+void ActiveRequest::resolve_blocks(std::size_t num_cells) {
   require(request.num_bytes > 0, "num_bytes is 0");
   const Region& region = buffer->region();
   if (request.blocks.empty()) {
@@ -56,8 +57,20 @@ void ActiveRequest::resolve_blocks() {
     require(place.op != IoOp::kFsync, "FSYNC has no blocks");
     check_place(place, request.num_bytes, region);
   }
+  require(request.in_cells || request.headers.empty(), "headers are for blocks in cells");
+  if (request.in_cells) check_cells(num_cells);
   completion.offset = request.blocks.front().offset;
   completion.expected = completion.actual = num_blocks * request.num_bytes;
+}
+
+void ActiveRequest::check_cells(std::size_t num_cells) const {
+  const Region& region = buffer->region();
+  region.slice(0, num_cells * request.num_bytes);
+  if (request.headers.empty()) return;
+  require(request.headers.size() % num_blocks == 0 &&
+              request.headers.size() / num_blocks <= request.num_bytes,
+          "headers are not of one length for each block, at most num_bytes");
+  require(region.writable(), "headers for a region that is mapped read-only");
 }
 
 void ActiveRequest::resolve_checksums() {
@@ -74,14 +87,22 @@ void ActiveRequest::resolve_checksums() {
   checksums = reinterpret_cast<std::uint32_t*>(bytes.data());
 }
 
-BlockExtent ActiveRequest::next_block() const {
+BlockExtent ActiveRequest::next_block(std::size_t cell) const {
   if (!request.blocks.empty()) {
-    return {request.blocks[num_cut], static_cast<std::uint32_t>(request.num_bytes)};
+    BlockPlace place = request.blocks[num_cut];
+    if (request.in_cells) place.buffer_offset = cell * request.num_bytes;
+    return {place, static_cast<std::uint32_t>(request.num_bytes)};
   }
   const std::uint64_t begin = num_cut * std::uint64_t{block_bytes};
   return {
       {request.op, request.offset + begin, request.buffer_offset + begin},
       static_cast<std::uint32_t>(std::min<std::uint64_t>(block_bytes, request.num_bytes - begin))};
+}
+
+void ActiveRequest::write_header(const BlockExtent& block) const {
+  if (request.headers.empty()) return;
+  const std::size_t header_bytes = request.headers.size() / request.blocks.size();
+  std::memcpy(bytes(block).data(), request.headers.data() + num_cut * header_bytes, header_bytes);
 }
 
 }  // namespace infinity

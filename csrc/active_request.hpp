@@ -21,10 +21,14 @@ struct ActiveRequest {
   // std::invalid_argument unless all of it lies within file, buffer and checksums. No buffer:
   // FSYNC.
   ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> its_file,
-                std::shared_ptr<RegisteredBuffer> its_buffer, std::uint32_t bytes_per_block);
+                std::shared_ptr<RegisteredBuffer> its_buffer, std::uint32_t bytes_per_block,
+                std::size_t num_cells);
 
   // The block to be cut next: computed for a contiguous request, as listed for a scattered one.
-  BlockExtent next_block() const;
+  // cell: its place in the queue.
+  BlockExtent next_block(std::size_t cell) const;
+  // Before the block just cut is written.
+  void write_header(const BlockExtent& block) const;
   bool all_cut() const { return num_cut == num_blocks; }
   std::span<std::byte> bytes(const BlockExtent& block) const {
     return {buffer->region().data() + block.place.buffer_offset, block.num_bytes};
@@ -42,7 +46,8 @@ struct ActiveRequest {
   Completion completion;
 
  private:
-  void resolve_blocks();
+  void resolve_blocks(std::size_t num_cells);
+  void check_cells(std::size_t num_cells) const;
   void resolve_checksums();
 };
 

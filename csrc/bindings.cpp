@@ -30,6 +30,7 @@ namespace {
 
 using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+using Headers = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Words = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 std::span<const std::byte> as_span(const Bytes& bytes) {
@@ -194,7 +195,6 @@ void bind_region(nb::module_& module) {
       .def("prefault", &Region::prefault, "num_threads"_a, ReleaseGil())
       .def("lock", &Region::lock, ReleaseGil())
       .def("dont_fork", &Region::dont_fork)
-      .def("advise_huge", &Region::advise_huge)
       .def(
           "zero",
           [](const Region& self, std::int64_t offset, std::int64_t num_bytes) {
@@ -251,19 +251,27 @@ nb::list reap(Reactor& self, std::int64_t completions_max) {
 }
 
 void submit_blocks(Reactor& self, std::uint64_t tag, int file, const Bytes& writes,
-                   const Words& offsets, int buffer, const Words& buffer_offsets,
-                   std::int64_t num_bytes) {
+                   const Words& offsets, int buffer, const std::optional<Words>& buffer_offsets,
+                   std::int64_t num_bytes, const std::optional<Headers>& headers) {
   const std::size_t num_blocks = offsets.size();
   require(num_blocks > 0, "no blocks");
-  require(writes.size() == num_blocks && buffer_offsets.size() == num_blocks,
+  require(writes.size() == num_blocks && (!buffer_offsets || buffer_offsets->size() == num_blocks),
           "writes, offsets and buffer_offsets are not of one length");
-  Request request{
-      .tag = tag, .file = file, .buffer = buffer, .num_bytes = as_unsigned(num_bytes, "num_bytes")};
+  Request request{.tag = tag,
+                  .file = file,
+                  .buffer = buffer,
+                  .num_bytes = as_unsigned(num_bytes, "num_bytes"),
+                  .in_cells = !buffer_offsets};
   request.blocks.reserve(num_blocks);
   for (std::size_t i = 0; i < num_blocks; ++i) {
     require(writes.data()[i] <= 1, "writes holds more than 0 and 1");
     request.blocks.push_back({writes.data()[i] == 1 ? IoOp::kWrite : IoOp::kRead, offsets.data()[i],
-                              buffer_offsets.data()[i]});
+                              buffer_offsets ? buffer_offsets->data()[i] : 0});
+  }
+  if (headers) {
+    require(headers->shape(0) == num_blocks, "headers are not one for each block");
+    const auto bytes = std::as_bytes(std::span(headers->data(), headers->size()));
+    request.headers.assign(bytes.begin(), bytes.end());
   }
   self.submit(std::move(request));
 }
@@ -283,6 +291,8 @@ nb::dict histogram(const Histogram& histogram) {
   fields["max_ns"] = histogram.max_ns;
   return fields;
 }
+
+nb::dict clat(const Reactor& self) { return histogram(self.clat()); }
 
 nb::dict latencies(const Reactor& self) {
   const auto latencies = std::make_unique<const Latencies>(self.latencies());
@@ -328,10 +338,12 @@ void bind_reactor(nb::module_& module) {
       .def("submit", &submit, "tag"_a, "op"_a, "file"_a, "offset"_a, "buffer"_a, "buffer_offset"_a,
            "num_bytes"_a, "checksums"_a = nb::none(), "checksums_offset"_a = 0, "verify"_a = false)
       .def("submit_blocks", &submit_blocks, "tag"_a, "file"_a, "writes"_a.noconvert(),
-           "offsets"_a.noconvert(), "buffer"_a, "buffer_offsets"_a.noconvert(), "num_bytes"_a)
+           "offsets"_a.noconvert(), "buffer"_a, "buffer_offsets"_a.noconvert().none(),
+           "num_bytes"_a, "headers"_a.noconvert() = nb::none())
       .def("reap", &reap, "completions_max"_a)
       .def("stats", &stats)
       .def("latencies", &latencies)
+      .def("clat", &clat)
       .def("reset_latencies", &Reactor::reset_latencies)
       .def(
           "close",

@@ -30,6 +30,15 @@ struct Histogram {
     max_ns = std::max(max_ns, ns);
   }
 
+  Histogram& operator+=(const Histogram& other) noexcept {
+    for (std::size_t i = 0; i < kNumBuckets; ++i) counts[i] += other.counts[i];
+    num += other.num;
+    sum_ns += other.sum_ns;
+    min_ns = std::min(min_ns, other.min_ns);
+    max_ns = std::max(max_ns, other.max_ns);
+    return *this;
+  }
+
   std::array<std::uint64_t, kNumBuckets> counts{};
   std::uint64_t num = 0;
   std::uint64_t sum_ns = 0;

@@ -1,5 +1,6 @@
 // Linux native AIO through libaio.
 #include <libaio.h>
+#include <poll.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,12 +14,15 @@ namespace infinity {
 namespace {
 
 constexpr std::size_t kBatchMax = 64;
+constexpr int kUnwatchedMs = 10;                         // of a wait that wake cannot end
+constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};  // of the poll on the wake-up event
 
-// Owns the AIO context and the eventfd. Its destructor is called with nothing in flight.
+// Owns the AIO context and the eventfd. Its destructor is called with nothing in flight but the
+// poll.
 class LibaioEngine final : public IoEngine {
  public:
-  explicit LibaioEngine(unsigned queue_depth) : event_(Descriptor::event()) {
-    const int result = io_queue_init(static_cast<int>(queue_depth), &context_);
+  explicit LibaioEngine(unsigned queue_depth) : wake_event_(Descriptor::event()) {
+    const int result = io_queue_init(static_cast<int>(queue_depth) + 1, &context_);
     if (result == -EAGAIN) {
       throw_errno(EAGAIN, "io_setup (fs.aio-max-nr is used up: raise it with sysctl)");
     }
@@ -28,8 +32,17 @@ class LibaioEngine final : public IoEngine {
   ~LibaioEngine() override { io_queue_release(context_); }
 
   std::string_view name() const noexcept override { return "libaio"; }
-  void wait(int timeout_ms) override { await_event(event_.get(), timeout_ms); }
-  void wake() override { signal_event(event_.get()); }
+  void wake() override { signal_event(wake_event_.get()); }
+
+  // One system call, which brings the results along: reap finds them here.
+  void wait(int timeout_ms) override {
+    if (!refused_.empty() || !held_.empty()) return;
+    if (!watch_wake_event() && (timeout_ms < 0 || timeout_ms > kUnwatchedMs)) {
+      timeout_ms = kUnwatchedMs;
+    }
+    timespec timeout{.tv_sec = timeout_ms / 1000, .tv_nsec = timeout_ms % 1000 * 1'000'000L};
+    hold_events(1, events_.size(), timeout_ms < 0 ? nullptr : &timeout);
+  }
 
   std::size_t submit(std::span<const Io> batch) override {
     std::size_t num_taken = 0;
@@ -52,15 +65,20 @@ class LibaioEngine final : public IoEngine {
     const auto last = refused_.begin() + static_cast<std::ptrdiff_t>(num_reaped);
     std::copy(refused_.begin(), last, results.begin());
     refused_.erase(refused_.begin(), last);
+    timespec at_once{};  // of which libaio sees in the context's memory whether it needs a call
     while (num_reaped < results.size()) {
-      const int num_events = get_events(results.size() - num_reaped);
-      if (num_events == 0) return num_reaped;
-      for (int i = 0; i < num_events; ++i) {
-        const io_event& event = events_[static_cast<std::size_t>(i)];
+      if (held_.empty()) hold_events(0, results.size() - num_reaped, &at_once);
+      if (held_.empty()) break;
+      const io_event event = held_.front();
+      held_ = held_.subspan(1);
+      const auto token = reinterpret_cast<std::uint64_t>(event.data);
+      if (token == kWakeToken) {
+        is_watching_ = false;
+        drain_event(wake_event_.get());
+      } else {
         // Both results are negative errnos in unsigned words; the second one is 0 for files.
         const auto second = static_cast<std::int64_t>(event.res2);
-        results[num_reaped++] = {reinterpret_cast<std::uint64_t>(event.data),
-                                 second < 0 ? second : static_cast<std::int64_t>(event.res)};
+        results[num_reaped++] = {token, second < 0 ? second : static_cast<std::int64_t>(event.res)};
       }
     }
     return num_reaped;
@@ -75,14 +93,32 @@ class LibaioEngine final : public IoEngine {
       prepare(blocks[i], part[i]);
       pointers[i] = &blocks[i];
     }
+    return hand_over(pointers.data(), part.size());
+  }
+
+  int hand_over(iocb** pointers, std::size_t count) {
     int result;
     do {
-      result = io_submit(context_, static_cast<long>(part.size()), pointers.data());
+      result = io_submit(context_, static_cast<long>(count), pointers);
     } while (result == -EINTR);
     return result;
   }
 
-  void prepare(iocb& block, const Io& io) const {
+  // The wake-up event ends a wait through a poll in the context (Linux 4.18), armed anew after each
+  // time. False if the kernel has no room for it just now.
+  bool watch_wake_event() {
+    if (is_watching_) return true;
+    iocb block;
+    iocb* pointer = &block;
+    io_prep_poll(&block, wake_event_.get(), POLLIN);
+    block.data = reinterpret_cast<void*>(kWakeToken);
+    const int result = hand_over(&pointer, 1);
+    if (result < 0 && result != -EAGAIN) throw_errno(-result, "io_submit of a poll");
+    is_watching_ = result == 1;
+    return is_watching_;
+  }
+
+  static void prepare(iocb& block, const Io& io) {
     const auto offset = static_cast<long long>(io.offset);
     switch (io.op) {
       case IoOp::kRead:
@@ -96,7 +132,6 @@ class LibaioEngine final : public IoEngine {
         break;
     }
     block.data = reinterpret_cast<void*>(io.token);
-    io_set_eventfd(&block, event_.get());
   }
 
   // The kernel would not take this one. A refused fsync means that kernel or filesystem have no
@@ -106,20 +141,18 @@ class LibaioEngine final : public IoEngine {
     refused_.push_back({io.token, result == 0 && io.op != IoOp::kFsync ? -EIO : result});
   }
 
-  int get_events(std::size_t events_max) {
-    timespec at_once{};
+  void hold_events(long events_min, std::size_t events_max, timespec* timeout) {
     const auto count = static_cast<long>(std::min(events_max, events_.size()));
-    int result;
-    do {
-      result = io_getevents(context_, 0, count, events_.data(), &at_once);
-    } while (result == -EINTR);
-    if (result < 0) throw_errno(-result, "io_getevents");
-    return result;
+    const int result = io_getevents(context_, events_min, count, events_.data(), timeout);
+    if (result < 0 && result != -EINTR) throw_errno(-result, "io_getevents");
+    held_ = std::span(events_).first(static_cast<std::size_t>(std::max(result, 0)));
   }
 
-  Descriptor event_;
+  Descriptor wake_event_;
+  bool is_watching_ = false;
   io_context_t context_ = nullptr;
   std::array<io_event, kBatchMax> events_;
+  std::span<const io_event> held_;  // of events_: not reaped yet
   std::vector<IoResult> refused_;
 };
 

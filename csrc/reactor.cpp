@@ -39,6 +39,7 @@ std::vector<Completion> Reactor::reap(std::size_t completions_max) {
 
 ReactorStats Reactor::stats() const { return core_->stats(); }
 Latencies Reactor::latencies() const { return core_->latencies(); }
+Histogram Reactor::clat() const { return core_->clat(); }
 void Reactor::reset_latencies() { core_->reset_latencies(); }
 
 bool Reactor::close(std::chrono::milliseconds timeout) {

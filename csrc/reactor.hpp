@@ -44,6 +44,13 @@ struct Request {
   // If not empty: the places of single blocks of num_bytes each, at most block_bytes, instead of op
   // and offsets. They have no checksums.
   std::vector<BlockPlace> blocks;
+  // Of blocks, instead of their buffer_offset: each goes through the piece of the buffer that is
+  // its cell's of the queue's, cell * num_bytes from the beginning. So queue_depth pieces are
+  // enough for any number of blocks, as few as are in flight.
+  bool in_cells = false;
+  // Of blocks in cells: what is copied over the beginning of its piece just before a block is
+  // written. The same number of bytes for each, those that are read included; or empty.
+  std::vector<std::byte> headers;
 };
 
 // Of a request that went well: its own (first) offset and all its bytes. Of one that failed: of the
@@ -93,6 +100,7 @@ class Reactor {
 
   // Of block I/Os whose bytes have all moved, continuations included, since the last reset.
   Latencies latencies() const;
+  Histogram clat() const;  // reads and writes together: less to copy
   void reset_latencies();
 
   // Refuses new requests and waits until those accepted have ended and the thread is gone.

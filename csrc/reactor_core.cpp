@@ -75,7 +75,8 @@ void ReactorCore::submit(Request request) {
   }
   auto file = files_.find(request.file);
   auto buffer = request.op == IoOp::kFsync ? nullptr : buffers_.find(request.buffer);
-  incoming_.emplace_back(std::move(request), std::move(file), std::move(buffer), block_bytes_);
+  incoming_.emplace_back(std::move(request), std::move(file), std::move(buffer), block_bytes_,
+                         blocks_.size());
   ++num_unreaped_;
   wake_thread();
 }
@@ -105,6 +106,12 @@ ReactorStats ReactorCore::stats() const {
 Latencies ReactorCore::latencies() const {
   const std::lock_guard lock(mutex_);
   return latencies_;
+}
+
+Histogram ReactorCore::clat() const {
+  const std::lock_guard lock(mutex_);
+  Histogram clat = latencies_.read.clat;
+  return clat += latencies_.write.clat;
 }
 
 void ReactorCore::reset_latencies() {
@@ -193,13 +200,16 @@ void ReactorCore::cut_blocks() {
 
 void ReactorCore::cut_block() {
   ActiveRequest& active = *next_to_cut_;
-  const Block block{
-      .request = next_to_cut_, .index = active.num_cut, .extent = active.next_block()};
-  if (block.op() == IoOp::kWrite && active.checksums != nullptr) {
-    store_release(active.checksums[block.index], crc32c(block.bytes()));
-  }
   const std::size_t cell = free_cells_.back();
   free_cells_.pop_back();
+  const Block block{
+      .request = next_to_cut_, .index = active.num_cut, .extent = active.next_block(cell)};
+  if (block.op() == IoOp::kWrite) {
+    active.write_header(block.extent);
+    if (active.checksums != nullptr) {
+      store_release(active.checksums[block.index], crc32c(block.bytes()));
+    }
+  }
   blocks_[cell] = block;
   outgoing_.push_back(cell);
   ++active.num_in_flight;

@@ -27,6 +27,7 @@ class ReactorCore {
   std::vector<Completion> reap(std::size_t completions_max);
   ReactorStats stats() const;
   Latencies latencies() const;
+  Histogram clat() const;
   void reset_latencies();
   void begin_close();
   bool wait_closed(std::chrono::milliseconds timeout);

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <thread>
@@ -17,9 +18,38 @@
 #define MADV_POPULATE_READ 22
 #define MADV_POPULATE_WRITE 23
 #endif
+#ifndef MADV_COLLAPSE
+#define MADV_COLLAPSE 25
+#endif
 
 namespace infinity {
 namespace {
+
+constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr auto kCollapseTimeMax = std::chrono::seconds(30);
+
+// Maps the file where a huge page can begin, if it is large enough for one: the kernel puts a huge
+// page of the file behind one entry of the page table only where both are aligned, and by itself
+// it aligns no mapping that is advised to have them later.
+void* map_aligned(int fd, std::size_t num_bytes, int protection) {
+  if (num_bytes < kHugePage) return ::mmap(nullptr, num_bytes, protection, MAP_SHARED, fd, 0);
+  void* reserved = ::mmap(nullptr, num_bytes + kHugePage, PROT_NONE,
+                          MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (reserved == MAP_FAILED) return MAP_FAILED;
+  auto* const begin = static_cast<std::byte*>(reserved);
+  const std::size_t head = -reinterpret_cast<std::uintptr_t>(begin) % kHugePage;
+  void* mapped = ::mmap(begin + head, num_bytes, protection, MAP_SHARED | MAP_FIXED, fd, 0);
+  if (mapped == MAP_FAILED) {
+    const int error_number = errno;
+    ::munmap(begin, num_bytes + kHugePage);
+    errno = error_number;
+    return MAP_FAILED;
+  }
+  const std::size_t end = (head + num_bytes + wire::kPage - 1) / wire::kPage * wire::kPage;
+  if (head > 0) ::munmap(begin, head);
+  if (end < num_bytes + kHugePage) ::munmap(begin + end, num_bytes + kHugePage - end);
+  return mapped;
+}
 
 // Touches one byte a page without changing it, for kernels without MADV_POPULATE (before 5.14).
 void touch_pages(std::span<std::byte> bytes, bool writable) noexcept {
@@ -46,6 +76,18 @@ int populate(std::span<std::byte> bytes, bool writable) noexcept {
   return 0;
 }
 
+// Lets the kernel make one huge page of a piece that is as large and as aligned (MADV_COLLAPSE,
+// Linux 6.1): asked for so it heeds no setting of transparent huge pages, which for shared memory
+// is "never" nearly everywhere. It wants one page to begin with. False: it has no huge page to
+// give.
+bool populate_huge(std::span<std::byte> piece) noexcept {
+  if (populate(piece.first(wire::kPage), true) != 0) return false;
+  while (::madvise(piece.data(), piece.size(), MADV_COLLAPSE) < 0) {
+    if (errno != EINTR) return false;
+  }
+  return true;
+}
+
 }  // namespace
 
 Region::Region(int fd, std::size_t region_bytes, bool writable)
@@ -59,7 +101,7 @@ Region::Region(int fd, std::size_t region_bytes, bool writable)
                             std::to_string(region_bytes));
   }
   const int protection = writable ? PROT_READ | PROT_WRITE : PROT_READ;
-  void* mapped = ::mmap(nullptr, region_bytes, protection, MAP_SHARED, fd, 0);
+  void* mapped = map_aligned(fd, region_bytes, protection);
   if (mapped == MAP_FAILED) throw_last_errno("mmap");
   data_ = static_cast<std::byte*>(mapped);
 }
@@ -74,16 +116,28 @@ std::span<std::byte> Region::slice(std::size_t offset, std::size_t num_bytes) co
   return {data_ + offset, num_bytes};
 }
 
-void Region::prefault(unsigned num_threads) const {
+std::size_t Region::prefault(unsigned num_threads) const {
   require(num_threads > 0, "prefault needs at least one thread");
-  const std::size_t num_pages = (region_bytes_ + wire::kPage - 1) / wire::kPage;
-  const std::size_t num_slices = std::min<std::size_t>(num_threads, num_pages);
+  const std::size_t num_pieces = (region_bytes_ + kHugePage - 1) / kHugePage;
+  const std::size_t num_slices = std::min<std::size_t>(num_threads, num_pieces);
+  ::madvise(data_, region_bytes_,
+            MADV_HUGEPAGE);  // which older kernels heed if their settings say so
+  const auto deadline = std::chrono::steady_clock::now() + kCollapseTimeMax;
   std::atomic<int> error_number = 0;
+  std::atomic<std::size_t> num_huge = 0;
   const auto run = [&](std::size_t slice_index) noexcept {
-    const std::size_t begin = num_pages * slice_index / num_slices * wire::kPage;
-    const std::size_t end =
-        std::min(num_pages * (slice_index + 1) / num_slices * wire::kPage, region_bytes_);
-    if (const int error = populate({data_ + begin, end - begin}, writable_)) error_number = error;
+    bool has_huge = writable_;
+    const std::size_t end = num_pieces * (slice_index + 1) / num_slices;
+    for (std::size_t i = num_pieces * slice_index / num_slices; i < end; ++i) {
+      const std::size_t begin = i * kHugePage;
+      const std::span piece{data_ + begin, std::min(kHugePage, region_bytes_ - begin)};
+      has_huge = has_huge && std::chrono::steady_clock::now() < deadline;
+      if (has_huge && piece.size() == kHugePage) {
+        has_huge = populate_huge(piece);
+        num_huge += has_huge;
+      }
+      if (const int error = populate(piece, writable_)) error_number = error;
+    }
   };
   {
     std::vector<std::jthread> threads;
@@ -92,6 +146,7 @@ void Region::prefault(unsigned num_threads) const {
     run(0);
   }
   if (error_number != 0) throw_errno(error_number, "prefault");
+  return num_huge * kHugePage;
 }
 
 void Region::lock() const {
@@ -100,10 +155,6 @@ void Region::lock() const {
 
 void Region::dont_fork() const {
   if (::madvise(data_, region_bytes_, MADV_DONTFORK) < 0) throw_last_errno("MADV_DONTFORK");
-}
-
-bool Region::advise_huge() const noexcept {
-  return ::madvise(data_, region_bytes_, MADV_HUGEPAGE) == 0;
 }
 
 void Region::zero(std::size_t offset, std::size_t num_bytes) const {

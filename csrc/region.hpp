@@ -23,10 +23,11 @@ class Region : public std::enable_shared_from_this<Region> {
   // The bytes [offset, offset + num_bytes), or std::invalid_argument.
   std::span<std::byte> slice(std::size_t offset, std::size_t num_bytes) const;
 
-  void prefault(unsigned num_threads) const;
+  // Allocates every page. Returns how many bytes were put into huge pages: all but an odd end,
+  // where the kernel has them to give.
+  std::size_t prefault(unsigned num_threads) const;
   void lock() const;
   void dont_fork() const;
-  bool advise_huge() const noexcept;
   void zero(std::size_t offset, std::size_t num_bytes) const;
 
  private:

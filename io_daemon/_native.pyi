@@ -38,13 +38,14 @@ class Region:
     def writable(self) -> bool: ...
     def array(self) -> NDArray[np.uint8]:
         """1-D view; keeps the mapping alive; read-only if the mapping is."""
-    def prefault(self, num_threads: int) -> None:
-        """Touch every page in parallel (MADV_POPULATE_WRITE where the kernel has it)."""
+    def prefault(self, num_threads: int) -> int:
+        """Allocate every page, in parallel, in huge pages of 2 MiB where the kernel has them to give (MADV_COLLAPSE,
+        Linux 6.1, whatever its settings; earlier ones only where shmem_enabled allows); contents stay. Returns how many
+        bytes were put into huge pages."""
     def lock(self) -> None:
         """mlock; OSError with errno EPERM or ENOMEM where the limit forbids it."""
     def dont_fork(self) -> None:
         """MADV_DONTFORK: children do not inherit the mapping."""
-    def advise_huge(self) -> bool: ...
     def zero(self, offset: int, num_bytes: int) -> None:
         """memset to 0, bounds-checked, GIL released."""
 
@@ -182,14 +183,18 @@ class Reactor:
         writes: NDArray[np.uint8],
         offsets: NDArray[np.uint64],
         buffer: int,
-        buffer_offsets: NDArray[np.uint64],
+        buffer_offsets: NDArray[np.uint64] | None,
         num_bytes: int,
+        headers: NDArray[np.uint8] | None = None,
     ) -> None:
         """Queue one request of single blocks, each ``num_bytes`` (1 to block_bytes) at its own place; never blocks.
         ``writes``: 1 for WRITE, 0 for READ. The arrays are of one length n, 1 to 65536, contiguous, and copied.
         Blocks start in the order given and have no checksums. Completes as any request: OK with the first block's
         offset and the bytes of all (twice), otherwise with the first block, in the order given, that failed. Raises as
-        ``submit``; TypeError for other dtypes."""
+        ``submit``; TypeError for other dtypes.
+        ``buffer_offsets`` None: each block goes through one of ``queue_depth`` pieces of ``num_bytes`` at the
+        beginning of the buffer, whichever no block in flight uses. ``headers``, only then: [n, h], h up to
+        ``num_bytes``; row i is copied over the beginning of its piece just before block i is written."""
     def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
         """(tag, status, error_number, offset, expected, actual); status as protocol.Status: OK, IO_ERROR,
         SHORT_IO or INTEGRITY. One entry per request, after its last block. OK: the request's own offset and bytes
@@ -199,6 +204,8 @@ class Reactor:
     def latencies(self) -> LatencyFields:
         """A copy of what has been counted since the last reset: block I/Os whose bytes have all moved, each once, from
         its first submission to its last completion."""
+    def clat(self) -> HistogramFields:
+        """Of ``latencies`` the clat of reads and writes together: less to copy."""
     def reset_latencies(self) -> None: ...
     def close(self, timeout_ms: int = 10_000) -> bool:
         """Refuse new requests, perform those accepted, end the thread. True: engine, files and buffers are released.

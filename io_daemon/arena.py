@@ -55,8 +55,7 @@ def create_arena(num_frames: int, frame_bytes: int, lock_memory: LockMemory) -> 
             os.ftruncate(fd, num_bytes)
             region = Region(fd, num_bytes, writable=True)
             region.dont_fork()
-            huge = region.advise_huge()
-            region.prefault(min(len(os.sched_getaffinity(0)), PREFAULT_THREADS_MAX))
+            huge_bytes = region.prefault(min(len(os.sched_getaffinity(0)), PREFAULT_THREADS_MAX))
         except OSError as error:
             raise ConfigError(
                 "io_daemon.host_budget_bytes",
@@ -70,7 +69,7 @@ def create_arena(num_frames: int, frame_bytes: int, lock_memory: LockMemory) -> 
                 "version": PROTOCOL_VERSION,
                 "num_frames": num_frames,
                 "frame_bytes": frame_bytes,
-                "page_bytes": HUGE_PAGE_BYTES if huge else PAGE_BYTES,
+                "page_bytes": HUGE_PAGE_BYTES if huge_bytes else PAGE_BYTES,
                 "page_locked": int(page_locked),
             }
         )

@@ -186,7 +186,6 @@ def _make_arena(num_bytes: int) -> Region:
     try:
         os.truncate(fd, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
         region = Region(fd, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
-        region.advise_huge()
         region.prefault(min(len(os.sched_getaffinity(0)), 8))
     except OSError as error:
         raise ConfigError(

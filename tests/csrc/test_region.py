@@ -17,14 +17,24 @@ from tests.support.reactor import make_region
 PAGE_BYTES = 4096
 
 
-def mapping_flags(address: int) -> set[str]:
-    """VmFlags of the mapping that starts at ``address``."""
+HUGE_PAGE_BYTES = 2 << 20
+
+
+def mapping_field(address: int, name: str) -> str:
+    """What smaps says of the mapping that starts at ``address``."""
     text = Path("/proc/self/smaps").read_text()
-    mapping = text[text.index(f"{address:x}-") :]
-    flags = re.search(r"VmFlags:(.*)", mapping)
-    if flags is None:
-        raise AssertionError("smaps has no VmFlags")
-    return set(flags[1].split())
+    found = re.search(rf"{name}:(.*)", text[text.index(f"{address:x}-") :])
+    if found is None:
+        raise AssertionError(f"smaps has no {name}")
+    return found[1]
+
+
+def mapping_flags(address: int) -> set[str]:
+    return set(mapping_field(address, "VmFlags").split())
+
+
+def huge_bytes_mapped(region: Region) -> int:
+    return int(mapping_field(region.address, "ShmemPmdMapped").split()[0]) * 1024
 
 
 def test_two_regions_of_one_memfd_share_their_bytes() -> None:
@@ -82,6 +92,34 @@ def test_prefault_allocates_every_page(num_threads: int) -> None:
     assert os.fstat(fd).st_blocks * 512 == 11 * PAGE_BYTES
     os.close(fd)
     assert (region.array()[::PAGE_BYTES] == 9).all()
+
+
+def test_huge_pages_are_those_that_prefault_reports() -> None:
+    """How many there are is the machine's affair; contents and the odd end are not."""
+    num_bytes = 3 * HUGE_PAGE_BYTES + 5 * PAGE_BYTES
+    fd = os.memfd_create("huge")
+    os.truncate(fd, num_bytes)
+    region = Region(fd, num_bytes)
+    region.array()[::PAGE_BYTES] = 9
+    huge_bytes = region.prefault(2)
+    assert huge_bytes <= 3 * HUGE_PAGE_BYTES
+    assert huge_bytes_mapped(region) >= huge_bytes
+    assert os.fstat(fd).st_blocks * 512 == num_bytes
+    other = Region(fd, num_bytes, writable=False)  # as the daemon maps a rank's arena
+    os.close(fd)
+    assert (other.array()[::PAGE_BYTES] == 9).all()
+    assert huge_bytes_mapped(other) >= huge_bytes
+
+
+@pytest.mark.parametrize("num_bytes", [HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 5 * HUGE_PAGE_BYTES - PAGE_BYTES])
+def test_a_large_region_begins_where_a_huge_page_can(num_bytes: int) -> None:
+    region = make_region(num_bytes)
+    assert region.address % HUGE_PAGE_BYTES == 0
+    region.array()[num_bytes - 1] = 1
+    end = region.address + -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    reserved = [line.split()[0] for line in Path("/proc/self/maps").read_text().splitlines() if " ---p " in line]
+    beside = {address for span in reserved for address in span.split("-")}
+    assert not beside & {f"{region.address:x}", f"{end:x}"}  # what was reserved to align it is given back
 
 
 def test_dont_fork_reaches_the_kernel() -> None:
