@@ -57,3 +57,16 @@ def test_padding_is_in_no_rank_s_valid_range() -> None:
     assert group.shard_numel == 64
     assert [group.params[0].valid_numel(rank) for rank in range(2)] == [64, 1]
     assert group.numel == 65
+
+
+@given(numels, st.integers(1, 64), st.integers(1, 2))
+def test_the_first_rank_stands_for_every_rank(sizes: list[int], world_size: int, blocks: int) -> None:
+    """What ``infinity trace`` records of one: the same chunks, of which others touch as many or fewer."""
+    group = place_group(0, list(enumerate(sizes)), world_size=world_size, trainable=True)
+    first, *others = [cut_chunks(group, rank=rank, chunk_numel=blocks * NORM_BLOCK) for rank in range(world_size)]
+    for chunks in others:
+        assert [(chunk.start, chunk.numel) for chunk in chunks] == [(chunk.start, chunk.numel) for chunk in first]
+        touched = [bool(chunk.segments) for chunk in chunks]
+        assert all(own.segments or not other for own, other in zip(first, touched, strict=True))
+    padding = world_size * sum(chunk.numel for chunk in first) - sum(sizes)
+    assert 0 <= padding < world_size * ALIGNMENT * len(sizes)

@@ -17,7 +17,7 @@ from infinity.cli import main
 from infinity.standard_model import standard_model, standard_shape
 from io_daemon.bench.steps.step_trace import StepTrace, load
 from io_daemon.client import Client
-from io_daemon.protocol import Access
+from io_daemon.protocol import PAGE_BYTES, Access
 
 SHAPE = GPTShape(d_model=128, num_layers=3, num_heads=4, vocabulary=512, sequence=16)
 NUM_FLOPS = 6 * SHAPE.sequence * (3 * 12 * 128 * 128 + 512 * 128)
@@ -127,6 +127,44 @@ def test_another_budget_than_the_configurations(tmp_path: Path) -> None:
     trace = traced(tmp_path, *MODEL, "--meta", "--no-init", "--host-budget-bytes", "8M")
     assert trace.host_budget_bytes == 8 << 20
     assert 4 << 20 < trace.num_frames * trace.frame_bytes <= 8 << 20
+
+
+NODES = ("--nnodes", "2", "--nproc-per-node", "3")
+
+
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}])
+def test_a_rank_of_a_larger_job(tmp_path: Path, changes: dict[str, Any]) -> None:
+    alone = traced(tmp_path, *MODEL, "--meta", **changes)
+    recorded = traced(tmp_path, *MODEL, *NODES, **changes)
+    derived = traced(tmp_path, *MODEL, *NODES, "--meta", **changes)
+    assert requests(recorded) == requests(derived)
+    assert (derived.num_nodes, derived.ranks_per_node) == (2, 3)
+    assert alone.tokens_per_step is not None
+    assert derived.tokens_per_step == 6 * alone.tokens_per_step
+    # each rank computes on a batch of its own, with a sixth of the state in a third of the node's budget
+    assert sum(derived.events.gap) + derived.tail == sum(alone.events.gap) + alone.tail
+    assert alone.swap_bytes <= 6 * derived.swap_bytes <= 1.1 * alone.swap_bytes
+    arena_bytes = 3 * (derived.num_frames * derived.frame_bytes + PAGE_BYTES)
+    assert derived.staging_bytes < arena_bytes + derived.staging_bytes <= derived.host_budget_bytes == 4 << 20
+
+
+def test_what_is_said_of_a_larger_job(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config(tmp_path)))
+    assert main(["trace", "--config", "config.json", *MODEL, *NODES, "--meta"]) == 0
+    said = capsys.readouterr().out
+    assert "6 ranks, 3 on each of 2 nodes" in said
+    (written,) = tmp_path.glob("gpt-*-2x3.json.gz")
+    assert written.name in said
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_path = tmp_path / "config.json"
+    config_path.write_text(json.dumps(config(tmp_path, train_batch_size=4)))
+    assert main(["trace", "--config", str(config_path), *MODEL, *NODES]) == 2
+    assert "train_batch_size" in capsys.readouterr().err
 
 
 def test_a_standard_model_by_its_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

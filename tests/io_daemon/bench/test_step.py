@@ -73,6 +73,18 @@ def test_a_large_arena_moves_nothing_once_settled(directory: Path, trace: Path) 
     assert result.drive_life_days is None or result.write_bytes > 0
 
 
+def test_a_node_s_ranks_move_so_many_times_as_much(directory: Path, trace: Path, tmp_path: Path) -> None:
+    path = tmp_path / "node.json.gz"
+    save(small_step().model_copy(update={"num_nodes": 2, "ranks_per_node": 3}), path)
+    alone, node = replay(directory, trace), replay(directory, path)
+    assert (node.num_nodes, node.ranks_per_node) == (2, 3)
+    assert (node.tokens_per_step, node.node_tokens_per_step) == (64, 32)
+    assert node.read_bytes == pytest.approx(3 * alone.read_bytes, rel=0.4)
+    assert node.write_bytes == pytest.approx(3 * alone.write_bytes, rel=0.4)
+    warned = [any("communication" in warning for warning in result.warnings) for result in (alone, node)]
+    assert warned == [False, True]
+
+
 def test_pinned_kinds_never_reach_the_disk(directory: Path, tmp_path: Path) -> None:
     path = tmp_path / "pinned.json.gz"
     save(small_step(pinned_mask=STATE, num_frames=60), path)

@@ -12,13 +12,14 @@ from io_daemon.bench.steps.step_scale import (
     chunks_kept,
     frames_required,
     is_fine,
+    of_node,
     scaled,
     with_budget,
     with_resized_chunks,
 )
 from io_daemon.bench.steps.step_trace import Events, StepTrace, load, work_before
 from io_daemon.errors import BudgetError
-from io_daemon.window import ahead_bytes
+from io_daemon.window import ahead_bytes, window_frames
 from tests.support.small_step import FRAME_BYTES, STATE, small_step
 
 AHEAD_BYTES = 4 * FRAME_BYTES
@@ -149,3 +150,42 @@ def test_a_smaller_step_asks_for_no_more_at_once() -> None:
     full = load("gpt-168m")
     required = [frames_required(scaled(full, share, ahead_bytes=AHEAD_BYTES)[0]) for share in (1.0, 0.5, 0.1)]
     assert all(smaller <= larger for larger, smaller in pairwise(required))
+
+
+@given(num_ranks=st.integers(1, 64), share=st.floats(0.01, 1), ahead=st.integers(0, 4), measured=st.booleans())
+def test_a_node_moves_and_computes_what_its_ranks_do(num_ranks: int, share: float, ahead: int, measured: bool) -> None:
+    rank = small_step(12, ahead=ahead, measured=measured, num_frames=200)
+    node = of_node(rank.model_copy(update={"ranks_per_node": num_ranks}), ahead_bytes=AHEAD_BYTES)
+    assert node.ranks_per_node == 1
+    assert (node.events.ops, node.events.lease, node.leases) == (rank.events.ops, rank.events.lease, rank.leases)
+    assert node.swap_bytes == num_ranks * rank.swap_bytes
+    assert total_work(node) == pytest.approx(num_ranks * total_work(rank))
+    for of_rank, of_all in zip(work_before(rank), work_before(node), strict=True):
+        # passes go over the frames, which are larger
+        assert of_all == pytest.approx((of_rank.share, num_ranks * of_rank.flops))
+    assert node.num_frames >= frames_required(node)
+    smaller, scale = scaled(node, share, ahead_bytes=AHEAD_BYTES)
+    assert total_work(smaller) == pytest.approx(scale * num_ranks * total_work(rank))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 8])
+def test_as_much_may_stay_on_a_node_as_on_its_ranks(num_ranks: int) -> None:
+    """Every rank has a window of its own; the one that stands for them has one."""
+    ahead = ahead_bytes(8, 1 << 20, 1)
+    rank = load("gpt-168m").model_copy(update={"ranks_per_node": num_ranks})
+    node = of_node(rank, ahead_bytes=ahead)
+    kept, kept_of_node = (
+        each.num_frames - window_frames(each.num_frames, each.frame_bytes, ahead) for each in (rank, node)
+    )
+    assert kept_of_node == kept
+    assert node.num_frames * node.frame_bytes < num_ranks * rank.num_frames * rank.frame_bytes
+
+
+def test_a_budget_is_shared_by_the_ranks_of_a_node() -> None:
+    rank = small_step(staging_bytes=10_000).model_copy(update={"ranks_per_node": 3})
+    assert with_budget(rank, 10_000 + 3 * (4096 + 40 * FRAME_BYTES)).num_frames == 40
+    with pytest.raises(BudgetError) as caught:
+        with_budget(rank, 1 << 20)
+    assert with_budget(rank, caught.value.smallest_bytes).num_frames == frames_required(rank)
+    with pytest.raises(BudgetError):
+        with_budget(rank, caught.value.smallest_bytes - 1)
