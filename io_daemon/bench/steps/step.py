@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from io_daemon.bench.report.machine import describe_machine
+from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import StepResult
 from io_daemon.bench.run import Observer, Silent
 from io_daemon.bench.settings import FREE_SHARE_KEPT
@@ -246,7 +247,7 @@ def _result(
         cpu_offload_step_s=alone_s / scale,
         hidden_from_compute_s=hidden_from(parts),
         break_even_note=break_even_note(parts, tokens),
-        warnings=_warnings(settings, rank, trace, scale),
+        warnings=_warnings(settings, rank, trace, scale, chosen),
     )
 
 
@@ -262,10 +263,15 @@ def _wears(directories: Sequence[Path]) -> list[DriveWear]:
     ]
 
 
-def _warnings(settings: StepSettings, rank: StepTrace, trace: StepTrace, scale: float) -> list[str]:
+def _warnings(settings: StepSettings, rank: StepTrace, trace: StepTrace, scale: float, chosen: Chosen) -> list[str]:
     found = []
     if rank.num_nodes * rank.ranks_per_node > 1:
         found.append("the ranks' communication is left out: add what of it your network does not hide behind compute")
+    if rank.ranks_per_node > 1 and rank.frame_bytes < chosen.block_bytes:
+        found.append(
+            f"each rank's I/Os are of {block_text(rank.frame_bytes)} at most, but the replay joins those of "
+            f"{rank.ranks_per_node} ranks: expect a longer step"
+        )
     if scale < 1 and not is_fine(trace):
         found.append(
             f"at a scale of {scale:.3g} the arena holds only a few of the largest leases, which shortens prefetching: "
@@ -279,7 +285,7 @@ def _warnings(settings: StepSettings, rank: StepTrace, trace: StepTrace, scale: 
 def advise_step(result: StepResult) -> str:
     """One plain sentence."""
     slower = result.step_s / result.cpu_offload_step_s
-    aside = " and communication" if result.num_nodes * result.ranks_per_node > 1 else ""
+    aside = ", communication left out" if result.num_nodes * result.ranks_per_node > 1 else ""
     return (
         f"Expect {result.step_s:.3g} s a step{aside}, {slower:.2f} times as long as with all state in host memory; "
         f"{result.break_even_note}."

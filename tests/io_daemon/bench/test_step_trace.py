@@ -25,13 +25,13 @@ def test_what_is_saved_is_loaded(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("name", ["gpt-168m", "llama-8b", "llama-70b"])
+@pytest.mark.parametrize("name", ["gpt-168m", "llama-8b", "llama-70b", "llama-405b-4x8"])
 def test_traces_ship_with_the_package(name: str) -> None:
     assert name in shipped_names()
     trace = load(name)
     assert trace.first_update_event < len(trace.events.ops)
     # exact fp32 Adam with 16-bit weights and gradients: 16 bytes a parameter, and some padding
-    assert 16 <= trace.swap_bytes / trace.num_params < 16.1
+    assert 16 <= trace.num_nodes * trace.ranks_per_node * trace.swap_bytes / trace.num_params < 16.1
 
 
 def test_shipped_traces_are_small() -> None:
@@ -61,6 +61,15 @@ def test_other_files_are_refused_by_name(data: bytes, says: str, tmp_path: Path)
 def test_an_unknown_name_lists_those_that_are_known() -> None:
     with pytest.raises(ConfigError, match="gpt-168m"):
         load("gpt-7t")
+
+
+def test_a_trace_of_before_there_were_several_ranks_is_one_s(tmp_path: Path) -> None:
+    path = tmp_path / "step.json.gz"
+    values = json.loads(small_step().model_dump_json())
+    del values["num_nodes"], values["ranks_per_node"]
+    path.write_bytes(gzip.compress(json.dumps(values).encode()))
+    trace = load(str(path))
+    assert (trace.num_nodes, trace.ranks_per_node) == (1, 1)
 
 
 def test_a_newer_version_is_refused(tmp_path: Path) -> None:

@@ -96,6 +96,20 @@ def test_compare_says_which_figures_lie_outside() -> None:
     assert "1.250" in row
 
 
+def test_a_step_tells_the_job_from_the_node() -> None:
+    text = words(printed(report("step", num_nodes=4, ranks_per_node=8, node_tokens_per_step=65_536)))
+    assert "trained by 32 ranks, 8 on each of 4 nodes" in text
+    assert "tokens 262,144 a step, 2,731 a second" in text
+    assert "on this node 65,536 a step, 683 a second" in text
+    alone = words(printed(report("step", node_tokens_per_step=262_144)))
+    assert "trained by one rank" in alone
+    assert "on this node" not in alone
+    assert (
+        "tokens"
+        not in words(printed(report("step", tokens_per_step=None, node_tokens_per_step=None))).split("break")[0]
+    )
+
+
 def test_markup_from_outside_is_printed_as_it_is() -> None:
     directory = "/nvme0/[bold red]x[/]\\[y]"
     text = printed(report("io", directory=directory, warnings=["[link=http://example.com]w[/link]"]), width=200)

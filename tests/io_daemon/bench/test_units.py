@@ -9,8 +9,10 @@ from io_daemon.bench.report.units import (
     block_text,
     decimal_bytes_text,
     latency_text,
+    number_text,
     rate_text,
     seconds_text,
+    world_text,
 )
 
 
@@ -32,6 +34,11 @@ from io_daemon.bench.report.units import (
         (seconds_text(0.0123), "12.3 ms"),
         (seconds_text(0.0), "0 s"),
         (seconds_text(4321), "4,321 s"),
+        (number_text(27.04), "27.0"),
+        (number_text(12345.6), "12,346"),
+        (world_text(1, 1), "one rank"),
+        (world_text(1, 8), "8 ranks on one node"),
+        (world_text(4, 8), "32 ranks, 8 on each of 4 nodes"),
     ],
 )
 def test_three_digits_and_a_unit(text: str, expected: str) -> None:
