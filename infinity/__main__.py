@@ -1,5 +1,15 @@
+"""The entry point of ``infinity``."""
+
 import sys
 
-from infinity.cli import main
+from io_daemon.interrupt import quiet_interrupt
 
-sys.exit(main())
+
+def main() -> int:
+    with quiet_interrupt():
+        from infinity.cli import main as run
+    return run()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from types import FrameType
 
 from io_daemon.errors import ConfigError, WorldError
+from io_daemon.interrupt import EXIT_INTERRUPTED, quiet_interrupt
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WorldError as error:
         print(f"infinity: {error}", file=sys.stderr)
         return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("infinity: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -142,7 +146,8 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _trace(parsed: argparse.Namespace) -> int:
-    from infinity.trace_command import trace
+    with quiet_interrupt():
+        from infinity.trace_command import trace
 
     return trace(parsed)
 
@@ -179,7 +184,8 @@ def _config_keys(parsed: argparse.Namespace) -> int:
 
 
 def _demo(words: list[str]) -> int:
-    from infinity.demo import main as demo
+    with quiet_interrupt():
+        from infinity.demo import main as demo
 
     code: int = demo(words)
     return code

@@ -1,6 +1,15 @@
+"""The entry point of ``io-daemon``."""
+
 import sys
 
-from io_daemon.cli import main
+from io_daemon.interrupt import quiet_interrupt
+
+
+def main() -> int:
+    with quiet_interrupt():
+        from io_daemon.cli import main as run
+    return run()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -6,10 +6,8 @@ import argparse
 import asyncio
 import logging
 import os
-import signal
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Final
 
 from pydantic import ValidationError
@@ -18,7 +16,9 @@ from io_daemon.config import UNLIMITED_BYTES, Fault, ServeConfig, default_socket
 from io_daemon.connection import Connection
 from io_daemon.control import Status, StatusRequest
 from io_daemon.errors import ConfigError, DaemonLostError, WorldError
+from io_daemon.interrupt import EXIT_INTERRUPTED, quiet_interrupt
 from io_daemon.metrics import status_lines
+from io_daemon.options import as_typed, parse_path, settings_from
 from io_daemon.sizes import parse_bytes
 from io_daemon.swap_dir import check_swap_dir, reclaim
 from io_daemon.tuning import choose
@@ -28,19 +28,19 @@ EXIT_OK: Final = 0
 EXIT_FAULT: Final = 1
 EXIT_USAGE: Final = 2
 EXIT_NO_DAEMON: Final = 3
-EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit codes: 0 well, 1 a fault of the world, 2 a wrong setting, 3 no daemon answers."""
     words = sys.argv[1:] if argv is None else list(argv)
-    arguments = _parser(words).parse_args(with_default_command(words))
+    with quiet_interrupt():  # `bench` imports much
+        arguments = _parser(words).parse_args(with_default_command(words))
     try:
         exit_code: int = arguments.run(arguments)
     except ConfigError as error:
-        return _complain(error, EXIT_USAGE)
+        return _complain(as_typed(error, arguments.parser), EXIT_USAGE)
     except ValidationError as error:
-        return _complain(first_problem(error), EXIT_USAGE)
+        return _complain(as_typed(first_problem(error), arguments.parser), EXIT_USAGE)
     except DaemonLostError as error:
         return _complain(error, EXIT_NO_DAEMON)
     except WorldError as error:
@@ -48,6 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output has gone: nobody is left to complain to
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_FAULT
+    except OSError as error:  # of what is written for the user: a report, say, to a disk that is full by now
+        return _complain(error, EXIT_FAULT)
     except KeyboardInterrupt:
         return _complain(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED)
     return exit_code
@@ -85,8 +87,16 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     serve = commands.add_parser("serve", help="run the daemon in the foreground")
-    serve.add_argument("--socket", type=Path, default=None, help=f"default: {default_socket_path()}")
-    serve.add_argument("--swap-dir", type=Path, action="append", required=True, help="may be given several times")
+    serve.add_argument("--socket", dest="socket_path", type=parse_path, help=f"default: {default_socket_path()}")
+    serve.add_argument(
+        "--swap-dir",
+        dest="swap_dirs",
+        type=parse_path,
+        metavar="DIR",
+        action="append",
+        required=True,
+        help="may be given several times",
+    )
     serve.add_argument(
         "--engine",
         default="auto",
@@ -94,6 +104,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     )
     serve.add_argument(
         "--block-size",
+        dest="block_bytes",
         type=parse_or_auto(parse_bytes),
         metavar="BYTES",
         help="of one I/O, or auto: what `io-daemon bench` found best here, else 1M; default: auto",
@@ -104,7 +115,12 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         metavar="N",
         help="I/Os in flight per directory, or auto: as --block-size, else 32; default: auto",
     )
-    serve.add_argument("--no-verify-checksums", action="store_true", help="do not verify blocks when they are read")
+    serve.add_argument(
+        "--no-verify-checksums",
+        dest="verify_checksums",
+        action="store_false",
+        help="do not verify blocks when they are read",
+    )
     serve.add_argument(
         "--private", action="store_true", help="end when the last tenant has left or the parent process is gone"
     )
@@ -121,25 +137,45 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         help="most swap bytes of one tenant; default: none",
     )
     serve.add_argument(
-        "--lock-timeout", type=float, default=60.0, help="seconds to wait for a dead daemon's I/O; default: 60"
+        "--lock-timeout",
+        dest="lock_timeout_s",
+        metavar="SECONDS",
+        type=float,
+        default=60.0,
+        help="seconds to wait for a dead daemon's I/O; default: 60",
     )
     serve.add_argument(
-        "--drain-timeout", type=float, default=10.0, help="seconds to wait for I/O at shutdown; default: 10"
+        "--drain-timeout",
+        dest="drain_timeout_s",
+        metavar="SECONDS",
+        type=float,
+        default=10.0,
+        help="seconds to wait for I/O at shutdown; default: 10",
     )
-    serve.add_argument("--inject-fault", type=parse_fault, action="append", default=[], help=argparse.SUPPRESS)
-    serve.set_defaults(run=_serve)
+    serve.add_argument(
+        "--inject-fault", dest="faults", type=parse_fault, action="append", default=[], help=argparse.SUPPRESS
+    )
+    serve.set_defaults(run=_serve, parser=serve)
 
     status = commands.add_parser("status", help="print what a running daemon does")
-    status.add_argument("--socket", type=Path, default=None, help=f"default: {default_socket_path()}")
+    status.add_argument("--socket", type=parse_path, help=f"default: {default_socket_path()}")
     shape = status.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print JSON")
     shape.add_argument("--prometheus", action="store_true", help="print in Prometheus' text format")
-    status.set_defaults(run=_status)
+    status.set_defaults(run=_status, parser=status)
 
     gc = commands.add_parser("gc", help="remove swap files whose daemon is gone")
-    gc.add_argument("--swap-dir", type=Path, action="append", required=True, help="may be given several times")
+    gc.add_argument(
+        "--swap-dir",
+        dest="swap_dirs",
+        type=parse_path,
+        metavar="DIR",
+        action="append",
+        required=True,
+        help="may be given several times",
+    )
     gc.add_argument("--lock-timeout", type=float, default=60.0, help="seconds to wait for I/O to land; default: 60")
-    gc.set_defaults(run=_gc)
+    gc.set_defaults(run=_gc, parser=gc)
 
     bench = commands.add_parser(
         "bench",
@@ -160,23 +196,18 @@ def _serve(arguments: argparse.Namespace) -> int:
     # a private daemon's stderr is its user's terminal: only what needs attention
     level = logging.WARNING if arguments.private else logging.INFO
     logging.basicConfig(level=level, format="io-daemon: %(levelname)s %(message)s", stream=sys.stderr)
-    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dir]
-    chosen = choose(directories, arguments.engine, arguments.block_size, arguments.queue_depth)
+    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dirs]
+    chosen = choose(directories, arguments.engine, arguments.block_bytes, arguments.queue_depth)
     if chosen.note is not None:
         logging.getLogger(__name__).info("%s", chosen.note)
-    config = ServeConfig(
-        socket_path=arguments.socket or default_socket_path(),
+    config = settings_from(
+        arguments,
+        ServeConfig,
+        socket_path=arguments.socket_path or default_socket_path(),
         swap_dirs=tuple(directories),
-        engine=chosen.engine,  # type: ignore[arg-type]  # pydantic checks it
+        engine=chosen.engine,
         block_bytes=chosen.block_bytes,
         queue_depth=chosen.queue_depth,
-        verify_checksums=not arguments.no_verify_checksums,
-        private=arguments.private,
-        host_budget_bytes=arguments.host_budget_bytes,
-        swap_budget_bytes=arguments.swap_budget_bytes,
-        lock_timeout_s=arguments.lock_timeout,
-        drain_timeout_s=arguments.drain_timeout,
-        faults=tuple(arguments.inject_fault),
     )
     return asyncio.run(serve(config))
 
@@ -200,7 +231,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _gc(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="io-daemon: %(message)s", stream=sys.stderr)
-    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dir]
+    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dirs]
     for path in asyncio.run(reclaim(directories, arguments.lock_timeout)):
         print(path)
     return EXIT_OK

@@ -104,4 +104,5 @@ def first_problem(error: Any) -> ConfigError:
     if isinstance(raised, ConfigError):  # by a validator of ours, with a key of its own
         return raised
     key = ".".join(str(part) for part in finding["loc"]) or "config"
-    return ConfigError(key, finding.get("input"), finding["msg"])
+    remedy = finding["msg"].removeprefix("Input ") if raised is None else str(raised)
+    return ConfigError(key, finding.get("input"), remedy)

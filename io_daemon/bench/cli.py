@@ -9,12 +9,13 @@ import json
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from rich.console import Console
@@ -29,16 +30,20 @@ from io_daemon.bench.report.table import print_report
 from io_daemon.bench.result import IoResult, Report
 from io_daemon.bench.run import Observer, run_io
 from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings
-from io_daemon.bench.steps import step_settings
 from io_daemon.bench.steps.step import advise_step, run_step
+from io_daemon.bench.steps.step_settings import StepSettings, add_step_options
 from io_daemon.bench.sweep import SweepSettings, run_sweep
 from io_daemon.config import UNLIMITED_BYTES, first_problem
 from io_daemon.errors import ConfigError
+from io_daemon.options import parse_path, settings_from
 from io_daemon.sizes import parse_bytes, parse_seconds
+from io_daemon.swap_dir import check_swap_dir
 
 EXIT_OK: Final = 0
 EXIT_REGRESSION: Final = 4
 EXIT_BAD_DATA: Final = 5
+
+LimitedSettings = TypeVar("LimitedSettings", IoSettings, SweepSettings, CompareSettings)
 
 
 def add_bench(bench: argparse.ArgumentParser) -> None:
@@ -52,12 +57,12 @@ def add_bench(bench: argparse.ArgumentParser) -> None:
 
 def _add_io(kinds: argparse._SubParsersAction[Any]) -> None:
     io = kinds.add_parser("io", help="read, write or mix with one setting", description="Measure one setting.")
-    io.add_argument("directory", type=Path, nargs="+", help="where to measure; several are loaded at once")
+    _add_directories(io)
     io.add_argument("--rw", choices=RW, default="rw", help="default: rw, as training does")
     io.add_argument(
         "--rwmixread", type=int, default=TRAINING_READ_PERCENT, help="percent of reads in a mix; default: training's 53"
     )
-    io.add_argument("--bs", type=parse_bytes, default=1 << 20, help="bytes of one I/O; default: 1M")
+    io.add_argument("--bs", type=parse_bytes, metavar="BYTES", default=1 << 20, help="bytes of one I/O; default: 1M")
     io.add_argument("--iodepth", type=int, default=32, help="I/Os in flight per job; default: 32")
     io.add_argument("--numjobs", type=int, default=1, help="jobs per directory, each with its own file; default: 1")
     io.add_argument(
@@ -69,13 +74,15 @@ def _add_io(kinds: argparse._SubParsersAction[Any]) -> None:
         default="host",
         help="of the buffers; gpu with --engine kvikio; default: host",
     )
-    io.add_argument("--runtime", type=parse_seconds, default=10.0, help="measured time; default: 10s")
-    io.add_argument("--ramp-time", type=parse_seconds, default=1.0, help="before it, not counted; default: 1s")
+    _add_time(io, "--runtime", "runtime_s", 10.0, "measured time; default: 10s")
+    _add_time(io, "--ramp-time", "ramp_time_s", 1.0, "before it, not counted; default: 1s")
     io.add_argument("--verify", type=int, choices=(0, 1), default=1, help="read all back and compare; default: 1")
-    io.add_argument("--inject-fault", type=_parse_fault, action="append", default=[], help=argparse.SUPPRESS)
+    io.add_argument(
+        "--inject-fault", dest="faults", type=_parse_fault, action="append", default=[], help=argparse.SUPPRESS
+    )
     _add_file_options(io)
     _add_output_options(io)
-    io.set_defaults(run=_run_io)
+    io.set_defaults(run=_run_io, parser=io)
 
 
 def _add_sweep(kinds: argparse._SubParsersAction[Any]) -> None:
@@ -84,16 +91,16 @@ def _add_sweep(kinds: argparse._SubParsersAction[Any]) -> None:
         help="find the best engine, block size and queue depth",
         description="Find the fastest setting for training's mix, remember it for this machine, and measure it.",
     )
-    sweep.add_argument("directory", type=Path, nargs="+", help="where to measure; several are loaded at once")
+    _add_directories(sweep)
     sweep.add_argument("--engines", type=_comma, default=REACTOR_ENGINES, help=f"default: {','.join(REACTOR_ENGINES)}")
-    sweep.add_argument("--cell-time", type=parse_seconds, default=0.8, help="of one round of a cell; default: 0.8s")
-    sweep.add_argument("--confirm-time", type=parse_seconds, default=15.0, help="of the chosen setting; default: 15s")
+    _add_time(sweep, "--cell-time", "cell_s", 0.8, "of one round of a cell; default: 0.8s")
+    _add_time(sweep, "--confirm-time", "confirm_s", 15.0, "of the chosen setting; default: 15s")
     sweep.add_argument("--exhaustive", action="store_true", help="every cell of the grid, which takes long")
-    sweep.add_argument("--no-remember", action="store_true", help='do not keep the result for "auto"')
-    sweep.add_argument("--png", type=Path, help="write the heat-map there")
+    sweep.add_argument("--no-remember", dest="remember", action="store_false", help='do not keep the result for "auto"')
+    sweep.add_argument("--png", type=parse_path, metavar="FILE", help="write the heat-map there")
     _add_file_options(sweep, direct=False)
     _add_output_options(sweep)
-    sweep.set_defaults(run=_run_sweep)
+    sweep.set_defaults(run=_run_sweep, parser=sweep)
 
 
 def _add_step(kinds: argparse._SubParsersAction[Any]) -> None:
@@ -102,34 +109,64 @@ def _add_step(kinds: argparse._SubParsersAction[Any]) -> None:
         help="replay a training step and predict its time, and the drive's life",
         description="Replay the I/O of a training step through a real daemon, beside the load of its computing.",
     )
-    step_settings.add_arguments(step)
+    _add_directories(step)
+    add_step_options(step)
     _add_write_limit(step)
     _add_output_options(step)
-    step.set_defaults(run=_run_step)
+    step.set_defaults(run=_run_step, parser=step)
 
 
 def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
     compare = kinds.add_parser(
         "compare", help="the same load by fio, side by side", description="fio and this tool in turns on one file."
     )
-    compare.add_argument("directory", type=Path, help="where to measure")
+    compare.add_argument("directory", type=parse_path, help="where to measure")
     compare.add_argument(
-        "--rw", type=_comma, default=("read",), help="default: read; read,write,randrw writes hundreds of GB"
+        "--rw",
+        dest="rws",
+        type=_comma,
+        default=("read",),
+        help="default: read; read,write,randrw writes hundreds of GB",
     )
     compare.add_argument("--rwmixread", type=int, default=50, help="percent of reads in a mix; default: 50")
     compare.add_argument("--engines", type=_comma, default=("io_uring", "libaio"), help="default: io_uring,libaio")
-    compare.add_argument("--bs", type=_comma_bytes, default=(1 << 20,), help="one or more; default: 1M")
-    compare.add_argument("--iodepth", type=_comma_int, default=(32,), help="one or more; default: 32")
+    compare.add_argument(
+        "--bs",
+        dest="block_sizes",
+        type=_comma_bytes,
+        metavar="BYTES",
+        default=(1 << 20,),
+        help="one or more; default: 1M",
+    )
+    compare.add_argument(
+        "--iodepth", dest="iodepths", type=_comma_int, metavar="N", default=(32,), help="one or more; default: 32"
+    )
     compare.add_argument("--pairs", type=int, default=10, help="turns of fio, ours, ours, fio; default: 10")
-    compare.add_argument("--runtime", type=parse_seconds, default=1.0, help="of one run; default: 1s")
-    compare.add_argument("--ramp-time", type=parse_seconds, default=0.3, help="before it; default: 0.3s")
+    _add_time(compare, "--runtime", "runtime_s", 1.0, "of one run; default: 1s")
+    _add_time(compare, "--ramp-time", "ramp_time_s", 0.3, "before it; default: 0.3s")
     _add_file_options(compare)
     _add_output_options(compare)
-    compare.set_defaults(run=_run_compare)
+    compare.set_defaults(run=_run_compare, parser=compare)
+
+
+def _add_directories(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "directories",
+        type=parse_path,
+        nargs="+",
+        metavar="directory",
+        help="where to measure; several are loaded at once",
+    )
+
+
+def _add_time(parser: argparse.ArgumentParser, option: str, field: str, default_s: float, text: str) -> None:
+    parser.add_argument(option, dest=field, type=parse_seconds, metavar="TIME", default=default_s, help=text)
 
 
 def _add_file_options(parser: argparse.ArgumentParser, *, direct: bool = True) -> None:
-    parser.add_argument("--size", type=parse_bytes, default=2 << 30, help="bytes of each file; default: 2G")
+    parser.add_argument(
+        "--size", type=parse_bytes, metavar="BYTES", default=2 << 30, help="bytes of each file; default: 2G"
+    )
     if direct:
         parser.add_argument("--direct", type=int, choices=(0, 1), default=1, help="bypass the page cache; default: 1")
     parser.add_argument("--seed", type=int, default=1, help="of data and order; default: 1")
@@ -137,22 +174,30 @@ def _add_file_options(parser: argparse.ArgumentParser, *, direct: bool = True) -
 
 
 def _add_write_limit(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
+    limit = parser.add_mutually_exclusive_group()
+    limit.add_argument(
         "--write-limit",
+        dest="write_limit_bytes",
         type=parse_bytes,
+        metavar="BYTES",
         default=WRITE_LIMIT_BYTES,
         help=f"write no more than this; default: {WRITE_LIMIT_BYTES >> 30}G",
     )
-    parser.add_argument("--yes", action="store_true", help="no write limit")
+    limit.add_argument(
+        "--yes", dest="write_limit_bytes", action="store_const", const=UNLIMITED_BYTES, help="no write limit"
+    )
 
 
 def _add_output_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print the report as JSON (see docs/bench-schema.json)")
-    parser.add_argument("--html", type=Path, help="write a report with plots there, one file")
-    parser.add_argument("--baseline", type=Path, help="an earlier report (--json) to compare with")
+    parser.add_argument("--html", type=parse_path, metavar="FILE", help="write a report with plots there, one file")
+    parser.add_argument(
+        "--baseline", type=parse_path, metavar="FILE", help="an earlier report (--json) to compare with"
+    )
     parser.add_argument(
         "--max-regression",
         type=parse_percent,
+        metavar="PERCENT",
         default=0.10,
         help=f"with --baseline: exit with {EXIT_REGRESSION} beyond this; default: 10%%",
     )
@@ -160,24 +205,9 @@ def _add_output_options(parser: argparse.ArgumentParser) -> None:
 
 
 def _run_io(arguments: argparse.Namespace) -> int:
-    settings = IoSettings(
-        directories=tuple(arguments.directory),
-        rw=arguments.rw,
-        rwmixread=arguments.rwmixread,
-        bs=arguments.bs,
-        iodepth=arguments.iodepth,
-        numjobs=arguments.numjobs,
-        direct=bool(arguments.direct),
-        runtime_s=arguments.runtime,
-        ramp_time_s=arguments.ramp_time,
-        size=arguments.size,
-        engine=_best_engine() if arguments.engine == "auto" else arguments.engine,  # type: ignore[arg-type]  # pydantic
-        memory=arguments.memory,
-        verify=bool(arguments.verify),
-        seed=arguments.seed,
-        write_limit_bytes=_write_limit(arguments, arguments.size * arguments.numjobs * len(arguments.directory)),
-        faults=tuple(arguments.inject_fault),
-    )
+    engine = _best_engine() if arguments.engine == "auto" else arguments.engine
+    settings = settings_from(arguments, IoSettings, engine=engine)
+    settings = _with_leave_to_write(settings, settings.layout_bytes)
     return _report(
         arguments,
         "io",
@@ -189,17 +219,8 @@ def _run_io(arguments: argparse.Namespace) -> int:
 
 
 def _run_sweep(arguments: argparse.Namespace) -> int:
-    settings = SweepSettings(
-        directories=tuple(arguments.directory),
-        size=arguments.size,
-        engines=arguments.engines,
-        cell_s=arguments.cell_time,
-        confirm_s=arguments.confirm_time,
-        exhaustive=arguments.exhaustive,
-        remember=not arguments.no_remember,
-        seed=arguments.seed,
-        write_limit_bytes=_write_limit(arguments, arguments.size * len(arguments.directory)),
-    )
+    settings = settings_from(arguments, SweepSettings)
+    settings = _with_leave_to_write(settings, settings.size * len(settings.directories))
     return _report(
         arguments,
         "sweep",
@@ -211,7 +232,8 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
 
 
 def _run_step(arguments: argparse.Namespace) -> int:
-    settings = step_settings.settings_from(arguments, _write_limit(arguments))
+    engine = None if arguments.engine == "auto" else arguments.engine
+    settings = settings_from(arguments, StepSettings, engine=engine)
     return _report(
         arguments,
         "step",
@@ -223,21 +245,8 @@ def _run_step(arguments: argparse.Namespace) -> int:
 
 
 def _run_compare(arguments: argparse.Namespace) -> int:
-    settings = CompareSettings(
-        directory=arguments.directory,
-        rws=arguments.rw,
-        rwmixread=arguments.rwmixread,
-        engines=arguments.engines,
-        block_sizes=arguments.bs,
-        iodepths=arguments.iodepth,
-        pairs=arguments.pairs,
-        direct=bool(arguments.direct),
-        size=arguments.size,
-        runtime_s=arguments.runtime,
-        ramp_time_s=arguments.ramp_time,
-        seed=arguments.seed,
-        write_limit_bytes=_write_limit(arguments, arguments.size),
-    )
+    settings = settings_from(arguments, CompareSettings)
+    settings = _with_leave_to_write(settings, settings.size)
     return _report(
         arguments,
         "compare",
@@ -299,21 +308,37 @@ def _report(
 
 
 def _check_outputs(arguments: argparse.Namespace, directories: Sequence[Path]) -> None:
-    """Before anything is measured: what is asked for can be written, and the report can name the directories."""
+    """Before anything is measured: the directories are fit for it, the report can name them, and what is asked for can
+    be written."""
     for directory in directories:
         try:
             str(directory).encode()
+            check_swap_dir(directory)
         except UnicodeEncodeError as error:
             raise ConfigError("directory", os.fsencode(directory), "is no UTF-8, which JSON needs") from error
+        except ConfigError as error:
+            raise ConfigError("directory", error.value, error.remedy) from error
     for name in ("html", "png"):
         path = getattr(arguments, name, None)
         if path is None:
             continue
-        if path.is_dir() or not os.access(path.parent, os.W_OK) or (path.exists() and not os.access(path, os.W_OK)):
-            raise ConfigError(name, str(path), "cannot be written: name a file in a directory of yours")
+        if (problem := _write_problem(path)) is not None:
+            raise ConfigError(name, str(path), f"cannot be written ({problem}): name a file in a directory of yours")
         missing = [module for module in ("matplotlib", "jinja2") if importlib.util.find_spec(module) is None]
         if missing:
             raise ConfigError(name, str(path), f"needs {' and '.join(missing)}: pip install 'infinity[plot]'")
+
+
+def _write_problem(path: Path) -> str | None:
+    if path.is_dir():
+        return "it is a directory"
+    if path.exists() and not os.access(path, os.W_OK):
+        return "no permission"
+    try:
+        with tempfile.TemporaryFile(dir=path.parent):  # what os.access says of a directory does not hold for root
+            return None
+    except OSError as error:
+        return error.strerror
 
 
 def _has_bad_blocks(result: Any) -> bool:
@@ -346,15 +371,14 @@ def _interruptible() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _write_limit(arguments: argparse.Namespace, layout_bytes: int = 0) -> int:
-    """Bytes. Asks, at a terminal, if laying out alone would pass it; in a script the measurement refuses."""
-    if arguments.yes:
-        return UNLIMITED_BYTES
-    limit_bytes = int(arguments.write_limit)
-    if layout_bytes <= limit_bytes or not (sys.stdin.isatty() and sys.stderr.isatty()):
-        return limit_bytes
+def _with_leave_to_write(settings: LimitedSettings, layout_bytes: int) -> LimitedSettings:
+    """Asks, at a terminal, if laying out alone would pass the limit; in a script the measurement refuses."""
+    if layout_bytes <= settings.write_limit_bytes or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        return settings
     print(f"This writes {layout_bytes / 1e9:.0f} GB and more. Go on? [y/N] ", end="", file=sys.stderr, flush=True)
-    return UNLIMITED_BYTES if sys.stdin.readline().strip().lower() in ("y", "yes") else limit_bytes
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        return settings
+    return settings.model_copy(update={"write_limit_bytes": UNLIMITED_BYTES})
 
 
 def _best_engine() -> str:

@@ -43,7 +43,7 @@ class CompareSettings(BaseModel):
     rwmixread: Annotated[int, Field(ge=0, le=100)] = 50
     engines: Annotated[tuple[Literal["io_uring", "libaio"], ...], Field(min_length=1)] = ("io_uring", "libaio")
     """fio's synchronous engines know no depth, only processes: another load than threads on one file."""
-    block_sizes: Annotated[tuple[int, ...], Field(min_length=1)] = (1 << 20,)
+    block_sizes: Annotated[tuple[Annotated[int, Field(ge=512)], ...], Field(min_length=1)] = (1 << 20,)
     iodepths: Annotated[tuple[int, ...], Field(min_length=1)] = (32,)
     pairs: Annotated[int, Field(ge=1, le=1000)] = 10
     direct: bool = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from io_daemon.bench.engines.engine import Memory
 from io_daemon.config import Fault
@@ -24,12 +24,22 @@ POSIX_THREADS_MAX: Final = 64
 FREE_SHARE_KEPT: Final = 0.05
 
 
+def _resolved(directories: tuple[Path, ...]) -> tuple[Path, ...]:
+    resolved = tuple(path.resolve() for path in directories)
+    if len(set(resolved)) != len(resolved):
+        raise ValueError("the same directory is named twice")
+    return resolved
+
+
+Directories = Annotated[tuple[Path, ...], Field(min_length=1, max_length=64), AfterValidator(_resolved)]
+
+
 class IoSettings(BaseModel):
     """Of ``bench io``. ``size`` and ``iodepth`` are per job; every directory runs ``numjobs`` jobs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    directories: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
+    directories: Directories
     rw: Rw = "read"
     rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
     """Percent of I/Os that read, for rw and randrw."""
@@ -49,11 +59,6 @@ class IoSettings(BaseModel):
     """The measurement ends early once this much has been written, laying out included."""
     faults: tuple[Fault, ...] = ()
     """Injected I/O faults, for tests."""
-
-    @field_validator("directories")
-    @classmethod
-    def _resolved(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(path.resolve() for path in value)
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Annotated, Final, get_args
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
-from io_daemon.bench.settings import WRITE_LIMIT_BYTES
+from io_daemon.bench.settings import WRITE_LIMIT_BYTES, Directories
 from io_daemon.bench.steps.step_trace import shipped_names
 from io_daemon.config import EngineName
 from io_daemon.protocol import PAGE_BYTES
@@ -22,7 +21,7 @@ class StepSettings(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    directories: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
+    directories: Directories
     trace: str
     """A file, or the name of a trace that ships with the package."""
     engine: EngineName | None = None
@@ -44,37 +43,41 @@ class StepSettings(BaseModel):
     """Rating of each drive, TB written."""
     write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
 
-    @field_validator("directories")
-    @classmethod
-    def _resolved(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(path.resolve() for path in value)
-
     @property
     def daemon_engine(self) -> str:
         """As ``io-daemon serve`` takes it."""
         return "auto" if self.engine is None else f"require:{self.engine}"
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What is special to ``bench step``; ``--write-limit`` and ``--yes`` are those of the other commands."""
-    parser.add_argument("directory", type=Path, nargs="+", help="where the swap files go; several share the load")
+def add_step_options(parser: argparse.ArgumentParser) -> None:
+    """What is special to ``bench step``; the rest is that of the other commands."""
     parser.add_argument(
         "--trace",
         required=True,
+        metavar="TRACE",
         help=f"a file that `infinity trace` wrote, or one that ships: {', '.join(shipped_names())}",
     )
     parser.add_argument(
         "--engine", choices=("auto", *get_args(EngineName)), default="auto", help="default: auto, as in training"
     )
-    parser.add_argument("--bs", type=parse_bytes, help="bytes of one I/O; default: as training would choose")
+    parser.add_argument(
+        "--bs", type=parse_bytes, metavar="BYTES", help="bytes of one I/O; default: as training would choose"
+    )
     parser.add_argument("--iodepth", type=int, help="I/Os in flight per directory; default: likewise")
     parser.add_argument("--verify", type=int, choices=(0, 1), default=1, help="checksums of blocks; default: 1")
     parser.add_argument(
-        "--size", type=parse_bytes, default=DEFAULT_SIZE_BYTES, help="most bytes of swap files; default: 8G"
+        "--size",
+        type=parse_bytes,
+        metavar="BYTES",
+        default=DEFAULT_SIZE_BYTES,
+        help="most bytes of swap files; default: 8G",
     )
     parser.add_argument("--steps", type=int, default=5, help="measured, after those that settle; default: 5")
     parser.add_argument(
-        "--host-budget-bytes", type=parse_bytes, help="host memory of the full model; default: as traced"
+        "--host-budget-bytes",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="host memory of the full model; default: as traced",
     )
     parser.add_argument(
         "--compute-tflops",
@@ -83,21 +86,3 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--threads", type=int, help="that compute; default: as traced")
     parser.add_argument("--tbw", type=float, help="terabytes that each drive is rated to have written in its life")
-
-
-def settings_from(arguments: argparse.Namespace, write_limit_bytes: int) -> StepSettings:
-    return StepSettings(
-        directories=tuple(arguments.directory),
-        trace=arguments.trace,
-        engine=None if arguments.engine == "auto" else arguments.engine,
-        bs=arguments.bs,
-        iodepth=arguments.iodepth,
-        verify=bool(arguments.verify),
-        size=arguments.size,
-        steps=arguments.steps,
-        host_budget_bytes=arguments.host_budget_bytes,
-        compute_tflops=arguments.compute_tflops,
-        threads=arguments.threads,
-        tbw=arguments.tbw,
-        write_limit_bytes=write_limit_bytes,
-    )
