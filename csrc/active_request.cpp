@@ -25,23 +25,24 @@ void check_place(const BlockPlace& place, std::uint64_t num_bytes, const Region&
 
 ActiveRequest::ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> its_file,
                              std::shared_ptr<RegisteredBuffer> its_buffer,
-                             std::uint32_t bytes_per_block, std::size_t num_cells)
+                             std::uint32_t bytes_per_block, std::size_t cells_of_queue)
     : request(std::move(resolved)),
       file(std::move(its_file)),
       buffer(std::move(its_buffer)),
-      block_bytes(bytes_per_block) {
+      block_bytes(bytes_per_block),
+      num_cells(cells_of_queue) {
   completion = {request.tag,    IoStatus::kOk,     0,
                 request.offset, request.num_bytes, request.num_bytes};
   if (request.op == IoOp::kFsync) {
     require(request.num_bytes == 0 && request.offset == 0 && request.buffer_offset == 0,
             "FSYNC takes neither offsets nor bytes");
   } else {
-    resolve_blocks(num_cells);
+    resolve_blocks();
   }
   resolve_checksums();
 }
 
-void ActiveRequest::resolve_blocks(std::size_t num_cells) {
+void ActiveRequest::resolve_blocks() {
   require(request.num_bytes > 0, "num_bytes is 0");
   const Region& region = buffer->region();
   if (request.blocks.empty()) {
@@ -58,14 +59,14 @@ void ActiveRequest::resolve_blocks(std::size_t num_cells) {
     check_place(place, request.num_bytes, region);
   }
   require(request.in_cells || request.headers.empty(), "headers are for blocks in cells");
-  if (request.in_cells) check_cells(num_cells);
+  if (request.in_cells) check_cells();
   completion.offset = request.blocks.front().offset;
   completion.expected = completion.actual = num_blocks * request.num_bytes;
 }
 
-void ActiveRequest::check_cells(std::size_t num_cells) const {
+void ActiveRequest::check_cells() const {
   const Region& region = buffer->region();
-  region.slice(0, num_cells * request.num_bytes);
+  region.slice(0, 2 * num_cells * request.num_bytes);
   if (request.headers.empty()) return;
   require(request.headers.size() % num_blocks == 0 &&
               request.headers.size() / num_blocks <= request.num_bytes,
@@ -90,7 +91,10 @@ void ActiveRequest::resolve_checksums() {
 BlockExtent ActiveRequest::next_block(std::size_t cell) const {
   if (!request.blocks.empty()) {
     BlockPlace place = request.blocks[num_cut];
-    if (request.in_cells) place.buffer_offset = cell * request.num_bytes;
+    if (request.in_cells) {
+      const std::size_t piece = place.op == IoOp::kRead ? num_cells + cell : cell;
+      place.buffer_offset = piece * request.num_bytes;
+    }
     return {place, static_cast<std::uint32_t>(request.num_bytes)};
   }
   const std::uint64_t begin = num_cut * std::uint64_t{block_bytes};

@@ -22,7 +22,7 @@ struct ActiveRequest {
   // FSYNC.
   ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> its_file,
                 std::shared_ptr<RegisteredBuffer> its_buffer, std::uint32_t bytes_per_block,
-                std::size_t num_cells);
+                std::size_t cells_of_queue);
 
   // The block to be cut next: computed for a contiguous request, as listed for a scattered one.
   // cell: its place in the queue.
@@ -38,6 +38,7 @@ struct ActiveRequest {
   std::shared_ptr<RegisteredFile> file;
   std::shared_ptr<RegisteredBuffer> buffer;  // null: FSYNC
   std::uint32_t block_bytes;
+  std::size_t num_cells;               // of the queue: blocks in flight at most
   std::uint32_t* checksums = nullptr;  // one per block; null: none kept
   std::size_t num_blocks = 1;          // falls to num_cut when a block fails
   std::size_t num_cut = 0;
@@ -46,8 +47,8 @@ struct ActiveRequest {
   Completion completion;
 
  private:
-  void resolve_blocks(std::size_t num_cells);
-  void check_cells(std::size_t num_cells) const;
+  void resolve_blocks();
+  void check_cells() const;
   void resolve_checksums();
 };
 

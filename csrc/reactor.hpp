@@ -44,9 +44,9 @@ struct Request {
   // If not empty: the places of single blocks of num_bytes each, at most block_bytes, instead of op
   // and offsets. They have no checksums.
   std::vector<BlockPlace> blocks;
-  // Of blocks, instead of their buffer_offset: each goes through the piece of the buffer that is
-  // its cell's of the queue's, cell * num_bytes from the beginning. So queue_depth pieces are
-  // enough for any number of blocks, as few as are in flight.
+  // Of blocks, instead of their buffer_offset: each goes through a piece of the buffer that belongs
+  // to its cell of the queue. There are queue_depth for writes, then as many for reads, so that
+  // what is written stays as it was. Any number of blocks needs no more pieces than are in flight.
   bool in_cells = false;
   // Of blocks in cells: what is copied over the beginning of its piece just before a block is
   // written. The same number of bytes for each, those that are read included; or empty.

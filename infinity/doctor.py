@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from io_daemon.bench.buffers import open_buffers
 from io_daemon.bench.report.machine import MachineFacts, describe_directory, describe_machine
 from io_daemon.errors import ConfigError
 from io_daemon.kernel_text import read_text
 from io_daemon.metrics import size_text
+from io_daemon.protocol import HUGE_PAGE_BYTES
 
 TORCH_VERSION_MIN = (2, 6)
 GIB = 1 << 30
@@ -180,19 +182,24 @@ def _memory(facts: MachineFacts) -> list[Finding]:
     findings = [_ok("memory", f"{size_text(available)} of {size_text(total)} available")]
     if facts.cgroup_ram_max_bytes is not None:
         findings.append(_ok("memory of this cgroup", size_text(facts.cgroup_ram_max_bytes)))
-    transparent = read_text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) or ""
-    chosen = transparent.partition("[")[2].partition("]")[0]
-    if chosen in ("always", "within_size", "advise", "force"):
-        findings.append(_ok("huge pages for arenas", f"transparent, {chosen}"))
-    else:
-        findings.append(
-            _absent(
-                "huge pages for arenas",
-                f"transparent: {chosen or 'not in this kernel'}",
-                "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; until then pages of 4 KiB are used",
-            )
-        )
+    findings.append(_huge_pages())
     return findings
+
+
+def _huge_pages() -> Finding:
+    name = "huge pages for arenas"
+    with open_buffers(HUGE_PAGE_BYTES) as buffers:
+        if buffers.has_huge_pages:
+            return _ok(name, "given when asked for")
+    allowed = read_text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) or "not in this kernel"
+    chosen = allowed.partition("[")[2].partition("]")[0] or allowed
+    if chosen in ("always", "within_size", "advise", "force"):
+        return _ok(name, f"transparent, {chosen}")
+    return _absent(
+        name,
+        f"transparent: {chosen}; asked for (Linux 6.1): refused",
+        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; until then pages of 4 KiB are used",
+    )
 
 
 def _devices(facts: MachineFacts) -> list[Finding]:

@@ -192,9 +192,10 @@ class Reactor:
         Blocks start in the order given and have no checksums. Completes as any request: OK with the first block's
         offset and the bytes of all (twice), otherwise with the first block, in the order given, that failed. Raises as
         ``submit``; TypeError for other dtypes.
-        ``buffer_offsets`` None: each block goes through one of ``queue_depth`` pieces of ``num_bytes`` at the
-        beginning of the buffer, whichever no block in flight uses. ``headers``, only then: [n, h], h up to
-        ``num_bytes``; row i is copied over the beginning of its piece just before block i is written."""
+        ``buffer_offsets`` None: each block goes through a piece of ``num_bytes`` at the beginning of the buffer that
+        no block in flight uses: one of ``queue_depth`` for a WRITE, of as many behind them for a READ. ``headers``,
+        only then: [n, h], h up to ``num_bytes``; row i is copied over the beginning of its piece just before block i
+        is written."""
     def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
         """(tag, status, error_number, offset, expected, actual); status as protocol.Status: OK, IO_ERROR,
         SHORT_IO or INTEGRITY. One entry per request, after its last block. OK: the request's own offset and bytes

@@ -16,11 +16,10 @@ from typing import Final, Literal
 
 from io_daemon._native import Region
 from io_daemon.errors import ConfigError, ProtocolError
-from io_daemon.protocol import PAGE_BYTES, PROTOCOL_VERSION
+from io_daemon.protocol import HUGE_PAGE_BYTES, PAGE_BYTES, PROTOCOL_VERSION
 from io_daemon.wire import ARENA_HEADER, ARENA_MAGIC
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-HUGE_PAGE_BYTES: Final = 2 << 20
 PREFAULT_THREADS_MAX: Final = 8
 
 LockMemory = Literal["auto", "require", "off"]

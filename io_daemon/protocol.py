@@ -10,6 +10,7 @@ from typing import Final, NamedTuple
 
 PROTOCOL_VERSION: Final = 1
 PAGE_BYTES: Final = 4096
+HUGE_PAGE_BYTES: Final = 2 << 20
 KINDS_MAX: Final = 8
 FRAMES_PER_OBJECT_MAX: Final = 4
 NO_FRAME: Final = 0xFFFF_FFFF

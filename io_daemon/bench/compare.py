@@ -1,4 +1,5 @@
 """``bench compare``: fio and this tool in turns on one file, so that a difference is the tool's and not the minute's.
+Both move their blocks to and from memory of one kind.
 
 Runs go A B B A: what drifts in a straight line meets both alike. fio against itself, first and last run of each such
 turn, says how far apart two equal runs lie on this machine; a ratio inside that is no difference.
@@ -16,7 +17,8 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from io_daemon.bench.fio import Figures, fio_version, run_fio
+from io_daemon.bench.buffers import open_buffers
+from io_daemon.bench.fio import Figures, buffer_bytes, fio_version, run_fio
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoResult
 from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, open_bench, open_targets
@@ -101,8 +103,8 @@ def run_compare(settings: CompareSettings, observer: Observer | None = None) -> 
                 f"{combination.rw} {combination.engine} bs {block_text(combination.bs)} iodepth {combination.iodepth}"
             )
             observer.phase(name, settings.pairs)
-            with open_bench(combination, targets) as bench:
-                turns = [_turn(bench, number, observer) for number in range(settings.pairs)]
+            with open_bench(combination, targets) as bench, open_buffers(buffer_bytes(combination)) as buffers:
+                turns = [_turn(bench, buffers.path, number, observer) for number in range(settings.pairs)]
             lines += compare_turns(combination, turns)
         warnings = cache_warnings(combinations[0], targets)
     return CompareResult(lines=lines, fio_version=version, warnings=warnings)
@@ -128,16 +130,16 @@ Turn = tuple[Figures, Figures, Figures, Figures]
 """fio, ours, ours, fio."""
 
 
-def _turn(bench: Bench, number: int, observer: Observer) -> Turn:
+def _turn(bench: Bench, buffers: Path, number: int, observer: Observer) -> Turn:
     path = bench.jobs[0].target.path
     ours: list[Figures] = []
     time.sleep(REST_S)
-    first = run_fio(bench.settings, path)
+    first = run_fio(bench.settings, path, buffers)
     for _ in range(2):
         time.sleep(REST_S + FIO_START_S)
         ours.append(figures_of(bench.measure(Silent())))
     time.sleep(REST_S)
-    last = run_fio(bench.settings, path)
+    last = run_fio(bench.settings, path, buffers)
     observer.progress(number + 1)
     return first, ours[0], ours[1], last
 
@@ -151,7 +153,6 @@ def figures_of(result: IoResult) -> Figures:
         clat_p50_ns=main.clat.p50_ns,
         clat_p99_ns=main.clat.p99_ns,
         cpu_s_per_gb=result.cpu.s_per_gb,
-        written_bytes=result.write.io_bytes if result.write else 0,
     )
 
 

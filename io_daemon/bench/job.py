@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
 from types import TracebackType
@@ -12,21 +11,26 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon._native import Region
+from io_daemon.bench.buffers import open_buffers
 from io_daemon.bench.engines.engine import BlockEngine
 from io_daemon.bench.pattern import Pattern
 from io_daemon.bench.result import Verification
 from io_daemon.bench.settings import IoSettings
 from io_daemon.bench.target import DATA_OFFSET, Target
 from io_daemon.bench.workload import Batch, Workload
-from io_daemon.errors import ConfigError, DeviceIOError
-from io_daemon.protocol import PAGE_BYTES
+from io_daemon.errors import DeviceIOError
 
-BATCH_BYTES: Final = 64 << 20
-BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 512
-BATCHES_AHEAD: Final = 64
+BATCH_S: Final = 0.1
+"""Of I/O in one batch: Python's share of each I/O becomes small, and a stop does not take long."""
+BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 4096
+FILE_SHARE_MAX: Final = 1 / 4
+"""In one batch: no block is to be in flight twice."""
+BATCHES_AHEAD: Final = 8
 """Planned at once: numpy costs per call, not per I/O."""
-SPARE_BATCHES: Final = 1
-"""Beyond the I/O depth, so that the device never waits for Python."""
+NUM_BATCHES: Final = 2
+"""In flight: none is shorter than the I/O depth, so that the device never waits for Python."""
+VERIFIED_BYTES: Final = 32 << 20
+"""In one batch."""
 STALL_TIMEOUT_S: Final = 60.0
 REAP_TIMEOUT_S: Final = 1.0
 BAD_BLOCKS_SHOWN: Final = 8
@@ -34,35 +38,31 @@ BAD_BLOCKS_SHOWN: Final = 8
 OpenEngine = Callable[[Target, Region], BlockEngine]
 
 
-def batch_ios(bs: int) -> int:
-    """I/Os handed to an engine at once: enough that Python's share of each is small."""
-    return max(BATCH_IOS_MIN, min(BATCH_IOS_MAX, BATCH_BYTES // bs))
-
-
 class Job:
-    """Owns its engine and its arena. Not thread-safe: one thread runs a job."""
+    """Owns its engine and its arena. Not thread-safe: one thread runs a job.
+
+    Arena: what is written comes from the first ``iodepth`` slots, what is read goes into the next ``iodepth``, and
+    what is read to be looked at into those behind them, a batch apart."""
 
     def __init__(self, settings: IoSettings, target: Target, job: int, open_engine: OpenEngine) -> None:
         self.target = target
         self._settings = settings
-        self._batch_ios = min(batch_ios(settings.bs), settings.num_blocks)  # no block twice in a batch
-        self._num_batches = -(-settings.iodepth // self._batch_ios) + SPARE_BATCHES
-        num_slots = self._num_batches * self._batch_ios
-        # the upper half of the arena is where reads go: what was written stays to be compared with
-        self._arena = _make_arena(2 * num_slots * settings.bs)
-        slots = self._arena.array()[: 2 * num_slots * settings.bs].reshape(2 * num_slots, settings.bs)
-        self._found = slots[num_slots:].reshape(self._num_batches, self._batch_ios, settings.bs)
-        numbers = np.arange(num_slots, dtype=np.uint64).reshape(self._num_batches, self._batch_ios)
-        self._write_slots = numbers
-        self._kept_slots = numbers + np.uint64(num_slots)
-        """Of reads that are looked at."""
-        self._read_slots = numbers % np.uint64(min(settings.iodepth, num_slots)) + np.uint64(num_slots)
-        """Of reads that are not: as few as are in flight, as warm in the caches as another program's would be."""
-        self._pattern = Pattern(slots[:num_slots], settings.num_blocks, settings.seed * 65536 + job)
         self._number = job
+        bs, depth = settings.bs, settings.iodepth
+        self._ios_min = min(max(depth, BATCH_IOS_MIN), settings.num_blocks)
+        self._ios_max = max(self._ios_min, min(int(settings.num_blocks * FILE_SHARE_MAX), BATCH_IOS_MAX))
+        self._ios_verified = min(max(VERIFIED_BYTES // bs, BATCH_IOS_MIN), self._ios_max)
+        num_kept = NUM_BATCHES * self._ios_verified if settings.verify else 0
+        num_slots = 2 * depth + num_kept
+        with open_buffers(num_slots * bs) as buffers:
+            arena, self.has_huge_pages = buffers.region, buffers.has_huge_pages
+        slots = arena.array()[: num_slots * bs].reshape(num_slots, bs)
+        self._kept = slots[2 * depth :]
+        self._pattern = Pattern(slots[:depth], settings.num_blocks, settings.seed * 65536 + job)
         self._being_written = np.zeros(settings.num_blocks, np.bool_)
-        self._idle = list(range(self._num_batches))
-        self.engine = open_engine(target, self._arena)
+        self._idle = list(range(NUM_BATCHES))
+        self._num_ended = 0
+        self.engine = open_engine(target, arena)
 
     def lay_out(self, progress: Callable[[int], None], should_stop: Callable[[], bool]) -> None:
         """Write every block once, in order; tells ``progress`` bytes as it goes."""
@@ -80,7 +80,8 @@ class Job:
 
         def check(blocks: NDArray[np.uint64], batch: int) -> None:
             nonlocal num_bad
-            found = self._found[batch, : blocks.size]
+            first = batch * self._ios_verified
+            found = self._kept[first : first + blocks.size]
             for block, fault in self._pattern.find_faults(blocks, found):
                 num_bad += 1
                 if len(shown) < BAD_BLOCKS_SHOWN:
@@ -110,59 +111,57 @@ class Job:
     def _every_block(
         self, *, write: bool, progress: Callable[[int], None], should_stop: Callable[[], bool]
     ) -> Iterator[Batch]:
-        for begin in range(0, self._settings.num_blocks, self._batch_ios):
+        for begin in range(0, self._settings.num_blocks, self._ios_verified):
             if should_stop():
                 return
-            blocks = np.arange(begin, min(begin + self._batch_ios, self._settings.num_blocks), dtype=np.uint64)
+            blocks = np.arange(begin, min(begin + self._ios_verified, self._settings.num_blocks), dtype=np.uint64)
             yield Batch(np.full(blocks.size, write, np.uint8), blocks)
             progress(blocks.size * self._settings.bs)
 
     def _endless(self, workload: Workload, should_stop: Callable[[], bool]) -> Iterator[Batch]:
+        begin_s, num_before = time.perf_counter(), self._num_ended
+        num_ios = self._ios_min
         while True:
-            ahead = workload.next(BATCHES_AHEAD * self._batch_ios)
-            for begin in range(0, ahead.blocks.size, self._batch_ios):
+            ahead = workload.next(BATCHES_AHEAD * num_ios)
+            for begin in range(0, ahead.blocks.size, num_ios):
                 if should_stop():
                     return
-                end = begin + self._batch_ios
-                yield Batch(ahead.writes[begin:end], ahead.blocks[begin:end])
+                yield Batch(ahead.writes[begin : begin + num_ios], ahead.blocks[begin : begin + num_ios])
+            rate = (self._num_ended - num_before) / (time.perf_counter() - begin_s)
+            num_ios = min(max(int(rate * BATCH_S), self._ios_min), self._ios_max)
 
     def _perform(
         self, batches: Iterator[Batch], check: Callable[[NDArray[np.uint64], int], None] | None = None
     ) -> None:
-        """Keep the engine supplied until the batches are used up, then wait for the last."""
-        read_slots = self._read_slots if check is None else self._kept_slots
+        """Keep the engine supplied until the batches are used up, then wait for the last. With ``check`` what is read
+        is kept for it to be looked at."""
         in_flight: dict[int, Batch] = {}
         batch = next(batches, None)
         while batch is not None or in_flight:
-            while batch is not None and self._idle and not self._overtakes(batch):
+            while batch is not None and self._idle and not self._being_written[batch.written].any():
                 number = self._idle.pop()
                 in_flight[number] = batch
-                self._submit(number, batch, read_slots[number])
+                self._submit(number, batch, keep=check is not None)
                 batch = next(batches, None)
             for number in self._reap():
                 ended = in_flight.pop(number)
-                self._being_written[ended.blocks[ended.writes == 1]] = False
+                self._num_ended += ended.blocks.size
+                self._being_written[ended.written] = False
                 if check is not None:
                     check(ended.blocks, number)
                 self._idle.append(number)
 
-    def _overtakes(self, batch: Batch) -> bool:
-        """It writes a block that is being written: which of the two came last would be anybody's guess. Happens when
-        one write takes as long as a whole round of the file."""
-        return bool(self._being_written[batch.blocks[batch.writes == 1]].any())
-
-    def _submit(self, number: int, batch: Batch, slots: NDArray[np.uint64]) -> None:
-        num_ios = batch.blocks.size
-        num_writes = np.count_nonzero(batch.writes)
-        slots = slots[:num_ios]
-        if num_writes:
-            write_slots = self._write_slots[number, :num_ios]
-            is_write = batch.writes == 1
-            self._being_written[batch.blocks[is_write]] = True
-            self._pattern.stamp(batch.blocks[is_write], write_slots[is_write])
-            slots = write_slots if num_writes == num_ios else np.where(is_write, write_slots, slots)
+    def _submit(self, number: int, batch: Batch, *, keep: bool) -> None:
         offsets = batch.blocks * np.uint64(self._settings.bs) + np.uint64(DATA_OFFSET)
-        self.engine.submit(number, batch.writes, offsets, slots)
+        slots = headers = None
+        if keep:
+            first = 2 * self._settings.iodepth + number * self._ios_verified
+            slots = np.arange(first, first + batch.blocks.size, dtype=np.uint64)
+        if batch.written.size:
+            # two writes of a block in flight: which of them came last would be anybody's guess
+            self._being_written[batch.written] = True
+            headers = self._pattern.stamps(batch.blocks, batch.writes == 1)
+        self.engine.submit(number, batch.writes, offsets, slots, headers)
 
     def _reap(self) -> list[int]:
         deadline = time.monotonic() + STALL_TIMEOUT_S
@@ -179,18 +178,3 @@ class Job:
                     actual_bytes=0,
                     operation=f"I/O that has not ended within {STALL_TIMEOUT_S:g} s",
                 )
-
-
-def _make_arena(num_bytes: int) -> Region:
-    fd = os.memfd_create("infinity-bench", os.MFD_CLOEXEC)
-    try:
-        os.truncate(fd, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
-        region = Region(fd, -(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
-        region.prefault(min(len(os.sched_getaffinity(0)), 8))
-    except OSError as error:
-        raise ConfigError(
-            "iodepth", num_bytes, f"the machine does not give this much memory for buffers ({error.strerror})"
-        ) from error
-    finally:
-        os.close(fd)
-    return region

@@ -161,7 +161,9 @@ class Bench:
             steady=find_steady_state(rates, (end.at_s - begin.at_s) / max(1, len(rates))),
             num_short_ios=end.counters.num_short - begin.counters.num_short,
             verification=None,
-            warnings=cache_warnings(settings, [job.target for job in self.jobs]) + self._limit_warning(end),
+            warnings=cache_warnings(settings, [job.target for job in self.jobs])
+            + self._memory_warning()
+            + self._limit_warning(end),
         )
 
     def verify(self, observer: Observer) -> Verification:
@@ -259,6 +261,13 @@ class Bench:
             (after.counters.write_bytes - before.counters.write_bytes) / elapsed_s,
         )
 
+    def _memory_warning(self) -> list[str]:
+        if all(job.has_huge_pages for job in self.jobs):
+            return []
+        return [
+            "not all buffers lie in huge pages, which costs CPU and, on some drives, bandwidth: see `infinity doctor`"
+        ]
+
     def _limit_warning(self, end: Sample) -> list[str]:
         limit_bytes = self.settings.write_limit_bytes
         if end.counters.write_bytes <= limit_bytes:
@@ -267,12 +276,12 @@ class Bench:
 
     def _sample(self) -> Sample:
         counters = [job.engine.counters() for job in self.jobs]
-        latencies = self._latencies()
+        first, *rest = (job.engine.clat() for job in self.jobs)
         return Sample(
             time.perf_counter(),
             *cpu_seconds(),
             Counters(*(sum(column) for column in zip(*counters, strict=True))),
-            latencies.read.clat + latencies.write.clat,
+            sum(rest, first),
         )
 
     def _latencies(self) -> Latencies:

@@ -8,7 +8,9 @@ same block comes again only after all others.
 
 from __future__ import annotations
 
-from typing import Final, NamedTuple
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,10 +21,17 @@ NUM_ROUNDS: Final = 4
 _MULTIPLIER: Final = np.uint64(0x9E3779B97F4A7C15)
 
 
-class Batch(NamedTuple):
+@dataclass(frozen=True)
+class Batch:
+    """I/Os in the order in which they begin."""
+
     writes: NDArray[np.uint8]
     """1: write, 0: read."""
     blocks: NDArray[np.uint64]
+
+    @cached_property
+    def written(self) -> NDArray[np.uint64]:
+        return self.blocks[self.writes == 1]
 
 
 class Permutation:

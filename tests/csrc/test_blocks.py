@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from io_daemon.protocol import PAGE_BYTES, Status
 from tests.csrc.conftest import MakeBench
-from tests.support.reactor import ARENA_BYTES, BLOCK_BYTES, ReactorBench, make_region
+from tests.support.reactor import ARENA_BYTES, BLOCK_BYTES, QUEUE_DEPTH, ReactorBench, make_region
 
 HALF_BYTES = ARENA_BYTES // 2
 NUM_BLOCKS = 48
@@ -133,6 +133,38 @@ def test_a_block_beyond_the_end_is_short(make_bench: MakeBench, tmp_path: Path) 
     assert bench.finish() == [(5, Status.SHORT_IO, 0, 3 * BLOCK_BYTES, BLOCK_BYTES, PAGE_BYTES)]
 
 
+def test_blocks_without_places_go_through_a_piece_for_each_in_flight(make_bench: MakeBench, tmp_path: Path) -> None:
+    """Many more blocks than pieces: each write is found with its header and the rest of one piece behind it, and what
+    the pieces for writes hold behind their headers stays, whatever is read in between."""
+    bench = make_bench(direct=True)
+    header_bytes = 16
+    num_bytes = 5 * PAGE_BYTES
+    pieces = bench.region.array()[: QUEUE_DEPTH * num_bytes].reshape(QUEUE_DEPTH, num_bytes)
+    bodies = {bytes(piece[header_bytes:]) for piece in pieces}
+    writes = (np.arange(2 * NUM_BLOCKS) % 2).astype(np.uint8)
+    offsets = np.arange(NUM_BLOCKS, dtype=np.uint64).repeat(2) * np.uint64(num_bytes)
+    headers = np.random.default_rng(7).integers(0, 256, (2 * NUM_BLOCKS, header_bytes), dtype=np.uint8)
+    for _ in range(2):
+        bench.reactor.submit_blocks(5, bench.file, writes, offsets, bench.buffer, None, num_bytes, headers)
+        assert bench.finish() == [(5, Status.OK, 0, 0, 2 * NUM_BLOCKS * num_bytes, 2 * NUM_BLOCKS * num_bytes)]
+    found = np.fromfile(tmp_path / "file", np.uint8)[: NUM_BLOCKS * num_bytes].reshape(NUM_BLOCKS, num_bytes)
+    assert (found[:, :header_bytes] == headers[writes == 1]).all()
+    assert {bytes(block[header_bytes:]) for block in found} <= bodies
+    assert {bytes(piece[header_bytes:]) for piece in pieces} == bodies
+
+
+def test_reads_without_places_land_behind_the_pieces_for_writes(tmp_path: Path) -> None:
+    with ReactorBench(tmp_path / "file", "posix") as bench:
+        bench.write(0, 0, PAGE_BYTES)
+        bench.reactor.submit_blocks(5, bench.file, as_writes(0), as_offsets(0), bench.buffer, None, PAGE_BYTES)
+        assert bench.finish()[0].status == Status.OK
+        small = bench.reactor.add_buffer(make_region(2 * QUEUE_DEPTH * PAGE_BYTES - 1))
+        with pytest.raises(ValueError, match="do not lie in a region"):
+            bench.reactor.submit_blocks(5, bench.file, as_writes(0), as_offsets(0), small, None, PAGE_BYTES)
+        pieces = bench.region.array()[QUEUE_DEPTH * PAGE_BYTES : 2 * QUEUE_DEPTH * PAGE_BYTES].reshape(QUEUE_DEPTH, -1)
+        assert (pieces == bench.to_write[:PAGE_BYTES]).all(axis=1).sum() == 1
+
+
 WHOLE: dict[str, Any] = {
     "tag": 1,
     "file": 0,
@@ -161,6 +193,9 @@ WHOLE: dict[str, Any] = {
         {"buffer_offsets": as_offsets(0, ARENA_BYTES - PAGE_BYTES + 1)},
         {"buffer_offsets": as_offsets(2**64 - 1, 0)},
         {"writes": as_writes(), "offsets": as_offsets(), "buffer_offsets": as_offsets()},
+        {"headers": np.zeros((2, 8), np.uint8)},
+        {"buffer_offsets": None, "headers": np.zeros((1, 8), np.uint8)},
+        {"buffer_offsets": None, "headers": np.zeros((2, PAGE_BYTES + 1), np.uint8)},
     ],
 )
 def test_blocks_out_of_bounds_are_refused(tmp_path: Path, change: dict[str, Any]) -> None:
@@ -178,6 +213,7 @@ def test_other_types_are_refused(tmp_path: Path) -> None:
             {"writes": np.array([True, False])},
             {"offsets": np.array([0, 1])},
             {"offsets": as_offsets(0, 0, 0, 0)[::2]},
+            {"buffer_offsets": None, "headers": np.zeros(2, np.uint8)},
         ):
             with pytest.raises(TypeError):
                 bench.reactor.submit_blocks(**WHOLE | change)
@@ -216,6 +252,10 @@ def test_every_block_is_timed_once(make_bench: MakeBench) -> None:
             assert 0 < histogram["min_ns"] <= histogram["max_ns"]
             assert num * histogram["min_ns"] <= histogram["sum_ns"] <= num * histogram["max_ns"]
         assert stages["lat"]["sum_ns"] == stages["slat"]["sum_ns"] + stages["clat"]["sum_ns"]
+    clat = bench.reactor.clat()
+    assert (clat["num"], clat["counts"].sum()) == (13, 13)
+    assert clat["sum_ns"] == latencies["write"]["clat"]["sum_ns"] + latencies["read"]["clat"]["sum_ns"]
+    assert clat["max_ns"] == max(latencies[way]["clat"]["max_ns"] for way in ("write", "read"))
     bench.reactor.reset_latencies()
     empty = bench.reactor.latencies()["write"]["lat"]
     assert (empty["num"], empty["sum_ns"], empty["min_ns"], empty["max_ns"], empty["counts"].sum()) == (0, 0, 0, 0, 0)

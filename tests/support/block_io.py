@@ -8,6 +8,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from io_daemon._native import Region
 from io_daemon.bench.engines.engine import BlockEngine
 from tests.support.reactor import DEADLINE_S
 
@@ -25,6 +26,29 @@ def batch(first: int, num: int, write: int = 0) -> tuple[NDArray[np.uint8], NDAr
     """Blocks first, first + 1, ... of the file and the same slots of the arena."""
     slots = np.arange(first, first + num, dtype=np.uint64)
     return np.full(num, write, dtype=np.uint8), slots * np.uint64(BS), slots
+
+
+def check_own_slots(engine: BlockEngine, path: Path, arena: Region, iodepth: int) -> None:
+    """Batches that name no slots: writes come from the first ``iodepth`` with their headers over them, reads go into
+    the next ``iodepth``, and nothing else of the arena is touched."""
+    slots = arena.array().reshape(NUM_SLOTS, BS)
+    slots[:] = np.random.default_rng(1).integers(0, 256, slots.shape, dtype=np.uint8)
+    before = slots.copy()
+    writes, offsets, _ = batch(0, NUM_SLOTS)
+    writes[::2] = 1
+    headers = np.random.default_rng(2).integers(0, 256, (NUM_SLOTS, 24), dtype=np.uint8)
+    content = np.fromfile(path, np.uint8).reshape(NUM_SLOTS, BS)
+    engine.submit(1, writes, offsets, None, headers)
+    assert reap_all(engine, 1) == [1]
+    found = np.fromfile(path, np.uint8).reshape(NUM_SLOTS, BS)
+    assert (found[1::2] == content[1::2]).all()
+    assert (found[::2, :24] == headers[::2]).all()
+    bodies = {bytes(slot[24:]) for slot in before[:iodepth]}
+    assert {bytes(block[24:]) for block in found[::2]} <= bodies == {bytes(slot[24:]) for slot in slots[:iodepth]}
+    assert {bytes(slot) for slot in slots[iodepth : 2 * iodepth]} <= {bytes(block) for block in content[1::2]} | {
+        bytes(slot) for slot in before[iodepth : 2 * iodepth]
+    }
+    assert (slots[2 * iodepth :] == before[2 * iodepth :]).all()
 
 
 def reap_all(engine: BlockEngine, num: int) -> list[int]:

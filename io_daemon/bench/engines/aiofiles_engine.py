@@ -16,11 +16,10 @@ import time
 from typing import Final
 
 import aiofiles
-import numpy as np
 from aiofiles.threadpool.binary import AsyncFileIO
-from numpy.typing import NDArray
 
 from io_daemon._native import Region
+from io_daemon.bench.engines.engine import Headers, Places, Writes
 from io_daemon.bench.engines.ledger import BlockIo, Ledger, LedgerEngine
 
 OPEN_TIMEOUT_S: Final = 30.0
@@ -51,7 +50,10 @@ class AiofilesEngine(LedgerEngine):
         except BaseException:
             self.close()
             raise
-        self._coroutines = [asyncio.run_coroutine_threadsafe(self._serve(file), self._loop) for file in self._files]
+        self._coroutines = [
+            asyncio.run_coroutine_threadsafe(self._serve(place, file), self._loop)
+            for place, file in enumerate(self._files)
+        ]
 
     async def _open(self, num_files: int) -> None:
         direct = fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT
@@ -67,22 +69,24 @@ class AiofilesEngine(LedgerEngine):
             self._files.append(file)
 
     def submit(
-        self, tag: int, writes: NDArray[np.uint8], offsets: NDArray[np.uint64], slots: NDArray[np.uint64]
+        self, tag: int, writes: Writes, offsets: Places, slots: Places | None = None, headers: Headers | None = None
     ) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        self._loop.call_soon_threadsafe(self._enqueue, self._ledger.begin(tag, writes, offsets, slots))
+        self._loop.call_soon_threadsafe(self._enqueue, self._ledger.begin(tag, writes, offsets, slots, headers))
 
     def _enqueue(self, ios: list[BlockIo]) -> None:
         for io in ios:
             self._queue.put_nowait(io)
 
-    async def _serve(self, file: AsyncFileIO) -> None:
+    async def _serve(self, place: int, file: AsyncFileIO) -> None:
         while (io := await self._queue.get()) is not None:
-            await self._perform(file, io)
+            await self._perform(file, io, io.slot_at(place, len(self._files)))
 
-    async def _perform(self, file: AsyncFileIO, io: BlockIo) -> None:
-        block = self._arena[io.slot * self._bs : (io.slot + 1) * self._bs]
+    async def _perform(self, file: AsyncFileIO, io: BlockIo, slot: int) -> None:
+        block = self._arena[slot * self._bs : (slot + 1) * self._bs]
+        if io.header is not None:
+            block[: io.header.size] = io.header.data
         num_moved = num_short = 0
         begin_ns = time.perf_counter_ns()
         try:

@@ -2,7 +2,9 @@
 
 An engine is given batches of I/Os, each of ``bs`` bytes between one place of one file and one slot of an arena, keeps
 at most ``iodepth`` of them in flight, and reports a batch once all of it has ended. It neither chooses places nor looks
-at bytes. Latencies are taken per I/O, next to the system call, not per batch.
+at bytes. An I/O that names no slot goes through one of the first ``iodepth`` if it is a write, of the next ``iodepth``
+if it is a read: so a load takes no more memory than it has in flight, and goes over it while it is warm, as fio's does,
+and what is written stays as it was. Latencies are taken per I/O, next to the system call, not per batch.
 """
 
 from __future__ import annotations
@@ -15,12 +17,15 @@ from numpy.typing import NDArray
 
 from io_daemon._native import Region, probe_engine
 from io_daemon.errors import ConfigError
-from io_daemon.latency import Latencies
+from io_daemon.latency import Histogram, Latencies
 
 REACTOR_ENGINES: Final = ("io_uring", "libaio", "posix")
 """Those that training uses."""
 ENGINES: Final = (*REACTOR_ENGINES, "kvikio", "aiofiles")
 Memory = Literal["host", "gpu"]
+Writes = NDArray[np.uint8]
+Places = NDArray[np.uint64]
+Headers = NDArray[np.uint8]
 
 
 class Counters(NamedTuple):
@@ -40,10 +45,11 @@ class BlockEngine(Protocol):
         """As ``--engine`` names it."""
 
     def submit(
-        self, tag: int, writes: NDArray[np.uint8], offsets: NDArray[np.uint64], slots: NDArray[np.uint64]
+        self, tag: int, writes: Writes, offsets: Places, slots: Places | None = None, headers: Headers | None = None
     ) -> None:
-        """Queue a batch; never blocks. ``writes``: 1 for a write, 0 for a read. ``offsets``: bytes in the file.
-        ``slots``: which ``bs`` bytes of the arena. All three of one length. In flight in the order given."""
+        """Queue a batch of n; never blocks. ``writes``: [n], 1 for a write, 0 for a read. ``offsets``: [n], bytes in
+        the file. ``slots``: [n], which ``bs`` bytes of the arena; None: as above, and then ``headers``, [n, h], are
+        copied over the first h bytes of the slots of writes. In flight in the order given."""
 
     def reap(self, timeout_s: float) -> list[int]:
         """Tags of batches that have ended since; waits for one at most ``timeout_s``, then returns none.
@@ -54,6 +60,9 @@ class BlockEngine(Protocol):
 
     def latencies(self) -> Latencies:
         """A copy of what has been counted since the last reset; of two of them the counts can be subtracted."""
+
+    def clat(self) -> Histogram:
+        """Likewise, reads and writes together, and little to copy: for samples."""
 
     def reset_latencies(self) -> None:
         """Count from here on: the ramp has ended."""
@@ -91,8 +100,9 @@ def open_engine(
     faults: Sequence[tuple[str, int, int]] = (),
 ) -> BlockEngine:
     """The engine of that name over the file that ``fd`` refers to, which stays the caller's; I/O is direct if the
-    descriptor is. ``arena``: slots of ``bs`` bytes. ``path`` names the file in errors. ``memory="gpu"``: the I/O is
-    between the file and GPU memory, and each block copied to or from its slot outside of the time that is counted.
+    descriptor is. ``arena``: slots of ``bs`` bytes, ``2 * iodepth`` or more. ``path`` names the file in errors.
+    ``memory="gpu"``: the I/O is between the file and GPU memory, and each block copied to or from its slot outside of
+    the time that is counted.
     ``faults``, for tests of what stands above: as ``Reactor`` takes them, and only for the reactor's engines.
     Raises ConfigError if the engine does not work on this machine, OSError if it cannot start."""
     if (problem := engine_problem(name, memory)) is not None:

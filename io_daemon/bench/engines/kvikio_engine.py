@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from io_daemon._native import Region
 from io_daemon.bench.engines.cuda_memory import CudaBytes, CudaMemory, device_problem, driver_problem
-from io_daemon.bench.engines.engine import Memory
+from io_daemon.bench.engines.engine import Headers, Memory, Places, Writes
 from io_daemon.bench.engines.ledger import BlockIo, Ledger, LedgerEngine
 
 CLOSE_TIMEOUT_S: Final = 30.0
@@ -90,24 +90,25 @@ class KvikioEngine(LedgerEngine):
             thread.start()
 
     def submit(
-        self, tag: int, writes: NDArray[np.uint8], offsets: NDArray[np.uint64], slots: NDArray[np.uint64]
+        self, tag: int, writes: Writes, offsets: Places, slots: Places | None = None, headers: Headers | None = None
     ) -> None:
         if self._closed:
             raise RuntimeError("the engine is closed")
-        for io in self._ledger.begin(tag, writes, offsets, slots):
+        for io in self._ledger.begin(tag, writes, offsets, slots, headers):
             self._queue.put(io)
 
     def _serve(self, place: int) -> None:
         gpu = None if self._gpu is None else self._gpu.view(place * self._bs, self._bs)
         while (io := self._queue.get()) is not None:
             try:
-                self._perform(io, gpu)
+                self._perform(io, self._slots[io.slot_at(place, self._iodepth)], gpu)
             except Exception as error:  # noqa: BLE001 -- kvikio raises RuntimeError, ValueError and OSError
                 is_short = str(error).endswith("EOF")  # its word for a read beyond the end
                 self._ledger.fail(io, None if is_short else error, 0)
 
-    def _perform(self, io: BlockIo, gpu: CudaBytes | None) -> None:
-        slot = self._slots[io.slot]
+    def _perform(self, io: BlockIo, slot: NDArray[np.uint8], gpu: CudaBytes | None) -> None:
+        if io.header is not None:
+            slot[: io.header.size] = io.header
         if self._gpu is not None and gpu is not None and io.write:
             self._gpu.copy_in(gpu, slot.ctypes.data)
         move = self._file.pwrite if io.write else self._file.pread

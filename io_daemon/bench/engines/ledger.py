@@ -8,12 +8,9 @@ import queue
 import threading
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
-from io_daemon.bench.engines.engine import Counters
+from io_daemon.bench.engines.engine import Counters, Headers, Places, Writes
 from io_daemon.errors import DeviceIOError
-from io_daemon.latency import Latencies
+from io_daemon.latency import Histogram, Latencies
 
 
 class BlockIo(NamedTuple):
@@ -22,7 +19,15 @@ class BlockIo(NamedTuple):
     tag: int
     write: bool
     offset: int
-    slot: int
+    slot: int | None
+    header: Headers | None
+    """[h]: to be copied over the beginning of the slot before it is written."""
+
+    def slot_at(self, place: int, iodepth: int) -> int:
+        """``place``: of ``iodepth`` in flight, where it is performed if it names no slot."""
+        if self.slot is not None:
+            return self.slot
+        return place if self.write else iodepth + place
 
 
 class Ledger:
@@ -40,16 +45,24 @@ class Ledger:
         self._latencies = Latencies()
 
     def begin(
-        self, tag: int, writes: NDArray[np.uint8], offsets: NDArray[np.uint64], slots: NDArray[np.uint64]
+        self, tag: int, writes: Writes, offsets: Places, slots: Places | None, headers: Headers | None
     ) -> list[BlockIo]:
-        if not writes.size == offsets.size == slots.size > 0:
-            raise ValueError(f"a batch of {writes.size} writes, {offsets.size} offsets and {slots.size} slots")
+        num_ios = writes.size
+        lengths = [len(column) for column in (writes, offsets, slots, headers) if column is not None]
+        if num_ios == 0 or set(lengths) != {num_ios}:
+            raise ValueError(f"a batch whose columns are of lengths {lengths}")
         with self._lock:
-            self._num_left[tag] = writes.size
+            self._num_left[tag] = num_ios
             self._num_unreaped += 1
         return [
-            BlockIo(tag, write == 1, offset, slot)
-            for write, offset, slot in zip(writes.tolist(), offsets.tolist(), slots.tolist(), strict=True)
+            BlockIo(tag, write == 1, offset, slot, header if write else None)
+            for write, offset, slot, header in zip(
+                writes.tolist(),
+                offsets.tolist(),
+                [None] * num_ios if slots is None else slots.tolist(),
+                [None] * num_ios if headers is None else headers,
+                strict=True,
+            )
         ]
 
     def end(self, io: BlockIo, slat_ns: int, clat_ns: int, num_short: int = 0) -> None:
@@ -126,6 +139,10 @@ class Ledger:
         with self._lock:
             return self._latencies.copy()
 
+    def clat(self) -> Histogram:
+        with self._lock:
+            return self._latencies.read.clat + self._latencies.write.clat
+
     def reset_latencies(self) -> None:
         with self._lock:
             self._latencies = Latencies()
@@ -152,6 +169,9 @@ class LedgerEngine:
 
     def latencies(self) -> Latencies:
         return self._ledger.latencies()
+
+    def clat(self) -> Histogram:
+        return self._ledger.clat()
 
     def reset_latencies(self) -> None:
         self._ledger.reset_latencies()

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from io_daemon._native import Reactor, Region
-from io_daemon.bench.engines.engine import Counters
+from io_daemon.bench.engines.engine import Counters, Headers, Places, Writes
 from io_daemon.errors import DeviceIOError
-from io_daemon.latency import Latencies
+from io_daemon.latency import Histogram, Latencies
 from io_daemon.protocol import PAGE_BYTES, Status
 
 REAP_MAX: Final = 64
@@ -41,7 +40,7 @@ class ReactorEngine:
         Raises OSError if the engine cannot start, ValueError for an iodepth beyond 4096."""
         self._path = path
         self._bs = bs
-        self._in_flight: dict[int, tuple[NDArray[np.uint8], NDArray[np.uint64]]] = {}
+        self._in_flight: dict[int, tuple[Writes, Places]] = {}
         block_bytes = -(-bs // PAGE_BYTES) * PAGE_BYTES
         self._reactor = Reactor(engine, iodepth, block_bytes, faults=faults)
         self._file = self._reactor.add_file(fd)
@@ -55,10 +54,10 @@ class ReactorEngine:
         return self._reactor.engine
 
     def submit(
-        self, tag: int, writes: NDArray[np.uint8], offsets: NDArray[np.uint64], slots: NDArray[np.uint64]
+        self, tag: int, writes: Writes, offsets: Places, slots: Places | None = None, headers: Headers | None = None
     ) -> None:
-        places = slots * np.uint64(self._bs)
-        self._reactor.submit_blocks(tag, self._file, writes, offsets, self._buffer, places, self._bs)
+        places = None if slots is None else slots * np.uint64(self._bs)
+        self._reactor.submit_blocks(tag, self._file, writes, offsets, self._buffer, places, self._bs, headers)
         self._in_flight[tag] = (writes, offsets)
 
     def reap(self, timeout_s: float) -> list[int]:
@@ -90,6 +89,9 @@ class ReactorEngine:
 
     def latencies(self) -> Latencies:
         return Latencies.of(self._reactor)
+
+    def clat(self) -> Histogram:
+        return Histogram(**self._reactor.clat())
 
     def reset_latencies(self) -> None:
         self._reactor.reset_latencies()

@@ -26,7 +26,7 @@ from io_daemon.bench.engines.cuda_memory import CudaMemory, device_problem, driv
 from io_daemon.bench.engines.engine import BlockEngine, Memory, engine_problem, open_engine
 from io_daemon.bench.engines.ledger import errno_of
 from io_daemon.errors import ConfigError, DeviceIOError
-from tests.support.block_io import BS, NUM_SLOTS, batch, make_file, reap_all
+from tests.support.block_io import BS, NUM_SLOTS, batch, check_own_slots, make_file, reap_all
 from tests.support.reactor import DEADLINE_S, make_region
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -79,6 +79,10 @@ def start(kind: Kind, path: Path, arena: Region) -> Iterator[Callable[..., Block
 
 
 Start = Callable[..., BlockEngine]
+
+
+def test_a_load_needs_no_more_slots_than_are_in_flight(start: Start, path: Path, arena: Region) -> None:
+    check_own_slots(start(), path, arena, IODEPTH)
 
 
 @pytest.mark.parametrize("direct", [0, os.O_DIRECT])
@@ -174,7 +178,7 @@ def test_sync_covers_only_what_has_ended(start: Start) -> None:
 
 def test_batches_of_unequal_lengths_are_refused(start: Start) -> None:
     writes, offsets, slots = batch(0, 4)
-    with pytest.raises(ValueError, match="4 writes, 3 offsets"):
+    with pytest.raises(ValueError, match=r"lengths \[4, 3, 4\]"):
         start().submit(1, writes, offsets[:3], slots)
 
 

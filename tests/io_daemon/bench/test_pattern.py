@@ -23,9 +23,8 @@ class Disk:
 
     def write(self, *blocks: int, first_slot: int = 0) -> None:
         chosen = np.array(blocks, np.uint64)
-        slots = np.arange(first_slot, first_slot + len(blocks), dtype=np.uint64)
-        self.pattern.stamp(chosen, slots)
-        self.blocks[chosen] = self.slots[slots]
+        self.blocks[chosen] = self.slots[first_slot : first_slot + len(blocks)]
+        self.blocks[chosen, :STAMP_BYTES] = self.pattern.stamps(chosen, np.ones(len(blocks), np.bool_))
 
     def faults(self, *blocks: int) -> list[tuple[int, str]]:
         chosen = np.array(blocks, np.uint64)

@@ -15,7 +15,7 @@ import pytest
 from io_daemon._native import Region
 from io_daemon.bench.engines.engine import REACTOR_ENGINES, BlockEngine, engine_problem, open_engine
 from io_daemon.errors import ConfigError, DeviceIOError
-from tests.support.block_io import BS, NUM_SLOTS, batch, make_file, reap_all
+from tests.support.block_io import BS, NUM_SLOTS, batch, check_own_slots, make_file, reap_all
 from tests.support.reactor import DEADLINE_S, Fault, make_region
 
 IODEPTH = 8
@@ -53,6 +53,10 @@ def start(name: str, path: Path, arena: Region) -> Iterator[Open]:
             return engine
 
         yield start
+
+
+def test_a_load_needs_no_more_slots_than_are_in_flight(start: Open, path: Path, arena: Region) -> None:
+    check_own_slots(start(), path, arena, IODEPTH)
 
 
 def test_batches_move_bytes_both_ways(start: Open, name: str, path: Path, arena: Region) -> None:

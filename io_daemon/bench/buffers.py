@@ -1,0 +1,48 @@
+"""Memory that blocks are moved to and from: as training's arenas are, in huge pages where the machine has them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final, NamedTuple
+
+from io_daemon._native import Region
+from io_daemon.errors import ConfigError
+from io_daemon.protocol import HUGE_PAGE_BYTES, PAGE_BYTES
+
+PREFAULT_THREADS_MAX: Final = 8
+
+
+class Buffers(NamedTuple):
+    region: Region
+    fd: int
+    """Of the file behind it."""
+    has_huge_pages: bool
+    """As far as it has room for any."""
+
+    @property
+    def path(self) -> Path:
+        """By which other processes of this user can map it, too."""
+        return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
+
+
+@contextmanager
+def open_buffers(num_bytes: int) -> Iterator[Buffers]:
+    """At least so many bytes, zero, each page there. The region outlives the context, the file does not.
+    Raises ConfigError if the machine does not give it."""
+    num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    fd = os.memfd_create("infinity-bench", os.MFD_CLOEXEC)
+    try:
+        try:
+            os.truncate(fd, num_bytes)
+            region = Region(fd, num_bytes)
+            huge_bytes = region.prefault(min(len(os.sched_getaffinity(0)), PREFAULT_THREADS_MAX))
+        except OSError as error:
+            raise ConfigError(
+                "iodepth", num_bytes, f"the machine does not give this much memory for buffers ({error.strerror})"
+            ) from error
+        yield Buffers(region, fd, huge_bytes >= num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+    finally:
+        os.close(fd)
