@@ -31,7 +31,8 @@ class Batch:
 
     @cached_property
     def written(self) -> NDArray[np.uint64]:
-        return self.blocks[self.writes == 1]
+        written: NDArray[np.uint64] = self.blocks[self.writes == 1]
+        return written
 
 
 class Permutation:
