@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
 
 import pytest
+
+MountTmpfs = Callable[[int], Path]
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -18,3 +23,23 @@ def own_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         del os.environ["INFINITY_STATE_DIR"]
     else:
         os.environ["INFINITY_STATE_DIR"] = before
+
+
+@pytest.fixture
+def mount_tmpfs(tmp_path: Path) -> Iterator[MountTmpfs]:
+    """Mount a small tmpfs of so many bytes, to be filled or remounted; gone after the test. Skips where none may be."""
+    if os.geteuid() != 0:
+        pytest.skip("mounting a small tmpfs needs root")
+    with ExitStack() as mounted:
+
+        def mount(num_bytes: int) -> Path:
+            path = tmp_path / "small"
+            path.mkdir()
+            command = ["mount", "-t", "tmpfs", "-o", f"size={num_bytes}", "tmpfs", str(path)]
+            run = subprocess.run(command, capture_output=True, text=True, check=False)
+            if run.returncode != 0:
+                pytest.skip(f"cannot mount a small tmpfs: {run.stderr.strip()}")
+            mounted.callback(subprocess.run, ["umount", "--lazy", str(path)], check=True)
+            return path
+
+        yield mount

@@ -6,8 +6,6 @@ import errno
 import itertools
 import os
 import random
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +13,7 @@ import pytest
 
 from io_daemon._native import Reactor, checksum
 from io_daemon.protocol import PAGE_BYTES, Status
+from tests.conftest import MountTmpfs
 from tests.csrc.conftest import MakeBench
 from tests.support.reactor import BLOCK_BYTES, QUEUE_DEPTH, ReactorBench, finish
 
@@ -206,18 +205,8 @@ def test_fsync_of_what_has_none(make_bench: MakeBench) -> None:
 
 
 @pytest.fixture
-def small_filesystem(tmp_path: Path) -> Iterator[Path]:
-    """1 MiB of tmpfs."""
-    path = tmp_path / "small"
-    path.mkdir()
-    if os.getuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(path)]
-    run = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if run.returncode != 0:
-        pytest.skip(f"cannot mount a small tmpfs: {run.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+def small_filesystem(mount_tmpfs: MountTmpfs) -> Path:
+    return mount_tmpfs(1 << 20)
 
 
 def test_full_filesystem_is_an_error(engine: str, small_filesystem: Path) -> None:

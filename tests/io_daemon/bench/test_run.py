@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import os
 import subprocess
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +15,7 @@ from io_daemon.bench.result import IoResult
 from io_daemon.bench.run import Silent, run_io
 from io_daemon.bench.settings import RW, IoSettings
 from io_daemon.errors import ConfigError, DeviceIOError, SwapSpaceError
+from tests.conftest import MountTmpfs
 
 BS = 64 << 10
 SIZE = 4 << 20
@@ -154,18 +153,8 @@ def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def small_filesystem(tmp_path: Path) -> Iterator[Path]:
-    path = tmp_path / "small"
-    path.mkdir()
-    if os.getuid() != 0:
-        pytest.skip("mounting a small tmpfs needs root")
-    mount = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(path)], capture_output=True, text=True, check=False
-    )
-    if mount.returncode != 0:
-        pytest.skip(f"cannot mount a small tmpfs: {mount.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
+def small_filesystem(mount_tmpfs: MountTmpfs) -> Path:
+    return mount_tmpfs(8 << 20)
 
 
 def test_a_disk_is_never_filled(small_filesystem: Path) -> None:
