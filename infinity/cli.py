@@ -126,10 +126,10 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--sequence", type=_count, default=4096, metavar="N", help="tokens a sample, with --model-params (default 4096)"
     )
     trace.add_argument(
-        "--nnodes", type=_count, default=1, metavar="N", help="that will train it, as for torchrun (default 1)"
+        "--nnodes", type=_count, default=1, metavar="N", help="nodes that will train it, as for torchrun (default 1)"
     )
     trace.add_argument(
-        "--nproc-per-node", type=_count, default=1, metavar="L", help="ranks on each, as for torchrun (default 1)"
+        "--nproc-per-node", type=_count, default=1, metavar="L", help="ranks on each node, as for torchrun (default 1)"
     )
     trace.add_argument("--threads", type=_count, metavar="N", help="that compute (default: all cores but one)")
     trace.add_argument(

@@ -15,9 +15,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from infinity.collectives import Collectives
 from infinity.config import Config, parse_config, read_environment
 from infinity.engine import Engine
-from infinity.errors import BudgetError, ConfigError
+from infinity.errors import ConfigError
 from infinity.heap import return_freed
-from infinity.init_context import StagingArea, staged_param
+from infinity.init_context import StagingArea, budget_beside, staged_param
 from infinity.optimizer import ShardedAdam, adam_from_config, adam_from_torch, group_indices
 from infinity.param import is_sharded
 from infinity.precision import Precision
@@ -79,7 +79,7 @@ def initialize(
             device=device,
             place=place,
             connection=connection,
-            budget_bytes=_budget(parsed, areas),
+            budget_bytes=budget_beside(sum(area.arena_bytes for area in areas), parsed),
             poison=environment.poison,
         )
         cleanup.callback(sharded.store.close)
@@ -147,19 +147,6 @@ def _check_whole(layout: Layout) -> None:
 def _staging_areas(model: nn.Module) -> list[StagingArea]:
     staged = (staged_param(param) for param in model.parameters())
     return list(dict.fromkeys(s.area for s in staged if s is not None))
-
-
-def _budget(config: Config, areas: list[StagingArea]) -> int:
-    budget_bytes = config.io_daemon.host_budget_bytes
-    staging_bytes = sum(area.arena_bytes for area in areas)
-    if staging_bytes >= budget_bytes:
-        raise BudgetError(
-            key="io_daemon.host_budget_bytes",
-            budget_bytes=budget_bytes,
-            smallest_bytes=2 * staging_bytes,
-            reason=f"models under construction have {staging_bytes} bytes of staging arenas",
-        )
-    return budget_bytes - staging_bytes
 
 
 def _broadcast_plain(layout: Layout, collectives: Collectives) -> None:

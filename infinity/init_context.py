@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.collectives import Collectives
 from infinity.config import Config, parse_config, read_environment
+from infinity.errors import BudgetError
 from infinity.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.hooks import AccessGuard, unguarded
 from infinity.memory_plan import MemoryPlan
@@ -93,6 +94,22 @@ def staging_plan(config: Config, local_world_size: int) -> MemoryPlan:
         swap_bytes=0,
         chunks_max=STAGING_CHUNKS_MAX,
     )
+
+
+def budget_beside(staging_bytes: int, config: Config) -> int:
+    """Of the host budget, what is left for the engines' arenas beside ``staging_bytes`` of the node's ranks.
+
+    Raises BudgetError if nothing is.
+    """
+    budget_bytes = config.io_daemon.host_budget_bytes
+    if staging_bytes >= budget_bytes:
+        raise BudgetError(
+            key="io_daemon.host_budget_bytes",
+            budget_bytes=budget_bytes,
+            smallest_bytes=2 * staging_bytes,
+            reason=f"models under construction have {staging_bytes} bytes of staging arenas",
+        )
+    return budget_bytes - staging_bytes
 
 
 class StagedParam:

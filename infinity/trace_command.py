@@ -32,7 +32,7 @@ from infinity.absent_peers import AbsentPeers
 from infinity.config import Config, parse_config
 from infinity.engine import TRAIN_TRACE, Engine
 from infinity.errors import ConfigError
-from infinity.init_context import staging_plan
+from infinity.init_context import budget_beside, staging_plan
 from infinity.optimizer import adam_from_config, group_indices
 from infinity.precision import Precision
 from infinity.sharded_model import Layout, ShardedModel
@@ -103,7 +103,7 @@ class StepOfModel:
             device=device,
             place=NodePlace(node="", local_rank=0, local_world_size=world.ranks_per_node),
             connection=self.tier,
-            budget_bytes=config.io_daemon.host_budget_bytes - self.staging_bytes,
+            budget_bytes=budget_beside(self.staging_bytes, config),
             poison=False,
         )
         sharded.write_initial(lambda param, first, numel: param.detach().reshape(-1)[first : first + numel])

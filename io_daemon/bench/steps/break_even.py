@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
+from io_daemon.bench.report.units import seconds_text
+
 STALL_SHARE_HIDDEN: Final = 0.05
 """I/O counts as hidden when a step stalls for no more than this share."""
 
@@ -40,12 +42,12 @@ def break_even_note(parts: StepParts, tokens_per_step: int | None) -> str:
     if from_s <= parts.compute_s:
         return f"I/O is hidden: it costs less than {share} of a step against the same state in host memory"
     if parts.compute_s <= 0:
-        return f"from {from_s:.3g} s of forward and backward on, I/O costs less than {share} of a step"
+        return f"from {seconds_text(from_s)} of forward and backward on, I/O costs less than {share} of a step"
     factor = from_s / parts.compute_s
     batch = f"a batch {factor:.1f} times as large"
     if tokens_per_step is not None:
         batch = f"{tokens_per_step * factor:,.0f} tokens a step instead of {tokens_per_step:,}"
     return (
-        f"from {from_s:.3g} s of forward and backward on ({batch}), I/O costs less than {share} of a step against the "
-        "same state in host memory"
+        f"from {seconds_text(from_s)} of forward and backward on ({batch}), I/O costs less than {share} of a step "
+        "against the same state in host memory"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from io_daemon.bench.report.machine import describe_machine
-from io_daemon.bench.report.units import block_text
+from io_daemon.bench.report.units import block_text, seconds_text
 from io_daemon.bench.result import StepResult
 from io_daemon.bench.run import Observer, Silent
 from io_daemon.bench.settings import FREE_SHARE_KEPT
@@ -287,6 +287,6 @@ def advise_step(result: StepResult) -> str:
     slower = result.step_s / result.cpu_offload_step_s
     aside = ", communication left out" if result.num_nodes * result.ranks_per_node > 1 else ""
     return (
-        f"Expect {result.step_s:.3g} s a step{aside}, {slower:.2f} times as long as with all state in host memory; "
-        f"{result.break_even_note}."
+        f"Expect {seconds_text(result.step_s)} a step{aside}, {slower:.2f} times as long as with all state in host "
+        f"memory; {result.break_even_note}."
     )

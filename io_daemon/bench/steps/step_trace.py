@@ -26,7 +26,6 @@ STEP_TRACE_VERSION: Final = 1
 SUFFIX: Final = ".json.gz"
 TRACE_BYTES_MAX: Final = 256 << 20
 """Of the JSON: a file that unpacks to more is none of ours."""
-RANKS_PER_NODE_MAX: Final = 1024
 ACQUIRE, WAIT, RELEASE = "a", "w", "r"
 
 Mask = Annotated[int, Field(ge=0, lt=1 << KINDS_MAX)]
@@ -76,7 +75,7 @@ class StepTrace(Table):
     tokens_per_step: Annotated[int, Field(ge=1)] | None
     """Of all ranks together; None where the batch is not of tokens."""
     num_nodes: Annotated[int, Field(ge=1)] = 1
-    ranks_per_node: Annotated[int, Field(ge=1, le=RANKS_PER_NODE_MAX)] = 1
+    ranks_per_node: Annotated[int, Field(ge=1)] = 1
     """Each asks for a part of its own, of the same sizes in the same order."""
     gap_unit: Literal["seconds", "flops"]
     """Seconds as measured on a machine of ``rates``; or FLOPs, of a model that was not run."""
