@@ -123,6 +123,14 @@ def test_a_staging_area_is_left_out_of_the_budget(tmp_path: Path) -> None:
     assert with_init.num_frames * with_init.frame_bytes < without.num_frames * without.frame_bytes
 
 
+def test_a_budget_that_staging_takes_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config_path = tmp_path / "config.json"
+    config_path.write_text(json.dumps(config(tmp_path)))
+    words = ["--config", str(config_path), *MODEL, "--meta", "--nproc-per-node", "256"]
+    assert main(["trace", *words]) == 1
+    assert "staging" in capsys.readouterr().err
+
+
 def test_another_budget_than_the_configurations(tmp_path: Path) -> None:
     trace = traced(tmp_path, *MODEL, "--meta", "--no-init", "--host-budget-bytes", "8M")
     assert trace.host_budget_bytes == 8 << 20
