@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import io
 import logging
 import os
 import sys
@@ -36,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with quiet_interrupt():  # `bench` imports much
         arguments = _parser(words).parse_args(with_default_command(words))
     try:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # µ and × in a terminal that knows ASCII alone
+            sys.stdout.reconfigure(errors="replace")
         exit_code: int = arguments.run(arguments)
+        sys.stdout.flush()
     except ConfigError as error:
         return _complain(as_typed(error, arguments.parser), EXIT_USAGE)
     except ValidationError as error:

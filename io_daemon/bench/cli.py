@@ -93,7 +93,7 @@ def _add_sweep(kinds: argparse._SubParsersAction[Any]) -> None:
     )
     _add_directories(sweep)
     sweep.add_argument("--engines", type=_comma, default=REACTOR_ENGINES, help=f"default: {','.join(REACTOR_ENGINES)}")
-    _add_time(sweep, "--cell-time", "cell_s", 0.8, "of one round of a cell; default: 0.8s")
+    _add_time(sweep, "--cell-time", "cell_s", 0.4, "of one round of a cell; default: 0.4s")
     _add_time(sweep, "--confirm-time", "confirm_s", 15.0, "of the chosen setting; default: 15s")
     sweep.add_argument("--exhaustive", action="store_true", help="every cell of the grid, which takes long")
     sweep.add_argument("--no-remember", dest="remember", action="store_false", help='do not keep the result for "auto"')
@@ -330,8 +330,9 @@ def _check_outputs(arguments: argparse.Namespace, directories: Sequence[Path]) -
 
 
 def _write_problem(path: Path) -> str | None:
-    if path.is_dir():
-        return "it is a directory"
+    # a page takes the place of what has its name: never a device's, or a link's such as /dev/stdout
+    if path.is_symlink() or (path.exists() and not path.is_file()):
+        return "it is no regular file"
     if path.exists() and not os.access(path, os.W_OK):
         return "no permission"
     try:

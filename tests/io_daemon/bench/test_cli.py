@@ -56,6 +56,18 @@ def test_the_table_ends_with_advice(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert last_paragraph.endswith(".")
 
 
+def test_output_that_knows_ascii_alone_or_is_full(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "io_daemon", "bench", "io", str(tmp_path), *SHORT]
+    env = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "read lat" in done.stdout
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert done.returncode == 1
+    assert done.stderr == "io-daemon: [Errno 28] No space left on device\n"
+
+
 def test_json_is_the_documented_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     code, output, _ = run(capsys, "bench", "io", tmp_path, *SHORT, "--rw", "read", "--json")
     assert code == 0
@@ -130,7 +142,8 @@ def test_bad_data_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[
         (("io", "{}", "--write-limit", "1K", "--yes"), 2, "--yes: not allowed with argument --write-limit"),
         (("io", "{}", "--html", "{}/none/page.html"), 2, "--html = "),
         (("io", "{}", "--html", "/proc/page.html"), 2, "--html = '/proc/page.html': cannot be written"),
-        (("sweep", "{}", "--png", "{}"), 2, "--png = "),
+        (("io", "{}", "--html", "/proc/self/fd/0"), 2, "it is no regular file"),
+        (("sweep", "{}", "--png", "{}"), 2, "--png = '{}': cannot be written (it is no regular file)"),
         (("sweep", "{}", "--cell-time", "0"), 2, "--cell-time = 0.0: should be"),
         (("sweep", "{}", "--confirm-time", "-1"), 2, "--confirm-time = -1.0: should be"),
         (("compare", "{}", "--rw", "read,foo"), 2, "--rw = 'foo': should be 'read'"),
