@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from io_daemon.bench.report.sheet import METRIC_NAMES
+from io_daemon.bench.report.sheet import METRIC_NAMES, setting_of
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import CompareResult, IoResult, SweepResult
 from io_daemon.bench.settings import TRAINING_READ_PERCENT, IoSettings
@@ -10,6 +10,7 @@ from io_daemon.bench.settings import TRAINING_READ_PERCENT, IoSettings
 READ_BYTES_PER_PARAM, WRITE_BYTES_PER_PARAM = 16, 14
 """Exact fp32 Adam with 16-bit weights, nothing kept in memory: 2 + 2 + 12 read, 2 + 12 written a step."""
 EXAMPLE_PARAMS = 7_000_000_000
+WORTH_SAYING = 0.05
 
 
 def advise_io(settings: IoSettings, result: IoResult) -> str:
@@ -55,7 +56,22 @@ def advise_sweep(result: SweepResult) -> str:
     kept = "which a daemon here uses by itself" if result.remembered_in else "which belongs into the job's config"
     return (
         f"Use {setting}, {kept}: it moves {rate / 1e9:.2f} GB/s of training's mix, so a step of a 7B-parameter model "
-        f"with nothing kept in memory spends {mixed_step_s(rate):.0f} s on I/O."
+        f"with nothing kept in memory spends {mixed_step_s(rate):.0f} s on I/O{_replay_clause(result)}."
+    )
+
+
+def _replay_clause(result: SweepResult) -> str:
+    """What choosing by bandwidth would have cost, if anything."""
+    if result.replay is None:
+        return ""
+    steps_s = {setting_of(finalist): finalist.step_s for finalist in result.replay.finalists}
+    fastest = next(cell for cell in result.cells if setting_of(cell) in steps_s)
+    longer = steps_s[setting_of(fastest)] / steps_s[setting_of(result.chosen)] - 1
+    if longer < WORTH_SAYING:
+        return ""
+    return (
+        f"; {fastest.engine} {block_text(fastest.bs)} at depth {fastest.iodepth} was as fast there, but a replayed "
+        f"training step took {longer:.0%} longer with it"
     )
 
 

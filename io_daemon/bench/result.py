@@ -116,6 +116,28 @@ class SweepCell(Record):
     rounds: list[float]
 
 
+class SweepFinalist(Record):
+    engine: str
+    bs: int
+    iodepth: int
+    step_s: float
+    """Median of ``steps_s``."""
+    steps_s: list[float]
+    """One a turn: steps of the same index were taken one after another."""
+
+
+class SweepReplay(Record):
+    """The settings that bandwidth does not tell apart took a training step in turns, scaled and without arithmetic:
+    only their order says something about a model."""
+
+    trace: str
+    state_bytes: int
+    """Of each one's swap files."""
+    seconds: float
+    finalists: list[SweepFinalist]
+    """The shortest step first."""
+
+
 class SweepResult(Record):
     """``io_daemon`` is a section that ``infinity config check`` accepts."""
 
@@ -123,8 +145,10 @@ class SweepResult(Record):
     """The best first."""
     chosen: SweepCell
     seconds: float
-    """Of the search, laying out included."""
+    """Of the search, laying out and replaying included."""
     num_grid_cells: int
+    replay: SweepReplay | None = None
+    """None: bandwidth left a single setting, or a warning says why not."""
     confirmation: IoResult | None
     """The chosen setting measured for longer, and verified."""
     io_daemon: dict[str, Any]

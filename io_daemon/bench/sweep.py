@@ -1,7 +1,8 @@
-"""``bench sweep``: the engine, block size and depth that move training's mix of reads and writes fastest here."""
+"""``bench sweep``: the engine, block size and depth with which a training step is the shortest here."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from io_daemon._native import ENGINES, probe_engine
 from io_daemon.bench.engines.engine import REACTOR_ENGINES
 from io_daemon.bench.report.units import block_text
-from io_daemon.bench.result import SweepResult
+from io_daemon.bench.result import IoResult, SweepFinalist, SweepReplay, SweepResult
 from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, open_targets, run_io
 from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings, check_limit
+from io_daemon.bench.steps.step_race import StepRace, race_problem, run_race, runners_of
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
 from io_daemon.bench.target import Target
 from io_daemon.errors import ConfigError
@@ -22,6 +24,8 @@ from io_daemon.tuning import Tuning, remember
 
 LAYOUT_BS: Final = 1 << 20
 LAYOUT_DEPTH: Final = 32
+SEARCH_WRITE_SHARE: Final = 0.6
+"""Of the write limit: the rest is for replaying a training step and for confirming the choice."""
 
 
 class SweepSettings(BaseModel):
@@ -32,7 +36,7 @@ class SweepSettings(BaseModel):
     """Of the file in each directory; a rest below the largest block is left alone."""
     engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = REACTOR_ENGINES
     rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
-    cell_s: Annotated[float, Field(ge=0.1, le=600)] = 0.8
+    cell_s: Annotated[float, Field(ge=0.1, le=600)] = 0.4
     """Measured time of one round of one cell."""
     ramp_time_s: Annotated[float, Field(ge=0, le=60)] = 0.2
     confirm_s: Annotated[float, Field(ge=0, le=86400)] = 15.0
@@ -67,35 +71,17 @@ class SweepSettings(BaseModel):
 
 
 def run_sweep(settings: SweepSettings, observer: Observer | None = None) -> SweepResult:
-    """Raises ConfigError, SwapSpaceError, DeviceIOError; leaves no file behind."""
+    """Raises ConfigError, SwapSpaceError, DeviceIOError, DaemonLostError; leaves no file behind."""
     observer = observer or Silent()
     engines = _engines_that_work(settings.engines)
     plan = SweepPlan(engines, BLOCK_SIZES, [depth for depth in DEPTHS if 2 * depth * BLOCK_SIZES[-1] <= settings.size])
-    layout = settings.io_settings(Cell(engines[0], LAYOUT_BS, LAYOUT_DEPTH), settings.cell_s, verify=False)
-    check_limit(layout)
     begin = time.perf_counter()
-    with open_targets(layout) as targets:
-        with open_bench(layout, targets) as bench:
-            bench.lay_out(observer)
-        written_bytes = layout.layout_bytes
-        cells = plan.every_cell() if settings.exhaustive else iter(plan.next_cell, None)
-        for cell in cells:
-            observer.phase(f"{cell.engine} bs {block_text(cell.bs)} iodepth {cell.iodepth}", 0)
-            score, cell_bytes = _measure(settings, cell, targets)
-            plan.record(cell, score)
-            written_bytes += cell_bytes
-            if written_bytes > settings.write_limit_bytes:
-                break
-        warnings = cache_warnings(layout, targets)
+    left_bytes, warnings = _search(settings, plan, observer)
+    race = _race(settings, plan, left_bytes, observer, warnings)
+    chosen = plan.chosen(race.steps_s if race else {})
     seconds = time.perf_counter() - begin
-    chosen = plan.chosen()
-    confirmation = None
-    left_bytes = settings.write_limit_bytes - written_bytes
-    if left_bytes <= layout.layout_bytes:
-        warnings.append("the search ended early, or nothing was left for confirming it: --write-limit was reached")
-    elif settings.confirm_s > 0:
-        confirm = settings.io_settings(chosen, settings.confirm_s, verify=True)
-        confirmation = run_io(confirm.model_copy(update={"write_limit_bytes": left_bytes}), observer)
+    left_bytes -= race.written_bytes if race else 0
+    confirmation = _confirm(settings, chosen, left_bytes, observer, warnings)
     remembered_in = None
     if settings.remember and not (confirmation is not None and confirmation.has_bad_blocks):
         try:
@@ -108,11 +94,75 @@ def run_sweep(settings: SweepSettings, observer: Observer | None = None) -> Swee
         chosen=next(cell for cell in measured if (cell.engine, cell.bs, cell.iodepth) == chosen),
         seconds=seconds,
         num_grid_cells=plan.num_grid_cells,
+        replay=_replay_of(race) if race else None,
         confirmation=confirmation,
         io_daemon=io_daemon_section(settings.directories, chosen),
         remembered_in=str(remembered_in) if remembered_in else None,
         warnings=warnings,
     )
+
+
+def _search(settings: SweepSettings, plan: SweepPlan, observer: Observer) -> tuple[int, list[str]]:
+    """Bytes that may be written still, and warnings."""
+    layout = settings.io_settings(Cell(plan.engines[0], LAYOUT_BS, LAYOUT_DEPTH), settings.cell_s, verify=False)
+    check_limit(layout)
+    warnings = []
+    with open_targets(layout) as targets:
+        with open_bench(layout, targets) as bench:
+            bench.lay_out(observer)
+        written_bytes = layout.layout_bytes
+        for cell in plan.every_cell() if settings.exhaustive else iter(plan.next_cell, None):
+            observer.phase(f"{cell.engine} bs {block_text(cell.bs)} iodepth {cell.iodepth}", 0)
+            score, cell_bytes = _measure(settings, cell, targets)
+            plan.record(cell, score)
+            written_bytes += cell_bytes
+            if written_bytes > SEARCH_WRITE_SHARE * settings.write_limit_bytes:
+                warnings.append("the search ended early, to stay below --write-limit")
+                break
+        warnings += cache_warnings(layout, targets)
+    return settings.write_limit_bytes - written_bytes, warnings
+
+
+def _race(
+    settings: SweepSettings, plan: SweepPlan, left_bytes: int, observer: Observer, warnings: list[str]
+) -> StepRace | None:
+    """A training step with each finalist. None if there is but one, or, with a warning, if it cannot be."""
+    finalists = plan.finalists()
+    if len(finalists) == 1:
+        return None
+    size_bytes = settings.size * len(settings.directories)
+    runners = runners_of(
+        finalists, num_directories=len(settings.directories), size_bytes=size_bytes, bw_bytes=plan.best_score
+    )
+    problem = race_problem(runners, settings.directories, size_bytes=size_bytes, write_limit_bytes=left_bytes)
+    if problem is not None:
+        warnings.append(f"no training step was replayed, so bandwidth alone has chosen: {problem}")
+        return None
+    return run_race(runners, settings.directories, observer)
+
+
+def _replay_of(race: StepRace) -> SweepReplay:
+    finalists = [
+        SweepFinalist(
+            engine=cell.engine, bs=cell.bs, iodepth=cell.iodepth, step_s=statistics.median(steps_s), steps_s=steps_s
+        )
+        for cell, steps_s in race.steps_s.items()
+    ]
+    finalists.sort(key=lambda finalist: finalist.step_s)
+    return SweepReplay(trace=race.trace, state_bytes=race.state_bytes, seconds=race.seconds, finalists=finalists)
+
+
+def _confirm(
+    settings: SweepSettings, chosen: Cell, left_bytes: int, observer: Observer, warnings: list[str]
+) -> IoResult | None:
+    """None if it is not wanted, or, with a warning, if nothing may be written any more."""
+    if settings.confirm_s == 0:
+        return None
+    confirm = settings.io_settings(chosen, settings.confirm_s, verify=True)
+    if left_bytes <= confirm.layout_bytes:
+        warnings.append("the choice was not confirmed: --write-limit leaves too little for it")
+        return None
+    return run_io(confirm.model_copy(update={"write_limit_bytes": left_bytes}), observer)
 
 
 def _tuning(chosen: Cell) -> Tuning:

@@ -1,10 +1,10 @@
-"""Which cell of the sweep next: pure. Rounds measured so far in, the next cell out.
+"""Which cell of the sweep next, and which of them at last: pure. Rounds measured so far in, the next cell out.
 
 It looks at a few starting points with every engine, climbs from the best to better neighbours until there is none, and
-then measures the finalists again in turns, so that a drift of the machine meets all of them alike. Of those whose
-median lies within the spread of the best one's rounds the one nearest to the default wins: bandwidth is a plateau, and
-what a plateau leaves open, training's own order of requests decides (where 1 MiB at depth 4 was as fast as at depth 32
-here, a replayed training step took 15 to 25 % longer with it).
+then measures the candidates again in turns, so that a drift of the machine meets all of them alike. Bandwidth is a
+plateau, and what a plateau leaves open, training's own order of requests decides: those within the spread of the best
+one's rounds are the finalists, which take a training step in turns (``steps.step_race``). The nearest to the default
+wins of those that no other one beats.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from io_daemon.bench.result import SweepCell
@@ -22,14 +22,19 @@ BLOCK_SIZES: Final = tuple(1 << shift for shift in range(16, 23))
 DEPTHS: Final = tuple(1 << shift for shift in range(7))
 STARTS: Final = ((1 << 18, 4), (1 << 18, 32), (1 << 20, 4), (1 << 20, 32))
 CLIMBS_MAX: Final = 10
-FAST_FINALISTS, NEAR_FINALISTS = 3, 3
-FINALIST_SHARE: Final = 0.90
+FAST_CANDIDATES, NEAR_CANDIDATES = 3, 3
+CANDIDATE_SHARE: Final = 0.90
 """Of the best score so far: what lies below is not measured again. One round is easily this far off."""
 FINAL_ROUNDS: Final = 5
 GRID_ROUNDS: Final = 3
 """Of every cell, where the whole grid is measured."""
-EQUAL_SHARE, GOOD_SHARE = 0.98, 0.96
-"""Of the best final score: from the first on nobody would notice, below the second it is worth leaving the default."""
+EQUAL_SHARE: Final = 0.98
+"""Of the best final score: from here on nobody would notice."""
+FINALISTS_MAX: Final = 4
+BEATEN_SHARE: Final = 0.75
+"""Of the turns: in more of them another one's step was shorter. Six of seven coins seldom fall alike."""
+BEATEN_RATIO: Final = 1.03
+"""Of a turn's steps, in the median: less is not worth leaving the default."""
 
 
 class Cell(NamedTuple):
@@ -41,12 +46,16 @@ class Cell(NamedTuple):
 class SweepPlan:
     def __init__(self, engines: Sequence[str], block_sizes: Sequence[int], depths: Sequence[int]) -> None:
         """``engines``: the preferred first. ``block_sizes`` and ``depths`` ascend."""
-        self._engines, self._block_sizes, self._depths = list(engines), list(block_sizes), list(depths)
+        self.engines, self._block_sizes, self._depths = list(engines), list(block_sizes), list(depths)
         self._rounds: dict[Cell, list[float]] = {}
 
     @property
     def num_grid_cells(self) -> int:
-        return len(self._engines) * len(self._block_sizes) * len(self._depths)
+        return len(self.engines) * len(self._block_sizes) * len(self._depths)
+
+    @property
+    def best_score(self) -> float:
+        return self._score(self._best())
 
     def record(self, cell: Cell, score: float) -> None:
         """One round: bytes a second."""
@@ -62,21 +71,32 @@ class SweepPlan:
             for cell in self._neighbours(self._best()):
                 if cell not in self._rounds:
                     return cell
-        finalists = [cell for cell in self._finalists() if len(self._rounds[cell]) < FINAL_ROUNDS]
-        return min(finalists, key=lambda cell: len(self._rounds[cell]), default=None)
+        candidates = [cell for cell in self._candidates() if len(self._rounds[cell]) < FINAL_ROUNDS]
+        return min(candidates, key=lambda cell: len(self._rounds[cell]), default=None)
 
     def every_cell(self) -> Iterator[Cell]:
         """The whole grid, ``GRID_ROUNDS`` times over."""
-        grid = [Cell(*place) for place in itertools.product(self._engines, self._block_sizes, self._depths)]
+        grid = [Cell(*place) for place in itertools.product(self.engines, self._block_sizes, self._depths)]
         for _ in range(GRID_ROUNDS):
             yield from grid
 
-    def chosen(self) -> Cell:
-        """Nearest to the default of those within the spread of the best one's rounds, and not far from its median."""
+    def finalists(self) -> list[Cell]:
+        """Those within the spread of the best one's rounds, and not far from its median: the fastest of them and the
+        nearest to the default, ``FINALISTS_MAX`` together."""
         best = self._best()
         lowest = min(self._rounds[best])
-        threshold = min(max(lowest, GOOD_SHARE * self._score(best)), EQUAL_SHARE * self._score(best))
-        return min((cell for cell in self._finalists() if self._score(cell) >= threshold), key=self._distance)
+        threshold = min(max(lowest, CANDIDATE_SHARE * self._score(best)), EQUAL_SHARE * self._score(best))
+        good = [cell for cell in self._candidates() if self._score(cell) >= threshold]
+        pairs = zip(sorted(good, key=self._distance), sorted(good, key=self._score, reverse=True), strict=True)
+        return list(dict.fromkeys(itertools.chain.from_iterable(pairs)))[:FINALISTS_MAX]
+
+    def chosen(self, steps_s: Mapping[Cell, Sequence[float]]) -> Cell:
+        """``steps_s``: of every finalist, one step a turn; empty if none was taken, then the nearest to the default."""
+        finalists = sorted(steps_s or self.finalists(), key=self._distance)
+        if not steps_s:
+            return finalists[0]
+        shortest = min(finalists, key=lambda cell: statistics.median(steps_s[cell]))
+        return next(cell for cell in finalists if not is_beaten(steps_s[cell], steps_s[shortest]))
 
     def cells(self) -> list[SweepCell]:
         """All that were measured, the best first."""
@@ -97,7 +117,7 @@ class SweepPlan:
     def _starts(self) -> list[Cell]:
         """The same few points for every engine, moved to the nearest that the grid has."""
         points = [(_nearest(self._block_sizes, bs), _nearest(self._depths, depth)) for bs, depth in STARTS]
-        return [Cell(engine, bs, depth) for engine in self._engines for bs, depth in dict.fromkeys(points)]
+        return [Cell(engine, bs, depth) for engine in self.engines for bs, depth in dict.fromkeys(points)]
 
     def _neighbours(self, cell: Cell) -> list[Cell]:
         """One step in each direction of the same engine's grid."""
@@ -109,17 +129,25 @@ class SweepPlan:
             if 0 <= row < len(self._block_sizes) and 0 <= column < len(self._depths)
         ]
 
-    def _finalists(self) -> list[Cell]:
+    def _candidates(self) -> list[Cell]:
         """The fastest, and those nearest to the default that are almost as fast."""
         best_score = self._score(self._best())
-        good = [cell for cell in self._rounds if self._score(cell) >= FINALIST_SHARE * best_score]
-        fastest = sorted(good, key=self._score, reverse=True)[:FAST_FINALISTS]
-        return list(dict.fromkeys([*fastest, *sorted(good, key=self._distance)[:NEAR_FINALISTS]]))
+        good = [cell for cell in self._rounds if self._score(cell) >= CANDIDATE_SHARE * best_score]
+        fastest = sorted(good, key=self._score, reverse=True)[:FAST_CANDIDATES]
+        return list(dict.fromkeys([*fastest, *sorted(good, key=self._distance)[:NEAR_CANDIDATES]]))
 
     def _distance(self, cell: Cell) -> tuple[float, int]:
         """Steps in the grid from the default, then the preferred engine."""
         steps = abs(math.log2(cell.bs / BLOCK_BYTES)) + abs(math.log2(cell.iodepth / QUEUE_DEPTH))
-        return steps, self._engines.index(cell.engine)
+        return steps, self.engines.index(cell.engine)
+
+
+def is_beaten(steps_s: Sequence[float], other_s: Sequence[float]) -> bool:
+    """Whether the other one's step is shorter by more than turns differ. Only steps of one turn are compared: a drift
+    of the machine, or a spell in which the disk is slow, meets both."""
+    ratios = [own / other for own, other in zip(steps_s, other_s, strict=True)]
+    num_lost = sum(ratio > 1 for ratio in ratios)
+    return num_lost > BEATEN_SHARE * len(ratios) and statistics.median(ratios) > BEATEN_RATIO
 
 
 def _nearest(values: Sequence[int], wanted: int) -> int:

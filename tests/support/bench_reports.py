@@ -21,6 +21,8 @@ from io_daemon.bench.result import (
     SteadyState,
     StepResult,
     SweepCell,
+    SweepFinalist,
+    SweepReplay,
     SweepResult,
     TimeSeries,
     Verification,
@@ -106,6 +108,21 @@ def sweep_result(**changes: Any) -> SweepResult:
         chosen=chosen,
         seconds=71.0,
         num_grid_cells=48,
+        replay=SweepReplay(
+            trace="gpt-168m",
+            state_bytes=512 << 20,
+            seconds=14.0,
+            finalists=[
+                SweepFinalist(
+                    engine=cell.engine,
+                    bs=cell.bs,
+                    iodepth=cell.iodepth,
+                    step_s=0.3 + 0.05 * number,
+                    steps_s=[0.29 + 0.05 * number, 0.3 + 0.05 * number, 0.35 + 0.05 * number],
+                )
+                for number, cell in enumerate(cells[:3])
+            ],
+        ),
         confirmation=io_result(),
         io_daemon={"engine": chosen.engine, "block_size": chosen.bs, "queue_depth": chosen.iodepth},
         remembered_in="/var/lib/io-daemon/tuning.json",

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from io_daemon.bench.report.sheet import METRIC_NAMES, load_text
+from io_daemon.bench.report.sheet import METRIC_NAMES, load_text, setting_of
 from io_daemon.bench.report.units import block_text, latency_text, rate_text, seconds_text
 from io_daemon.bench.result import (
     CompareLine,
@@ -23,6 +23,7 @@ from io_daemon.bench.result import (
     Report,
     StepResult,
     SweepCell,
+    SweepReplay,
     SweepResult,
     TimeSeries,
 )
@@ -50,13 +51,18 @@ def report_figures(report: Report) -> list[tuple[str, Figure]]:
         case IoResult():
             return _io_figures(report.result)
         case SweepResult():
-            confirmation = report.result.confirmation
-            heat_map = ("bandwidth by engine, block size and depth", plot_heat_map(report.result))
-            return [heat_map, *(_io_figures(confirmation) if confirmation is not None else [])]
+            return _sweep_figures(report.result)
         case CompareResult():
             return [("ratio to fio against fio's own spread; CPU has a bound of its own", plot_compare(report.result))]
         case StepResult():
             return [("where a step's time goes", plot_step(report.result))]
+
+
+def _sweep_figures(result: SweepResult) -> list[tuple[str, Figure]]:
+    figures = [("bandwidth by engine, block size and depth", plot_heat_map(result))]
+    if result.replay is not None:
+        figures.append(("a training step with each finalist, in turns", plot_replay(result, result.replay)))
+    return figures + (_io_figures(result.confirmation) if result.confirmation is not None else [])
 
 
 def _io_figures(result: IoResult) -> list[tuple[str, Figure]]:
@@ -133,6 +139,23 @@ def _draw_cell(axes: Axes, cell: SweepCell, place: tuple[int, int], share: float
     text_colour = "white" if share < 0.6 else "black"
     rate = f"{cell.score_bw_bytes / GB:.2f}"
     axes.text(x, y, rate, ha="center", va="center", fontsize=7, color=text_colour)
+
+
+def plot_replay(result: SweepResult, replay: SweepReplay) -> Figure:
+    """Seconds of every step as a dot, one row a finalist, its median as a bar; the choice in the heat-map's colour."""
+    figure = _figure(1.1 + 0.35 * len(replay.finalists))
+    axes = figure.subplots()
+    _style(axes)
+    for row, finalist in enumerate(replay.finalists):
+        colour = VERMILION if setting_of(finalist) == setting_of(result.chosen) else BLUE
+        axes.barh(row, finalist.step_s, height=0.6, color=colour, alpha=0.35)
+        axes.plot(finalist.steps_s, [row] * len(finalist.steps_s), "o", color=colour, markersize=4)
+    names = [f"{finalist.engine} {block_text(finalist.bs)}×{finalist.iodepth}" for finalist in replay.finalists]
+    axes.set_yticks(range(len(names)), names)
+    axes.set_ylim(len(names) - 0.4, -0.6)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("seconds per replayed step")
+    return figure
 
 
 def plot_series(result: IoResult) -> Figure:

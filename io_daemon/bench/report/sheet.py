@@ -27,6 +27,9 @@ from io_daemon.bench.result import (
     IoResult,
     Report,
     StepResult,
+    SweepCell,
+    SweepFinalist,
+    SweepReplay,
     SweepResult,
 )
 
@@ -156,6 +159,8 @@ def _sweep_sheets(result: SweepResult) -> Iterator[Sheet]:
         ),
         {index: "good" for index, cell in enumerate(shown) if cell == result.chosen},
     )
+    if result.replay is not None:
+        yield _replay_sheet(result, result.replay)
     yield Sheet(
         "the choice",
         (),
@@ -166,6 +171,37 @@ def _sweep_sheets(result: SweepResult) -> Iterator[Sheet]:
     )
     if result.confirmation is not None:
         yield from _io_sheets(result.confirmation, "chosen setting, ")
+
+
+def _replay_sheet(result: SweepResult, replay: SweepReplay) -> Sheet:
+    shortest_s = replay.finalists[0].step_s
+    chosen = [setting_of(finalist) == setting_of(result.chosen) for finalist in replay.finalists]
+    return Sheet(
+        f"a training step with each finalist, in turns ({replay.trace}, {binary_bytes_text(replay.state_bytes)} each)",
+        ("engine", "bs", "iodepth", "step", "of shortest", "fastest", "slowest", "turns", ""),
+        tuple(
+            (
+                finalist.engine,
+                block_text(finalist.bs),
+                str(finalist.iodepth),
+                seconds_text(finalist.step_s),
+                share_text(finalist.step_s / shortest_s),
+                seconds_text(min(finalist.steps_s)),
+                seconds_text(max(finalist.steps_s)),
+                str(len(finalist.steps_s)),
+                "chosen" if is_chosen else "",
+            )
+            for finalist, is_chosen in zip(replay.finalists, chosen, strict=True)
+        ),
+        {index: "good" for index, is_chosen in enumerate(chosen) if is_chosen},
+        "A turn is one step of each. Of those that no other beats by more than turns differ, the nearest to the "
+        "default (1M, 32) is chosen.",
+    )
+
+
+def setting_of(cell: SweepCell | SweepFinalist) -> tuple[str, int, int]:
+    """What tells one setting from another."""
+    return cell.engine, cell.bs, cell.iodepth
 
 
 def _compare_sheet(result: CompareResult) -> Sheet:

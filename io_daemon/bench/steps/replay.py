@@ -13,12 +13,15 @@ from io_daemon.arena import frame_offset
 from io_daemon.bench.steps.cpu_load import Load
 from io_daemon.bench.steps.step_trace import ACQUIRE, WAIT, StepTrace, Work, work_before
 from io_daemon.client import Client
+from io_daemon.errors import WorldError
 from io_daemon.protocol import Access, ObjectKind, kinds_of
 
 TRACE_ID: Final = 0
 BORN_WRITTEN: Final = ObjectKind.WEIGHT.mask | ObjectKind.MASTER.mask
 """Initial values are written; moments are born zero, gradients come later."""
 WORD_BYTES: Final = 8
+PLAN_TIMEOUT_S: Final = 120.0
+PLAN_POLL_S: Final = 0.02
 
 Bytes = NDArray[np.uint8]
 
@@ -65,9 +68,13 @@ class Replay:
         self._write_initial()
         self._stats = client.stats()
 
-    def has_plan(self) -> bool:
-        """Whether the daemon has planned by the order that it was told."""
-        return self._client.stats().num_plans > 0
+    def wait_for_plan(self) -> None:
+        """Until the daemon has planned by the order that it was told, in a process beside it. Raises WorldError."""
+        deadline = time.monotonic() + PLAN_TIMEOUT_S
+        while self._client.stats().num_plans == 0:
+            if time.monotonic() > deadline:
+                raise WorldError(f"the daemon made no plan within {PLAN_TIMEOUT_S:g} s")
+            time.sleep(PLAN_POLL_S)
 
     def take_step(self) -> StepFigures:
         """After the first one the daemon is told the order, as by a rank in training."""
@@ -165,3 +172,14 @@ class Replay:
     def _view(self, frame: int, num_bytes: int) -> Bytes:
         offset = frame_offset(frame, self._trace.frame_bytes)
         return self._arena[offset : offset + num_bytes]
+
+
+def writes_at_most(trace: StepTrace, num_steps: int) -> int:
+    """Bytes, were nothing kept in memory: the initial contents, and all that becomes dirty in every step."""
+    initial_bytes = step_bytes = 0
+    for chunk, (sizes, pinned) in enumerate(trace.chunks):
+        streamed = sum(1 << kind for kind in range(len(sizes)) if sizes[kind]) & ~pinned
+        initial_bytes += trace.object_bytes(chunk, streamed & BORN_WRITTEN)
+    for chunk, dirty in zip(trace.leases.chunk, trace.leases.dirty, strict=True):
+        step_bytes += trace.object_bytes(chunk, dirty & ~trace.chunks[chunk][1])
+    return initial_bytes + step_bytes * num_steps

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import statistics
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
@@ -21,25 +20,21 @@ from io_daemon.bench.settings import FREE_SHARE_KEPT
 from io_daemon.bench.steps.break_even import StepParts, break_even_note, hidden_from
 from io_daemon.bench.steps.cpu_load import AcceleratorLoad, CpuLoad, Load
 from io_daemon.bench.steps.drive_life import DriveWear, drive_life
-from io_daemon.bench.steps.replay import BORN_WRITTEN, Replay, StepFigures
+from io_daemon.bench.steps.replay import Replay, StepFigures, writes_at_most
+from io_daemon.bench.steps.room import arena_room_bytes, disk_room_bytes
 from io_daemon.bench.steps.step_scale import is_fine, of_node, scaled, with_budget
 from io_daemon.bench.steps.step_settings import StepSettings
 from io_daemon.bench.steps.step_trace import StepTrace, load, work_before
 from io_daemon.client import Client
-from io_daemon.errors import ConfigError, SwapSpaceError, WorldError
+from io_daemon.errors import ConfigError, SwapSpaceError
 from io_daemon.process import DaemonProcess, daemon_options
-from io_daemon.swap_dir import check_swap_dir
 from io_daemon.tuning import Chosen, choose
 from io_daemon.window import ahead_bytes
 
-RAM_SHARE_MAX: Final = 0.5
-"""Of what is available, for the arena."""
 SETTLE_STEPS_MIN, SETTLE_STEPS_MAX = 2, 6
 """After the plan is there."""
 SETTLED_CHANGE: Final = 0.05
 """Of the bytes moved, from step to step."""
-PLAN_TIMEOUT_S: Final = 120.0
-PLAN_POLL_S: Final = 0.02
 WORK_S_MAX: Final = 60.0
 """Of one replayed step: beyond, minutes become hours and the answer is compute-bound anyway."""
 DAY_S: Final = 86_400
@@ -51,7 +46,7 @@ def run_step(settings: StepSettings, observer: Observer | None = None) -> StepRe
     rank = load(settings.trace)
     if settings.host_budget_bytes is not None:
         rank = with_budget(rank, settings.host_budget_bytes)
-    room_bytes = sum(_room_bytes(settings.directories).values())
+    room_bytes = disk_room_bytes(settings.directories)
     chosen = choose(settings.directories, settings.daemon_engine, settings.bs, settings.iodepth)
     ahead = ahead_bytes(chosen.queue_depth, chosen.block_bytes, len(settings.directories))
     full = of_node(rank, ahead_bytes=ahead)
@@ -60,7 +55,7 @@ def run_step(settings: StepSettings, observer: Observer | None = None) -> StepRe
         raise SwapSpaceError(
             path=", ".join(str(path) for path in settings.directories),
             needed_bytes=trace.swap_bytes,
-            free_bytes=max(0, room_bytes),
+            free_bytes=room_bytes,
             remedy=f"{FREE_SHARE_KEPT:.0%} of a disk stay free: free some space, or name another directory",
         )
     check_writes(settings, trace)
@@ -93,38 +88,15 @@ def check_writes(settings: StepSettings, trace: StepTrace) -> None:
 
 
 def writes_expected(trace: StepTrace, num_steps: int) -> int:
-    """At most, were nothing kept in memory: the initial contents, and all that becomes dirty in every step."""
-    initial_bytes = step_bytes = 0
-    for chunk, (sizes, pinned) in enumerate(trace.chunks):
-        streamed = sum(1 << kind for kind in range(len(sizes)) if sizes[kind]) & ~pinned
-        initial_bytes += trace.object_bytes(chunk, streamed & BORN_WRITTEN)
-    for chunk, dirty in zip(trace.leases.chunk, trace.leases.dirty, strict=True):
-        step_bytes += trace.object_bytes(chunk, dirty & ~trace.chunks[chunk][1])
-    return initial_bytes + step_bytes * (1 + SETTLE_STEPS_MAX + num_steps)
-
-
-def _room_bytes(directories: Sequence[Path]) -> dict[int, int]:
-    """What may be filled, by filesystem: several directories may lie on one. Raises ConfigError for an unfit one."""
-    room_bytes = {}
-    for directory in directories:
-        path = check_swap_dir(directory).path
-        space = os.statvfs(path)
-        room_bytes[path.stat().st_dev] = int((space.f_bavail - space.f_blocks * FREE_SHARE_KEPT) * space.f_frsize)
-    return room_bytes
+    """At most, with the steps that settle."""
+    return writes_at_most(trace, 1 + SETTLE_STEPS_MAX + num_steps)
 
 
 def _affordable_share(trace: StepTrace, size_bytes: int) -> float:
     """Of the state, by disk and by memory."""
-    swap_share = max(0, size_bytes) / max(1, trace.swap_bytes)
-    ram_share = _available_ram_bytes() * RAM_SHARE_MAX / (trace.num_frames * trace.frame_bytes)
+    swap_share = size_bytes / max(1, trace.swap_bytes)
+    ram_share = arena_room_bytes() / (trace.num_frames * trace.frame_bytes)
     return min(1.0, swap_share, ram_share)
-
-
-def _available_ram_bytes() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise WorldError("/proc/meminfo does not say MemAvailable")
 
 
 def _threads_of(trace: StepTrace) -> int:
@@ -172,7 +144,7 @@ def _settle(replay: Replay, observer: Observer) -> int:
     """Steps until the plan is followed and as many bytes move as in the step before; how many it took."""
     observer.phase("settling", 1 + SETTLE_STEPS_MAX)
     replay.take_step()
-    _wait_for_plan(replay)
+    replay.wait_for_plan()
     moved_before, num_steps = 0, 1
     for number in range(SETTLE_STEPS_MAX):
         observer.progress(num_steps)
@@ -183,15 +155,6 @@ def _settle(replay: Replay, observer: Observer) -> int:
             break
         moved_before = moved
     return num_steps
-
-
-def _wait_for_plan(replay: Replay) -> None:
-    """It is made in a process beside the daemon."""
-    deadline = time.monotonic() + PLAN_TIMEOUT_S
-    while not replay.has_plan():
-        if time.monotonic() > deadline:
-            raise WorldError(f"the daemon made no plan within {PLAN_TIMEOUT_S:g} s")
-        time.sleep(PLAN_POLL_S)
 
 
 def _result(

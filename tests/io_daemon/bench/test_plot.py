@@ -75,7 +75,7 @@ def test_a_stray_run_of_fio_does_not_crush_the_scale_of_the_comparison() -> None
 
 def test_a_sweep_of_one_cell_without_confirmation() -> None:
     cell = sweep_result().chosen.model_copy(update={"score_bw_bytes": 0.0})
-    (_, figure), *others = report_figures(report("sweep", cells=[cell], chosen=cell, confirmation=None))
+    (_, figure), *others = report_figures(report("sweep", cells=[cell], chosen=cell, replay=None, confirmation=None))
     assert not others
     assert png_bytes(figure)
 

@@ -3,17 +3,29 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, FINAL_ROUNDS, GRID_ROUNDS, Cell, SweepPlan
+from io_daemon.bench.steps.step_race import TURNS_MAX, order_of_turn
+from io_daemon.bench.sweep_plan import (
+    BLOCK_SIZES,
+    DEPTHS,
+    FINAL_ROUNDS,
+    FINALISTS_MAX,
+    GRID_ROUNDS,
+    Cell,
+    SweepPlan,
+    is_beaten,
+)
 
 SHARPNESS = 4
 """Of the knee where one limit takes over from another."""
 ENGINES = ("io_uring", "libaio", "posix")
+DEFAULT = Cell("io_uring", 1 << 20, 32)
 
 
 class Drive:
@@ -57,19 +69,90 @@ def test_the_chosen_one_is_near_the_best_of_the_grid(
     drive = Drive(peak=peak, latency_s=latency_s, io_cost_s=io_cost_s, noise=0.01, seed=seed)
     plan, num_rounds = search(drive)
     best = max(drive.true_rate(Cell(*cell)) for cell in itertools.product(ENGINES, BLOCK_SIZES, DEPTHS))
-    assert drive.true_rate(plan.chosen()) >= 0.88 * best
+    assert drive.true_rate(plan.chosen({})) >= 0.88 * best
     assert num_rounds * 4 < plan.num_grid_cells * GRID_ROUNDS
 
 
 def test_on_a_plateau_the_default_wins() -> None:
     plan, _ = search(Drive(peak=1e9, latency_s=1e-5, io_cost_s=1e-9, noise=0.01))
-    assert plan.chosen() == ("io_uring", 1 << 20, 32)
+    assert plan.chosen({}) == ("io_uring", 1 << 20, 32)
+
+
+class Training:
+    """Steps in a formula: seconds of some settings, a drift that all of a turn meet alike, and noise of their own."""
+
+    def __init__(self, seconds: dict[Cell, float], *, noise: float, seed: int) -> None:
+        self.seconds, self.noise = seconds, noise
+        self.random = np.random.default_rng(seed)
+
+    def race(self, cells: Sequence[Cell]) -> dict[Cell, list[float]]:
+        """As ``step_race`` takes turns."""
+        steps_s: dict[Cell, list[float]] = {cell: [] for cell in cells}
+        for turn in range(TURNS_MAX):
+            pace = float(self.random.choice([1.0, 1.6, 4.0], p=[0.6, 0.3, 0.1]))  # the disk's regimes
+            for index in order_of_turn(turn, len(cells)):
+                own = 1 + self.noise * float(self.random.standard_normal())
+                steps_s[cells[index]].append(self.seconds[cells[index]] * pace * own)
+        return steps_s
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_step_tells_apart_what_bandwidth_does_not(seed: int) -> None:
+    plan, _ = search(Drive(peak=1e9, latency_s=1e-5, io_cost_s=1e-9, noise=0.01, seed=seed))
+    finalists = plan.finalists()
+    assert 2 <= len(finalists) <= FINALISTS_MAX
+    shortest = finalists[seed % len(finalists)]
+    training = Training({cell: 1.0 if cell == shortest else 1.2 for cell in finalists}, noise=0.03, seed=seed)
+    assert plan.chosen(training.race(finalists)) == shortest
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_where_steps_overlap_the_default_stays(seed: int) -> None:
+    plan, _ = search(Drive(peak=1e9, latency_s=1e-5, io_cost_s=1e-9, noise=0.01, seed=seed))
+    finalists = plan.finalists()
+    training = Training({cell: 1.0 if cell == DEFAULT else 0.99 for cell in finalists}, noise=0.01, seed=seed)
+    assert plan.chosen(training.race(finalists)) == DEFAULT
+
+
+def test_a_fast_step_does_not_help_a_setting_that_moves_less() -> None:
+    """Which moves less is told from noise: it never gets to take a step."""
+    drive = Drive(peak=1e9, latency_s=1e-5, io_cost_s=1e-9, noise=0.001)
+    drive.factors["io_uring"] = 0.93
+    plan, _ = search(drive)
+    assert all(drive.true_rate(cell) > 0.97e9 for cell in plan.finalists())
+
+
+@pytest.mark.parametrize(
+    ("own", "other", "beaten"),
+    [
+        ([1.2] * 7, [1.0] * 7, True),
+        ([1.2] * 6 + [0.9], [1.0] * 7, True),  # one turn may fall otherwise
+        ([1.2] * 5 + [0.9] * 2, [1.0] * 7, False),
+        ([1.02] * 7, [1.0] * 7, False),  # too little to leave the default for
+        ([1.2, 2.4, 1.2], [1.0, 2.0, 1.0], True),  # a slow spell meets both
+        ([1.2, 1.2, 0.9], [1.0] * 3, False),
+        ([1.0] * 7, [1.0] * 7, False),
+    ],
+)
+def test_beaten_is_beaten_turn_by_turn(own: list[float], other: list[float], beaten: bool) -> None:
+    assert is_beaten(own, other) == beaten
+
+
+@given(turns=st.integers(0, 50), num_runners=st.integers(1, 8))
+def test_a_turn_is_one_step_of_each(turns: int, num_runners: int) -> None:
+    assert sorted(order_of_turn(turns, num_runners)) == list(range(num_runners))
+
+
+@pytest.mark.parametrize("num_runners", [2, 3, 4])
+def test_everybody_comes_first_once(num_runners: int) -> None:
+    firsts = [order_of_turn(turn, num_runners)[0] for turn in range(2 * num_runners)]
+    assert set(firsts) == set(range(num_runners))
 
 
 def test_the_same_rounds_lead_to_the_same_choice() -> None:
     first, _ = search(Drive(peak=3e9, latency_s=2e-4, io_cost_s=1e-6, noise=0.05, seed=4))
     second, _ = search(Drive(peak=3e9, latency_s=2e-4, io_cost_s=1e-6, noise=0.05, seed=4))
-    assert first.chosen() == second.chosen()
+    assert first.chosen({}) == second.chosen({})
     assert first.cells() == second.cells()
 
 

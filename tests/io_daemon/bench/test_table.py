@@ -75,9 +75,11 @@ def test_io_of_one_direction_without_steady_state_or_verification() -> None:
 def test_sweep_shows_the_best_first_and_marks_the_choice() -> None:
     made = sweep_result()
     text = printed(report("sweep"))
-    (line,) = [line for line in text.splitlines() if line.rstrip().endswith("chosen")]
-    assert made.chosen.engine in line
-    assert str(made.chosen.iodepth) in line
+    lines = [line for line in text.splitlines() if line.rstrip().endswith("chosen")]
+    assert len(lines) == 2, "among the cells and among the finalists"
+    for line in lines:
+        assert made.chosen.engine in line
+        assert str(made.chosen.iodepth) in line
     assert f'"block_size": {made.chosen.bs}' in words(text)
 
 

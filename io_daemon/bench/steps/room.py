@@ -1,0 +1,34 @@
+"""What a replay may take of disks and memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final
+
+from io_daemon.bench.settings import FREE_SHARE_KEPT
+from io_daemon.errors import WorldError
+from io_daemon.swap_dir import check_swap_dir
+
+RAM_SHARE_MAX: Final = 0.5
+"""Of what is available, for arenas."""
+
+
+def disk_room_bytes(directories: Sequence[Path]) -> int:
+    """That swap files may fill, all directories together; several may lie on one filesystem. At least 0. Raises
+    ConfigError for an unfit directory."""
+    room_bytes = {}
+    for directory in directories:
+        path = check_swap_dir(directory).path
+        space = os.statvfs(path)
+        room_bytes[path.stat().st_dev] = int((space.f_bavail - space.f_blocks * FREE_SHARE_KEPT) * space.f_frsize)
+    return max(0, sum(room_bytes.values()))
+
+
+def arena_room_bytes() -> float:
+    """That arenas may take of memory."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024 * RAM_SHARE_MAX
+    raise WorldError("/proc/meminfo does not say MemAvailable")
