@@ -24,8 +24,10 @@ from io_daemon.tuning import Tuning, remember
 
 LAYOUT_BS: Final = 1 << 20
 LAYOUT_DEPTH: Final = 32
-SEARCH_WRITE_SHARE: Final = 0.6
+SEARCH_WRITE_SHARE: Final = 0.5
 """Of the write limit: the rest is for replaying a training step and for confirming the choice."""
+ROUNDS_EXPECTED: Final = 60
+CELL_S_MIN: Final = 0.1
 
 
 class SweepSettings(BaseModel):
@@ -36,8 +38,8 @@ class SweepSettings(BaseModel):
     """Of the file in each directory; a rest below the largest block is left alone."""
     engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = REACTOR_ENGINES
     rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
-    cell_s: Annotated[float, Field(ge=0.1, le=600)] = 0.4
-    """Measured time of one round of one cell."""
+    cell_s: Annotated[float, Field(ge=CELL_S_MIN, le=600)] = 0.4
+    """Measured time of one round of one cell; less on a drive that would write too much meanwhile."""
     ramp_time_s: Annotated[float, Field(ge=0, le=60)] = 0.2
     confirm_s: Annotated[float, Field(ge=0, le=86400)] = 15.0
     """Measured time of the chosen setting at the end; 0: none."""
@@ -108,8 +110,10 @@ def _search(settings: SweepSettings, plan: SweepPlan, observer: Observer) -> tup
     check_limit(layout)
     warnings = []
     with open_targets(layout) as targets:
+        begin = time.perf_counter()
         with open_bench(layout, targets) as bench:
             bench.lay_out(observer)
+        settings = within_write_limit(settings, layout.layout_bytes / (time.perf_counter() - begin))
         written_bytes = layout.layout_bytes
         for cell in plan.every_cell() if settings.exhaustive else iter(plan.next_cell, None):
             observer.phase(f"{cell.engine} bs {block_text(cell.bs)} iodepth {cell.iodepth}", 0)
@@ -121,6 +125,19 @@ def _search(settings: SweepSettings, plan: SweepPlan, observer: Observer) -> tup
                 break
         warnings += cache_warnings(layout, targets)
     return settings.write_limit_bytes - written_bytes, warnings
+
+
+def within_write_limit(settings: SweepSettings, write_bw_bytes: float) -> SweepSettings:
+    """With rounds as short as the search's share of the write limit asks for, on a drive that writes so many bytes a
+    second; but a cell of the whole grid takes as long as it was given."""
+    if settings.exhaustive:
+        return settings
+    round_bytes = (settings.cell_s + settings.ramp_time_s) * write_bw_bytes * (1 - settings.rwmixread / 100)
+    layout_bytes = settings.size * len(settings.directories)
+    search_bytes = max(0.0, SEARCH_WRITE_SHARE * settings.write_limit_bytes - layout_bytes)
+    share = min(1.0, search_bytes / ROUNDS_EXPECTED / max(1.0, round_bytes))
+    shorter = {"cell_s": max(CELL_S_MIN, settings.cell_s * share), "ramp_time_s": settings.ramp_time_s * share}
+    return settings.model_copy(update=shorter)
 
 
 def _race(

@@ -178,7 +178,7 @@ def _replay_sheet(result: SweepResult, replay: SweepReplay) -> Sheet:
     chosen = [setting_of(finalist) == setting_of(result.chosen) for finalist in replay.finalists]
     return Sheet(
         f"a training step with each finalist, in turns ({replay.trace}, {binary_bytes_text(replay.state_bytes)} each)",
-        ("engine", "bs", "iodepth", "step", "of shortest", "fastest", "slowest", "turns", ""),
+        ("engine", "bs", "iodepth", "step", "of best", "fastest", "slowest", "turns", ""),
         tuple(
             (
                 finalist.engine,
