@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 
 from io_daemon._native import Region
 from io_daemon.errors import ConfigError
-from io_daemon.protocol import HUGE_PAGE_BYTES, PAGE_BYTES
+from io_daemon.protocol import HUGE_PAGE_BYTES
 
 PREFAULT_THREADS_MAX: Final = 8
 
@@ -20,7 +20,7 @@ class Buffers(NamedTuple):
     fd: int
     """Of the file behind it."""
     has_huge_pages: bool
-    """As far as it has room for any."""
+    """All of it."""
 
     @property
     def path(self) -> Path:
@@ -30,9 +30,9 @@ class Buffers(NamedTuple):
 
 @contextmanager
 def open_buffers(num_bytes: int) -> Iterator[Buffers]:
-    """At least so many bytes, zero, each page there. The region outlives the context, the file does not.
+    """At least so many bytes, zero, whole huge pages, each there. The region outlives the context, the file does not.
     Raises ConfigError if the machine does not give it."""
-    num_bytes = -(-num_bytes // PAGE_BYTES) * PAGE_BYTES
+    num_bytes = -(-num_bytes // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
     fd = os.memfd_create("infinity-bench", os.MFD_CLOEXEC)
     try:
         try:
@@ -43,6 +43,6 @@ def open_buffers(num_bytes: int) -> Iterator[Buffers]:
             raise ConfigError(
                 "iodepth", num_bytes, f"the machine does not give this much memory for buffers ({error.strerror})"
             ) from error
-        yield Buffers(region, fd, huge_bytes >= num_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+        yield Buffers(region, fd, huge_bytes == num_bytes)
     finally:
         os.close(fd)
