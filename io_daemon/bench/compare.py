@@ -13,9 +13,9 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from io_daemon.bench.buffers import open_buffers
 from io_daemon.bench.fio import Figures, buffer_bytes, fio_version, run_fio
@@ -59,6 +59,15 @@ class CompareSettings(BaseModel):
     @classmethod
     def _resolved(cls, value: Path) -> Path:
         return value.resolve()
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self._whole_size == 0:
+            step = math.lcm(*self.block_sizes)
+            raise ConfigError(
+                "size", self.size, f"holds no whole number of blocks of every size: raise it to {2 * step}"
+            )
+        return self
 
     @property
     def _whole_size(self) -> int:
