@@ -74,7 +74,7 @@ def test_blocks_of_every_size_fit_the_one_file() -> None:
     settings = comparison(block_sizes=(3 << 20, 1 << 20), size=100 << 20)
     sizes = {each.num_blocks * each.bs for each in settings.combinations()}
     assert sizes == {99 << 20}
-    with pytest.raises(ConfigError, match="raise it to 6291456"):
+    with pytest.raises(ValueError, match="raise it to 6291456"):
         comparison(block_sizes=(3 << 20, 1 << 20), size=1 << 20)
 
 
