@@ -61,7 +61,9 @@ def test_the_mix_is_true_at_every_moment(num_blocks: int, mix: int, rw: str, cut
 @pytest.mark.parametrize("rw", ["read", "write", "rw", "randread", "randwrite", "randrw"])
 def test_a_block_comes_again_only_after_all_others(rw: str) -> None:
     stream = workload(101, rw=rw, rwmixread=50)
-    writes, blocks = (np.concatenate(parts) for parts in zip(*(stream.next(7) for _ in range(200)), strict=True))
+    batches = [stream.next(7) for _ in range(200)]
+    writes = np.concatenate([batch.writes for batch in batches])
+    blocks = np.concatenate([batch.blocks for batch in batches])
     for way in (0, 1):
         own = blocks[writes == way].tolist()
         for begin in range(len(own) - 101):
