@@ -20,7 +20,7 @@ from io_daemon.errors import ConfigError, DaemonLostError, WorldError
 from io_daemon.interrupt import EXIT_INTERRUPTED, quiet_interrupt
 from io_daemon.metrics import status_lines
 from io_daemon.options import as_typed, parse_path, settings_from
-from io_daemon.sizes import parse_bytes
+from io_daemon.sizes import parse_bytes, parse_timeout
 from io_daemon.swap_dir import check_swap_dir, reclaim
 from io_daemon.tuning import choose
 
@@ -143,18 +143,18 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     serve.add_argument(
         "--lock-timeout",
         dest="lock_timeout_s",
-        metavar="SECONDS",
-        type=float,
+        metavar="TIME",
+        type=parse_timeout,
         default=60.0,
-        help="seconds to wait for a dead daemon's I/O; default: 60",
+        help="wait for a dead daemon's I/O; default: 60s",
     )
     serve.add_argument(
         "--drain-timeout",
         dest="drain_timeout_s",
-        metavar="SECONDS",
-        type=float,
+        metavar="TIME",
+        type=parse_timeout,
         default=10.0,
-        help="seconds to wait for I/O at shutdown; default: 10",
+        help="wait for I/O at shutdown; default: 10s",
     )
     serve.add_argument(
         "--inject-fault", dest="faults", type=parse_fault, action="append", default=[], help=argparse.SUPPRESS
@@ -178,7 +178,9 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
         required=True,
         help="may be given several times",
     )
-    gc.add_argument("--lock-timeout", type=float, default=60.0, help="seconds to wait for I/O to land; default: 60")
+    gc.add_argument(
+        "--lock-timeout", type=parse_timeout, metavar="TIME", default=60.0, help="wait for I/O to land; default: 60s"
+    )
     gc.set_defaults(run=_gc, parser=gc)
 
     bench = commands.add_parser(

@@ -38,9 +38,9 @@ class ServeConfig(BaseModel):
     """Most arena bytes of one tenant."""
     swap_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] = UNLIMITED_BYTES
     """Most swap-file bytes of one tenant, over all directories."""
-    lock_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    lock_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """Longest wait for the last I/O of a dead daemon to land."""
-    drain_timeout_s: Annotated[float, Field(gt=0)] = 10.0
+    drain_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
     """Longest wait for in-flight I/O at shutdown."""
     faults: tuple[Fault, ...] = ()
     """Injected I/O faults, for tests."""

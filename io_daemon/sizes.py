@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 
 
 def parse_bytes(text: str) -> int:
@@ -22,3 +23,11 @@ def parse_seconds(text: str) -> float:
         return float(digits) * factor
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no time: write 10, 10s, 5m or 1h") from None
+
+
+def parse_timeout(text: str) -> float:
+    """As ``parse_seconds``, of a wait: above 0, and it ends."""
+    seconds = parse_seconds(text)
+    if not 0 < seconds < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time to wait: write 10, 10s, 5m or 1h")
+    return seconds

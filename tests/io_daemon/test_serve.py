@@ -174,6 +174,18 @@ def test_gc_says_what_is_still_locked(swap_dir: Path, capsys: pytest.CaptureFixt
     assert path.exists()
 
 
+@pytest.mark.parametrize("option", ["serve --lock-timeout", "serve --drain-timeout", "gc --lock-timeout"])
+@pytest.mark.parametrize("text", ["nan", "inf", "-5", "0", "soon"])
+def test_a_wait_that_never_ends_or_was_over_before_is_refused(
+    option: str, text: str, swap_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, name = option.split()
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--swap-dir", str(swap_dir), name, text])
+    assert ended.value.code == EXIT_USAGE
+    assert f"argument {name}: '{text}' is no time" in capsys.readouterr().err
+
+
 def test_systemd_hears_that_it_is_ready(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
         systemd.bind(str(tmp_path / "n"))
