@@ -26,8 +26,9 @@ FREE_SHARE_KEPT: Final = 0.05
 
 def _resolved(directories: tuple[Path, ...]) -> tuple[Path, ...]:
     resolved = tuple(path.resolve() for path in directories)
-    if len(set(resolved)) != len(resolved):
-        raise ValueError("the same directory is named twice")
+    for place, path in enumerate(resolved):
+        if path in resolved[:place]:
+            raise ConfigError("directories", str(path), "the same directory is named twice")
     return resolved
 
 
@@ -66,6 +67,8 @@ class IoSettings(BaseModel):
             raise ConfigError(
                 "bs", self.bs, f"is no multiple of {PAGE_BYTES}, which direct I/O needs: or say --direct 0"
             )
+        if self.bs > PAGE_BYTES and self.bs % PAGE_BYTES:
+            raise ConfigError("bs", self.bs, f"is neither below {PAGE_BYTES} nor a multiple of it")
         if self.engine == "posix" and self.iodepth > POSIX_THREADS_MAX:
             raise ConfigError(
                 "iodepth",

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
 from io_daemon._native import ENGINES, probe_engine
 from io_daemon.bench.engines.engine import REACTOR_ENGINES
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import IoResult, SweepFinalist, SweepReplay, SweepResult
 from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, open_targets, run_io
-from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings, check_limit
+from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, Directories, IoSettings, check_limit
 from io_daemon.bench.steps.step_race import StepRace, race_problem, run_race, runners_of
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
 from io_daemon.bench.target import Target
@@ -33,7 +33,7 @@ CELL_S_MIN: Final = 0.1
 class SweepSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    directories: Annotated[tuple[Path, ...], Field(min_length=1, max_length=64)]
+    directories: Directories
     size: Annotated[int, Field(ge=64 << 20)] = 2 << 30
     """Of the file in each directory; a rest below the largest block is left alone."""
     engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = REACTOR_ENGINES
@@ -48,11 +48,6 @@ class SweepSettings(BaseModel):
     remember: bool = True
     seed: Annotated[int, Field(ge=0, lt=1 << 47)] = 1
     write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
-
-    @field_validator("directories")
-    @classmethod
-    def _resolved(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        return tuple(path.resolve() for path in value)
 
     def io_settings(self, cell: Cell, runtime_s: float, *, verify: bool) -> IoSettings:
         """Of one round of one cell."""
