@@ -4,7 +4,7 @@ It looks at a few starting points with every engine, climbs from the best to bet
 then measures the candidates again in turns, so that a drift of the machine meets all of them alike. Bandwidth is a
 plateau, and what a plateau leaves open, training's own order of requests decides: those within the spread of the best
 one's rounds are the finalists, which take a training step in turns (``steps.step_race``). The nearest to the default
-wins of those that no other one beats.
+wins of those that the one with the shortest step does not beat.
 """
 
 from __future__ import annotations
@@ -91,7 +91,8 @@ class SweepPlan:
         return list(dict.fromkeys(itertools.chain.from_iterable(pairs)))[:FINALISTS_MAX]
 
     def chosen(self, steps_s: Mapping[Cell, Sequence[float]]) -> Cell:
-        """``steps_s``: of every finalist, one step a turn; empty if none was taken, then the nearest to the default."""
+        """``steps_s``: of every finalist, one step a turn; empty if none was taken, then the nearest to the default.
+        Each is compared with the one that has the shortest median step, and with no other."""
         finalists = sorted(steps_s or self.finalists(), key=self._distance)
         if not steps_s:
             return finalists[0]

@@ -194,8 +194,8 @@ def _replay_sheet(result: SweepResult, replay: SweepReplay) -> Sheet:
             for finalist, is_chosen in zip(replay.finalists, chosen, strict=True)
         ),
         {index: "good" for index, is_chosen in enumerate(chosen) if is_chosen},
-        "A turn is one step of each. Of those that no other beats by more than turns differ, the nearest to the "
-        "default (1M, 32) is chosen.",
+        "A turn is one step of each. Of those that the first does not beat by more than turns differ, the nearest to "
+        "the default (1M, 32) is chosen.",
     )
 
 
