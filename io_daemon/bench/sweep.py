@@ -49,8 +49,10 @@ class SweepSettings(BaseModel):
     seed: Annotated[int, Field(ge=0, lt=1 << 47)] = 1
     write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
 
-    def io_settings(self, cell: Cell, runtime_s: float, *, verify: bool) -> IoSettings:
-        """Of one round of one cell."""
+    def io_settings(
+        self, cell: Cell, runtime_s: float, *, verify: bool, write_limit_bytes: int | None = None
+    ) -> IoSettings:
+        """Of one round of one cell. ``write_limit_bytes``: what is left of the sweep's; None = all of it."""
         return IoSettings(
             directories=self.directories,
             rw="rw",
@@ -63,7 +65,7 @@ class SweepSettings(BaseModel):
             engine=cell.engine,  # type: ignore[arg-type]  # checked by pydantic
             verify=verify,
             seed=self.seed,
-            write_limit_bytes=self.write_limit_bytes,
+            write_limit_bytes=self.write_limit_bytes if write_limit_bytes is None else write_limit_bytes,
         )
 
 
@@ -109,17 +111,25 @@ def _search(settings: SweepSettings, plan: SweepPlan, observer: Observer) -> tup
         with open_bench(layout, targets) as bench:
             bench.lay_out(observer)
         settings = within_write_limit(settings, layout.layout_bytes / (time.perf_counter() - begin))
-        written_bytes = layout.layout_bytes
+        left_bytes = settings.write_limit_bytes - layout.layout_bytes
         for cell in plan.every_cell() if settings.exhaustive else iter(plan.next_cell, None):
             observer.phase(f"{cell.engine} bs {block_text(cell.bs)} iodepth {cell.iodepth}", 0)
-            score, cell_bytes = _measure(settings, cell, targets)
-            plan.record(cell, score)
-            written_bytes += cell_bytes
-            if written_bytes > SEARCH_WRITE_SHARE * settings.write_limit_bytes:
+            score, written_bytes = _measure(settings, cell, targets, left_bytes)
+            left_bytes -= written_bytes
+            if left_bytes > 0:  # else the limit has cut it short
+                plan.record(cell, score)
+            if left_bytes < (1 - SEARCH_WRITE_SHARE) * settings.write_limit_bytes:
                 warnings.append("the search ended early, to stay below --write-limit")
                 break
         warnings += cache_warnings(layout, targets)
-    return settings.write_limit_bytes - written_bytes, warnings
+    if not plan.cells():
+        raise ConfigError(
+            "write_limit",
+            settings.write_limit_bytes,
+            f"laying out the files, {layout.layout_bytes} bytes, leaves too little for one cell: lower --size, raise "
+            "--write-limit, or say --yes",
+        )
+    return left_bytes, warnings
 
 
 def within_write_limit(settings: SweepSettings, write_bw_bytes: float) -> SweepSettings:
@@ -170,11 +180,11 @@ def _confirm(
     """None if it is not wanted, or, with a warning, if nothing may be written any more."""
     if settings.confirm_s == 0:
         return None
-    confirm = settings.io_settings(chosen, settings.confirm_s, verify=True)
+    confirm = settings.io_settings(chosen, settings.confirm_s, verify=True, write_limit_bytes=max(0, left_bytes))
     if left_bytes <= confirm.layout_bytes:
         warnings.append("the choice was not confirmed: --write-limit leaves too little for it")
         return None
-    return run_io(confirm.model_copy(update={"write_limit_bytes": left_bytes}), observer)
+    return run_io(confirm, observer)
 
 
 def _tuning(chosen: Cell) -> Tuning:
@@ -199,9 +209,12 @@ def _engines_that_work(wanted: Sequence[str]) -> list[str]:
     return working
 
 
-def _measure(settings: SweepSettings, cell: Cell, targets: Sequence[Target]) -> tuple[float, int]:
+def _measure(
+    settings: SweepSettings, cell: Cell, targets: Sequence[Target], write_limit_bytes: int
+) -> tuple[float, int]:
     """Bytes a second, reads and writes together, and bytes written."""
-    with open_bench(settings.io_settings(cell, settings.cell_s, verify=False), targets) as bench:
+    cell_settings = settings.io_settings(cell, settings.cell_s, verify=False, write_limit_bytes=write_limit_bytes)
+    with open_bench(cell_settings, targets) as bench:
         result = bench.measure(Silent())
         written = sum(job.engine.counters().write_bytes for job in bench.jobs)
     return sum(way.bw_bytes for way in (result.read, result.write) if way is not None), written

@@ -120,6 +120,30 @@ def test_rounds_leave_of_the_write_limit_what_comes_after(
     assert CELL_S_MIN <= found.cell_s <= given.cell_s
 
 
+def test_the_search_stays_within_the_write_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each cell of a drive as fast as this writes whatever it may."""
+    given = quick_sweep(tmp_path, exhaustive=True, write_limit_bytes=200 << 20)
+    written_bytes = [given.size]
+
+    def measure(settings: SweepSettings, cell: Cell, targets: object, write_limit_bytes: int) -> tuple[float, int]:
+        written_bytes.append(min(30 << 20, write_limit_bytes))
+        return 1e9, written_bytes[-1]
+
+    monkeypatch.setattr("io_daemon.bench.sweep._measure", measure)
+    result = run_sweep(given)
+    assert SEARCH_WRITE_SHARE * given.write_limit_bytes < sum(written_bytes) <= given.write_limit_bytes
+    assert sum(len(cell.rounds) for cell in result.cells) == len(written_bytes) - 1
+    assert any("the search ended early" in warning for warning in result.warnings)
+
+
+def test_a_cell_that_the_write_limit_cuts_short_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = quick_sweep(tmp_path, write_limit_bytes=65 << 20)
+    monkeypatch.setattr("io_daemon.bench.sweep._measure", lambda *_: (1e15, 2 << 20))
+    with pytest.raises(ConfigError, match="too little for one cell"):
+        run_sweep(given)
+    assert list(tmp_path.iterdir()) == []
+
+
 def three_measured(plan: SweepPlan) -> list[Cell]:
     """However wide the rounds' spread is here."""
     return [Cell(cell.engine, cell.bs, cell.iodepth) for cell in plan.cells()[:3]]
