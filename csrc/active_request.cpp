@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "error.hpp"
+#include "wire.hpp"
 
 namespace infinity {
 namespace {
@@ -69,8 +70,8 @@ void ActiveRequest::check_cells() const {
   region.slice(0, 2 * num_cells * request.num_bytes);
   if (request.headers.empty()) return;
   require(request.headers.size() % num_blocks == 0 &&
-              request.headers.size() / num_blocks <= request.num_bytes,
-          "headers are not of one length for each block, at most num_bytes");
+              request.headers.size() / num_blocks <= wire::kPage,
+          "headers are not of one length for each block, at most a page");
   require(region.writable(), "headers for a region that is mapped read-only");
 }
 
@@ -106,7 +107,11 @@ BlockExtent ActiveRequest::next_block(std::size_t cell) const {
 void ActiveRequest::write_header(const BlockExtent& block) const {
   if (request.headers.empty()) return;
   const std::size_t header_bytes = request.headers.size() / request.blocks.size();
-  std::memcpy(bytes(block).data(), request.headers.data() + num_cut * header_bytes, header_bytes);
+  const std::byte* const header = request.headers.data() + num_cut * header_bytes;
+  const auto piece = bytes(block);
+  for (std::size_t page = 0; page < piece.size(); page += wire::kPage) {
+    std::memcpy(piece.data() + page, header, std::min(header_bytes, piece.size() - page));
+  }
 }
 
 }  // namespace infinity

@@ -27,6 +27,12 @@ class LibaioEngine final : public IoEngine {
       throw_errno(EAGAIN, "io_setup (fs.aio-max-nr is used up: raise it with sysctl)");
     }
     if (result < 0) throw_errno(-result, "io_setup");
+    try {
+      watch_wake_event();
+    } catch (...) {
+      io_queue_release(context_);
+      throw;
+    }
   }
 
   ~LibaioEngine() override { io_queue_release(context_); }
@@ -113,7 +119,8 @@ class LibaioEngine final : public IoEngine {
     io_prep_poll(&block, wake_event_.get(), POLLIN);
     block.data = reinterpret_cast<void*>(kWakeToken);
     const int result = hand_over(&pointer, 1);
-    if (result < 0 && result != -EAGAIN) throw_errno(-result, "io_submit of a poll");
+    if (result < 0 && result != -EAGAIN)
+      throw_errno(-result, "io_submit of a poll (Linux 4.18 has it)");
     is_watching_ = result == 1;
     return is_watching_;
   }

@@ -47,9 +47,10 @@ struct Request {
   // Of blocks, instead of their buffer_offset: each goes through a piece of the buffer that belongs
   // to its cell of the queue. There are queue_depth for writes, then as many for reads, so that
   // what is written stays as it was. Any number of blocks needs no more pieces than are in flight.
+  // Requests in cells that are in flight together have one num_bytes.
   bool in_cells = false;
-  // Of blocks in cells: what is copied over the beginning of its piece just before a block is
-  // written. The same number of bytes for each, those that are read included; or empty.
+  // Of blocks in cells: what is copied over the beginning of every page of its piece just before a
+  // block is written. The same number of bytes for each, those that are read included; or empty.
   std::vector<std::byte> headers;
 };
 

@@ -26,6 +26,7 @@ namespace infinity {
 namespace {
 
 constexpr std::size_t kHugePage = std::size_t{2} << 20;
+constexpr std::size_t kCollapsedAtOnce = 16 * kHugePage;  // each time all cores are interrupted
 constexpr auto kCollapseTimeMax = std::chrono::seconds(30);
 
 // Maps the file where a huge page can begin, if it is large enough for one: the kernel puts a huge
@@ -76,16 +77,30 @@ int populate(std::span<std::byte> bytes, bool writable) noexcept {
   return 0;
 }
 
-// Lets the kernel make one huge page of a piece that is as large and as aligned (MADV_COLLAPSE,
-// Linux 6.1): asked for so it heeds no setting of transparent huge pages, which for shared memory
-// is "never" nearly everywhere. It wants one page to begin with. False: it has no huge page to
-// give.
-bool populate_huge(std::span<std::byte> piece) noexcept {
-  if (populate(piece.first(wire::kPage), true) != 0) return false;
-  while (::madvise(piece.data(), piece.size(), MADV_COLLAPSE) < 0) {
-    if (errno != EINTR) return false;
+int collapse(std::span<std::byte> pieces) noexcept {
+  while (::madvise(pieces.data(), pieces.size(), MADV_COLLAPSE) < 0) {
+    if (errno != EINTR) return errno;
   }
-  return true;
+  return 0;
+}
+
+// Lets the kernel make huge pages of a part (MADV_COLLAPSE, Linux 6.1): asked for so it heeds no
+// setting of transparent huge pages, which for shared memory is "never" nearly everywhere. It wants
+// one page of each to begin with. Returns how many bytes became such; has_huge is false if asking
+// for more makes no sense.
+std::size_t populate_huge(std::span<std::byte> part, bool& has_huge) noexcept {
+  const auto pieces = part.first(part.size() / kHugePage * kHugePage);
+  for (std::size_t at = 0; at < pieces.size(); at += kHugePage) {
+    if (populate(pieces.subspan(at, wire::kPage), true) != 0) return 0;  // which is said later
+  }
+  if (pieces.empty() || collapse(pieces) == 0) return pieces.size();
+  std::size_t huge_bytes = 0;
+  for (std::size_t at = 0; at < pieces.size() && has_huge; at += kHugePage) {
+    const int error_number = collapse(pieces.subspan(at, kHugePage));
+    if (error_number == 0) huge_bytes += kHugePage;
+    has_huge = error_number != ENOMEM && error_number != EINVAL;  // none left, none at all
+  }
+  return huge_bytes;
 }
 
 }  // namespace
@@ -118,25 +133,22 @@ std::span<std::byte> Region::slice(std::size_t offset, std::size_t num_bytes) co
 
 std::size_t Region::prefault(unsigned num_threads) const {
   require(num_threads > 0, "prefault needs at least one thread");
-  const std::size_t num_pieces = (region_bytes_ + kHugePage - 1) / kHugePage;
-  const std::size_t num_slices = std::min<std::size_t>(num_threads, num_pieces);
   ::madvise(data_, region_bytes_,
             MADV_HUGEPAGE);  // which older kernels heed if their settings say so
+  const std::size_t num_parts = (region_bytes_ + kCollapsedAtOnce - 1) / kCollapsedAtOnce;
+  const std::size_t num_slices = std::min<std::size_t>(num_threads, num_parts);
   const auto deadline = std::chrono::steady_clock::now() + kCollapseTimeMax;
   std::atomic<int> error_number = 0;
-  std::atomic<std::size_t> num_huge = 0;
+  std::atomic<std::size_t> huge_bytes = 0;
   const auto run = [&](std::size_t slice_index) noexcept {
     bool has_huge = writable_;
-    const std::size_t end = num_pieces * (slice_index + 1) / num_slices;
-    for (std::size_t i = num_pieces * slice_index / num_slices; i < end; ++i) {
-      const std::size_t begin = i * kHugePage;
-      const std::span piece{data_ + begin, std::min(kHugePage, region_bytes_ - begin)};
+    const std::size_t end = num_parts * (slice_index + 1) / num_slices;
+    for (std::size_t i = num_parts * slice_index / num_slices; i < end; ++i) {
+      const std::size_t begin = i * kCollapsedAtOnce;
+      const std::span part{data_ + begin, std::min(kCollapsedAtOnce, region_bytes_ - begin)};
       has_huge = has_huge && std::chrono::steady_clock::now() < deadline;
-      if (has_huge && piece.size() == kHugePage) {
-        has_huge = populate_huge(piece);
-        num_huge += has_huge;
-      }
-      if (const int error = populate(piece, writable_)) error_number = error;
+      if (has_huge) huge_bytes += populate_huge(part, has_huge);
+      if (const int error = populate(part, writable_)) error_number = error;
     }
   };
   {
@@ -146,7 +158,7 @@ std::size_t Region::prefault(unsigned num_threads) const {
     run(0);
   }
   if (error_number != 0) throw_errno(error_number, "prefault");
-  return num_huge * kHugePage;
+  return huge_bytes;
 }
 
 void Region::lock() const {

@@ -194,8 +194,8 @@ class Reactor:
         ``submit``; TypeError for other dtypes.
         ``buffer_offsets`` None: each block goes through a piece of ``num_bytes`` at the beginning of the buffer that
         no block in flight uses: one of ``queue_depth`` for a WRITE, of as many behind them for a READ. ``headers``,
-        only then: [n, h], h up to ``num_bytes``; row i is copied over the beginning of its piece just before block i
-        is written."""
+        only then: [n, h], h up to 4096; row i is copied over the beginning of every page of its piece just before
+        block i is written. Such requests in flight together are of one ``num_bytes``."""
     def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
         """(tag, status, error_number, offset, expected, actual); status as protocol.Status: OK, IO_ERROR,
         SHORT_IO or INTEGRITY. One entry per request, after its last block. OK: the request's own offset and bytes

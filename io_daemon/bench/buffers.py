@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NamedTuple
 
 from io_daemon._native import Region
-from io_daemon.errors import ConfigError
+from io_daemon.bench.report.machine import cgroup_ram_max_bytes
+from io_daemon.errors import ConfigError, WorldError
 from io_daemon.protocol import HUGE_PAGE_BYTES
 
 PREFAULT_THREADS_MAX: Final = 8
@@ -26,6 +28,14 @@ class Buffers(NamedTuple):
     def path(self) -> Path:
         """By which other processes of this user can map it, too."""
         return Path(f"/proc/{os.getpid()}/fd/{self.fd}")
+
+
+def available_bytes() -> int:
+    """Of memory, as the kernel estimates it; no more than the limit of this process's cgroup."""
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return min(int(line.split()[1]) * 1024, cgroup_ram_max_bytes(Path("/sys")) or sys.maxsize)
+    raise WorldError("/proc/meminfo does not say MemAvailable")
 
 
 @contextmanager

@@ -38,6 +38,16 @@ BAD_BLOCKS_SHOWN: Final = 8
 OpenEngine = Callable[[Target, Region], BlockEngine]
 
 
+def buffer_bytes(settings: IoSettings) -> int:
+    """Of one job's arena."""
+    return (2 * settings.iodepth + NUM_BATCHES * settings.verify * ios_verified(settings)) * settings.bs
+
+
+def ios_verified(settings: IoSettings) -> int:
+    """In one batch, where what is read is looked at."""
+    return min(max(VERIFIED_BYTES // settings.bs, BATCH_IOS_MIN), settings.num_blocks)
+
+
 class Job:
     """Owns its engine and its arena. Not thread-safe: one thread runs a job.
 
@@ -51,12 +61,11 @@ class Job:
         bs, depth = settings.bs, settings.iodepth
         self._ios_min = min(max(depth, BATCH_IOS_MIN), settings.num_blocks)
         self._ios_max = max(self._ios_min, min(int(settings.num_blocks * FILE_SHARE_MAX), BATCH_IOS_MAX))
-        self._ios_verified = min(max(VERIFIED_BYTES // bs, BATCH_IOS_MIN), self._ios_max)
-        num_kept = NUM_BATCHES * self._ios_verified if settings.verify else 0
-        num_slots = 2 * depth + num_kept
-        with open_buffers(num_slots * bs) as buffers:
+        self._ios_verified = ios_verified(settings)
+        num_bytes = buffer_bytes(settings)
+        with open_buffers(num_bytes) as buffers:
             arena, self.has_huge_pages = buffers.region, buffers.has_huge_pages
-        slots = arena.array()[: num_slots * bs].reshape(num_slots, bs)
+        slots = arena.array()[:num_bytes].reshape(-1, bs)
         self._kept = slots[2 * depth :]
         self._pattern = Pattern(slots[:depth], settings.num_blocks, settings.seed * 65536 + job)
         self._being_written = np.zeros(settings.num_blocks, np.bool_)
@@ -127,7 +136,9 @@ class Job:
                 if should_stop():
                     return
                 yield Batch(ahead.writes[begin : begin + num_ios], ahead.blocks[begin : begin + num_ios])
-            rate = (self._num_ended - num_before) / (time.perf_counter() - begin_s)
+            now_s = time.perf_counter()
+            rate = (self._num_ended - num_before) / (now_s - begin_s)
+            begin_s, num_before = now_s, self._num_ended
             num_ios = min(max(int(rate * BATCH_S), self._ios_min), self._ios_max)
 
     def _perform(
@@ -164,11 +175,15 @@ class Job:
         self.engine.submit(number, batch.writes, offsets, slots, headers)
 
     def _reap(self) -> list[int]:
-        deadline = time.monotonic() + STALL_TIMEOUT_S
+        """Batches that have ended. A batch may take as long as it likes while any I/O still ends."""
+        before, deadline = None, 0.0
         while True:
             ended = self.engine.reap(REAP_TIMEOUT_S)
             if ended:
                 return ended
+            counters = self.engine.counters()
+            if counters != before:
+                before, deadline = counters, time.monotonic() + STALL_TIMEOUT_S
             if time.monotonic() > deadline:
                 raise DeviceIOError(
                     errno=0,

@@ -10,13 +10,15 @@ from contextlib import ExitStack, contextmanager
 from typing import Final, Protocol
 
 from io_daemon._native import Region
+from io_daemon.bench.buffers import available_bytes
 from io_daemon.bench.engines.engine import BlockEngine, Counters, open_engine
-from io_daemon.bench.job import Job
+from io_daemon.bench.job import Job, buffer_bytes
 from io_daemon.bench.result import IoResult, Verification
 from io_daemon.bench.sample import Sample, cpu_between, cpu_seconds, direction_between, series_of
 from io_daemon.bench.settings import IoSettings, check_limit
 from io_daemon.bench.steady import find_steady_state
 from io_daemon.bench.target import Target
+from io_daemon.errors import ConfigError, WorldError
 from io_daemon.latency import Latencies
 from io_daemon.swap_dir import check_swap_dir
 
@@ -78,10 +80,23 @@ def open_targets(settings: IoSettings) -> Iterator[list[Target]]:
 @contextmanager
 def open_bench(settings: IoSettings, targets: Sequence[Target]) -> Iterator[Bench]:
     """Start an engine on each file."""
+    check_memory(settings)
     with ExitStack() as stack:
         opener = _engine_opener(settings)
         jobs = [stack.enter_context(Job(settings, target, job, opener)) for job, target in enumerate(targets)]
         yield Bench(settings, jobs)
+
+
+def check_memory(settings: IoSettings) -> None:
+    """Raises ConfigError if the buffers do not fit: the kernel would not refuse them but kill for them."""
+    wanted_bytes, there_bytes = settings.num_all_jobs * buffer_bytes(settings), available_bytes()
+    if wanted_bytes > there_bytes:
+        raise ConfigError(
+            "iodepth",
+            settings.iodepth,
+            f"so many blocks of {settings.bs} bytes for each of {settings.num_all_jobs} jobs need "
+            f"{wanted_bytes / 1e9:.1f} GB of buffers, and {there_bytes / 1e9:.1f} GB of memory are available: lower it",
+        )
 
 
 def _engine_opener(settings: IoSettings) -> Callable[[Target, Region], BlockEngine]:
@@ -225,7 +240,8 @@ class Bench:
             deadline = time.monotonic() + JOIN_TIMEOUT_S
             for thread in threads:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        still_works()
+        if still_works():
+            raise WorldError(f"I/O in flight has not ended within {JOIN_TIMEOUT_S:g} s of the end of the measurement")
 
     def _sample_for(self, seconds: float, still_works: Callable[[], bool], observer: Observer) -> list[Sample]:
         """Samples at equal intervals over so long, or until the write limit is reached."""

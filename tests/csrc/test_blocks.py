@@ -134,23 +134,23 @@ def test_a_block_beyond_the_end_is_short(make_bench: MakeBench, tmp_path: Path) 
 
 
 def test_blocks_without_places_go_through_a_piece_for_each_in_flight(make_bench: MakeBench, tmp_path: Path) -> None:
-    """Many more blocks than pieces: each write is found with its header and the rest of one piece behind it, and what
-    the pieces for writes hold behind their headers stays, whatever is read in between."""
+    """Many more blocks than pieces: each write is found with its header over every page of one of the pieces, which
+    stay as they were behind their headers, whatever is read in between."""
     bench = make_bench(direct=True)
     header_bytes = 16
     num_bytes = 5 * PAGE_BYTES
-    pieces = bench.region.array()[: QUEUE_DEPTH * num_bytes].reshape(QUEUE_DEPTH, num_bytes)
-    bodies = {bytes(piece[header_bytes:]) for piece in pieces}
+    pieces = bench.region.array()[: QUEUE_DEPTH * num_bytes].reshape(QUEUE_DEPTH, -1, PAGE_BYTES)
+    bodies = {bytes(piece[:, header_bytes:]) for piece in pieces}
     writes = (np.arange(2 * NUM_BLOCKS) % 2).astype(np.uint8)
     offsets = np.arange(NUM_BLOCKS, dtype=np.uint64).repeat(2) * np.uint64(num_bytes)
     headers = np.random.default_rng(7).integers(0, 256, (2 * NUM_BLOCKS, header_bytes), dtype=np.uint8)
     for _ in range(2):
         bench.reactor.submit_blocks(5, bench.file, writes, offsets, bench.buffer, None, num_bytes, headers)
         assert bench.finish() == [(5, Status.OK, 0, 0, 2 * NUM_BLOCKS * num_bytes, 2 * NUM_BLOCKS * num_bytes)]
-    found = np.fromfile(tmp_path / "file", np.uint8)[: NUM_BLOCKS * num_bytes].reshape(NUM_BLOCKS, num_bytes)
-    assert (found[:, :header_bytes] == headers[writes == 1]).all()
-    assert {bytes(block[header_bytes:]) for block in found} <= bodies
-    assert {bytes(piece[header_bytes:]) for piece in pieces} == bodies
+    found = np.fromfile(tmp_path / "file", np.uint8)[: NUM_BLOCKS * num_bytes].reshape(NUM_BLOCKS, -1, PAGE_BYTES)
+    assert (found[:, :, :header_bytes] == headers[writes == 1, None]).all()
+    assert {bytes(block[:, header_bytes:]) for block in found} <= bodies
+    assert {bytes(piece[:, header_bytes:]) for piece in pieces} == bodies
 
 
 def test_reads_without_places_land_behind_the_pieces_for_writes(tmp_path: Path) -> None:

@@ -104,7 +104,7 @@ def test_huge_pages_are_those_that_prefault_reports() -> None:
     huge_bytes = region.prefault(2)
     assert huge_bytes <= 3 * HUGE_PAGE_BYTES
     assert huge_bytes_mapped(region) >= huge_bytes
-    assert os.fstat(fd).st_blocks * 512 == num_bytes
+    assert os.fstat(fd).st_blocks * 512 >= num_bytes
     other = Region(fd, num_bytes, writable=False)  # as the daemon maps a rank's arena
     os.close(fd)
     assert (other.array()[::PAGE_BYTES] == 9).all()

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from io_daemon._native import Region
 from io_daemon.bench.engines.engine import BlockEngine
+from io_daemon.protocol import PAGE_BYTES
 from tests.support.reactor import DEADLINE_S
 
 BS: Final = 16384
@@ -42,9 +43,14 @@ def check_own_slots(engine: BlockEngine, path: Path, arena: Region, iodepth: int
     assert reap_all(engine, 1) == [1]
     found = np.fromfile(path, np.uint8).reshape(NUM_SLOTS, BS)
     assert (found[1::2] == content[1::2]).all()
-    assert (found[::2, :24] == headers[::2]).all()
-    bodies = {bytes(slot[24:]) for slot in before[:iodepth]}
-    assert {bytes(block[24:]) for block in found[::2]} <= bodies == {bytes(slot[24:]) for slot in slots[:iodepth]}
+    written, bodies, bodies_after = (
+        [block.reshape(-1, PAGE_BYTES) for block in blocks]
+        for blocks in (found[::2], before[:iodepth], slots[:iodepth])
+    )
+    assert all((block[:, :24] == header).all() for block, header in zip(written, headers[::2], strict=True))
+    behind_headers = {bytes(body[:, 24:]) for body in bodies}
+    assert {bytes(block[:, 24:]) for block in written} <= behind_headers
+    assert {bytes(body[:, 24:]) for body in bodies_after} == behind_headers
     assert {bytes(slot) for slot in slots[iodepth : 2 * iodepth]} <= {bytes(block) for block in content[1::2]} | {
         bytes(slot) for slot in before[iodepth : 2 * iodepth]
     }

@@ -16,6 +16,7 @@ import time
 from typing import Final
 
 import aiofiles
+import numpy as np
 from aiofiles.threadpool.binary import AsyncFileIO
 
 from io_daemon._native import Region
@@ -85,8 +86,7 @@ class AiofilesEngine(LedgerEngine):
 
     async def _perform(self, file: AsyncFileIO, io: BlockIo, slot: int) -> None:
         block = self._arena[slot * self._bs : (slot + 1) * self._bs]
-        if io.header is not None:
-            block[: io.header.size] = io.header.data
+        io.write_header(np.frombuffer(block, np.uint8))
         num_moved = num_short = 0
         begin_ns = time.perf_counter_ns()
         try:

@@ -49,7 +49,7 @@ class BlockEngine(Protocol):
     ) -> None:
         """Queue a batch of n; never blocks. ``writes``: [n], 1 for a write, 0 for a read. ``offsets``: [n], bytes in
         the file. ``slots``: [n], which ``bs`` bytes of the arena; None: as above, and then ``headers``, [n, h], are
-        copied over the first h bytes of the slots of writes. In flight in the order given."""
+        copied over the first h bytes of every 4 KiB of the slots of writes. In flight in the order given."""
 
     def reap(self, timeout_s: float) -> list[int]:
         """Tags of batches that have ended since; waits for one at most ``timeout_s``, then returns none.

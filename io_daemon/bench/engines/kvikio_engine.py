@@ -107,8 +107,7 @@ class KvikioEngine(LedgerEngine):
                 self._ledger.fail(io, None if is_short else error, 0)
 
     def _perform(self, io: BlockIo, slot: NDArray[np.uint8], gpu: CudaBytes | None) -> None:
-        if io.header is not None:
-            slot[: io.header.size] = io.header
+        io.write_header(slot)
         if self._gpu is not None and gpu is not None and io.write:
             self._gpu.copy_in(gpu, slot.ctypes.data)
         move = self._file.pwrite if io.write else self._file.pread

@@ -8,9 +8,13 @@ import queue
 import threading
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from io_daemon.bench.engines.engine import Counters, Headers, Places, Writes
 from io_daemon.errors import DeviceIOError
 from io_daemon.latency import Histogram, Latencies
+from io_daemon.protocol import PAGE_BYTES
 
 
 class BlockIo(NamedTuple):
@@ -21,7 +25,12 @@ class BlockIo(NamedTuple):
     offset: int
     slot: int | None
     header: Headers | None
-    """[h]: to be copied over the beginning of the slot before it is written."""
+    """[h]: to be copied over the beginning of every page of the slot before it is written."""
+
+    def write_header(self, slot: NDArray[np.uint8]) -> None:
+        if self.header is not None:
+            for page in range(0, slot.size, PAGE_BYTES):
+                slot[page : page + self.header.size] = self.header
 
     def slot_at(self, place: int, iodepth: int) -> int:
         """``place``: of ``iodepth`` in flight, where it is performed if it names no slot."""

@@ -93,7 +93,7 @@ def describe_machine(directories: Sequence[Path], *, proc: Path = PROC, sys: Pat
         numa_nodes=read_text(sys / "devices" / "system" / "node" / "online"),
         ram_bytes=memory.get("MemTotal"),
         ram_available_bytes=memory.get("MemAvailable"),
-        cgroup_ram_max_bytes=_cgroup_ram_max_bytes(sys),
+        cgroup_ram_max_bytes=cgroup_ram_max_bytes(sys),
         swap_bytes=memory.get("SwapTotal"),
         page_bytes=resource.getpagesize(),
         memlock_bytes=_memlock_bytes(proc),
@@ -134,7 +134,7 @@ def _memory(proc: Path) -> dict[str, int]:
     return {name: int(rest.split()[0]) << 10 for name, _, rest in fields if rest.split()[1:] == ["kB"]}
 
 
-def _cgroup_ram_max_bytes(sys: Path) -> int | None:
+def cgroup_ram_max_bytes(sys: Path) -> int | None:
     """Of a container, which sees its own cgroup as the root: version 2, then version 1."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         limit = read_integer(sys / "fs" / "cgroup" / name)

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from io_daemon.bench.buffers import available_bytes
 from io_daemon.bench.settings import FREE_SHARE_KEPT
-from io_daemon.errors import WorldError
 from io_daemon.swap_dir import check_swap_dir
 
 RAM_SHARE_MAX: Final = 0.5
@@ -28,7 +28,4 @@ def disk_room_bytes(directories: Sequence[Path]) -> int:
 
 def arena_room_bytes() -> float:
     """That arenas may take of memory."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024 * RAM_SHARE_MAX
-    raise WorldError("/proc/meminfo does not say MemAvailable")
+    return available_bytes() * RAM_SHARE_MAX

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 from io_daemon.bench.pattern import STAMP_BYTES, Pattern
 
-BS, NUM_SLOTS, NUM_BLOCKS = 4096, 6, 12
+PAGE_BYTES = 4096
+BS, NUM_SLOTS, NUM_BLOCKS = 3 * PAGE_BYTES, 6, 12
 
 
 class Disk:
@@ -24,7 +25,9 @@ class Disk:
     def write(self, *blocks: int, first_slot: int = 0) -> None:
         chosen = np.array(blocks, np.uint64)
         self.blocks[chosen] = self.slots[first_slot : first_slot + len(blocks)]
-        self.blocks[chosen, :STAMP_BYTES] = self.pattern.stamps(chosen, np.ones(len(blocks), np.bool_))
+        stamps = self.pattern.stamps(chosen, np.ones(len(blocks), np.bool_))
+        for page in range(0, BS, PAGE_BYTES):
+            self.blocks[chosen, page : page + STAMP_BYTES] = stamps
 
     def faults(self, *blocks: int) -> list[tuple[int, str]]:
         chosen = np.array(blocks, np.uint64)
@@ -57,16 +60,21 @@ def misplace(blocks: NDArray[np.uint8]) -> None:
 
 
 def tear(blocks: NDArray[np.uint8]) -> None:
-    blocks[4, BS // 2 :] = blocks[5, BS // 2 :]
+    blocks[4, PAGE_BYTES:] = blocks[5, PAGE_BYTES:]
+
+
+def tear_a_page(blocks: NDArray[np.uint8]) -> None:
+    blocks[4, 2048:PAGE_BYTES] = blocks[5, 2048:PAGE_BYTES]
 
 
 @pytest.mark.parametrize(
     ("harm", "said"),
     [
-        (flip, "1 bytes differ, the first at byte 1000"),
-        (lose, "not a stamp"),
-        (misplace, "holds block 5"),
-        (tear, "bytes differ, the first at byte 20"),
+        (flip, "1 words of 8 bytes differ, the first at byte 1000"),
+        (lose, "no stamp of this run"),
+        (misplace, "holds block 5 (3 of 3 pages, first 0)"),
+        (tear, "holds block 5 (2 of 3 pages, first 1)"),
+        (tear_a_page, "256 words of 8 bytes differ, the first at byte 2048"),
     ],
 )
 def test_harm_is_found_and_named(disk: Disk, harm: Callable[[NDArray[np.uint8]], None], said: str) -> None:
@@ -80,17 +88,31 @@ def test_a_stale_block_is_found(disk: Disk) -> None:
     before = disk.blocks[3].copy()
     disk.write(3)
     disk.blocks[3] = before
-    assert disk.faults(3) == [(3, "it holds write 1 of this block, the last was 2")]
+    assert disk.faults(3) == [(3, "it holds write 1 of this block, the last was 2 (3 of 3 pages, first 0)")]
+
+
+def test_the_rest_of_a_torn_write_is_found_although_its_slot_is_the_same(disk: Disk) -> None:
+    """At a depth of 1 there is but one slot."""
+    disk.write(3)
+    before = disk.blocks[3, PAGE_BYTES:].copy()
+    disk.write(3)
+    assert disk.faults(3) == []
+    disk.blocks[3, PAGE_BYTES:] = before
+    assert disk.faults(3) == [(3, "it holds write 2 of this block, the last was 3 (2 of 3 pages, first 1)")]
 
 
 def test_blocks_of_another_run_are_found(disk: Disk) -> None:
-    other = Disk(seed=2)
+    """Also of one with the same seed, which wrote the same block as often: on the extents that it has left behind."""
+    other = Disk()
+    other.write(4)
     other.write(4)
     disk.blocks[4] = other.blocks[4]
-    assert "not a stamp of this run" in disk.faults(4)[0][1]
+    assert "no stamp of this run" in disk.faults(4)[0][1]
 
 
-@pytest.mark.parametrize("byte", [0, 8, 16, 24, STAMP_BYTES, BS - 1])
+@pytest.mark.parametrize(
+    "byte", [0, 8, 16, 24, STAMP_BYTES, PAGE_BYTES - 1, PAGE_BYTES, PAGE_BYTES + STAMP_BYTES, BS - 1]
+)
 def test_any_flipped_bit_is_found(disk: Disk, byte: int) -> None:
     for bit in range(8):
         disk.blocks[2, byte] ^= 1 << bit
@@ -99,7 +121,7 @@ def test_any_flipped_bit_is_found(disk: Disk, byte: int) -> None:
 
 
 def test_slots_differ_from_each_other(disk: Disk) -> None:
-    bodies = disk.slots[:, STAMP_BYTES:]
+    bodies = disk.slots[:, STAMP_BYTES:PAGE_BYTES]
     assert len({body.tobytes() for body in bodies}) == NUM_SLOTS
     assert (bodies == 0).mean() < 0.01  # random, so a drive that compresses gains nothing
 
@@ -110,4 +132,4 @@ def test_slots_of_a_batch_hold_the_generations_in_order(disk: Disk) -> None:
     kept = disk.blocks[2].copy()
     disk.write(2, first_slot=1)
     disk.blocks[2] = kept
-    assert disk.faults(2) == [(2, "it holds write 2 of this block, the last was 3")]
+    assert disk.faults(2) == [(2, "it holds write 2 of this block, the last was 3 (3 of 3 pages, first 0)")]

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from io_daemon.bench import run
 from io_daemon.bench.engines.engine import engine_problem
 from io_daemon.bench.result import IoResult
-from io_daemon.bench.run import Silent, run_io
+from io_daemon.bench.run import Silent, open_bench, open_targets, run_io
 from io_daemon.bench.settings import RW, IoSettings
+from io_daemon.bench.target import DATA_OFFSET
 from io_daemon.errors import ConfigError, DeviceIOError, SwapSpaceError
 from tests.conftest import MountTmpfs
 
@@ -114,7 +116,7 @@ def test_bit_flips_on_the_way_to_the_disk_are_found(engine: str, tmp_path: Path)
     if result.verification is None:
         raise AssertionError(result)
     assert result.verification.num_bad_blocks == 2
-    assert any("1 bytes differ, the first at byte 5000" in line for line in result.verification.bad)
+    assert any("1 words of 8 bytes differ, the first at byte 5000" in line for line in result.verification.bad)
     assert all(str(tmp_path) in line for line in result.verification.bad)
 
 
@@ -185,7 +187,7 @@ def test_a_file_that_vanishes_is_said(tmp_path: Path) -> None:
 
 
 def test_buffered_runs_are_warned_about(tmp_path: Path) -> None:
-    result = measure(tmp_path, rw="read", direct=False, bs=4096 + 512, size=1 << 20)
+    result = measure(tmp_path, rw="read", direct=False, bs=512, size=1 << 20)
     assert not result.direct
     assert any("page cache" in warning for warning in result.warnings)
     assert result.verification is not None
@@ -228,12 +230,41 @@ def test_an_interrupt_cleans_up(tmp_path: Path) -> None:
         ({"rw": "trim"}, "'read'"),
         ({"memory": "gpu"}, "--engine kvikio"),
         ({"iodepth": 65, "size": 64 << 20}, "raise --numjobs"),
+        ({"direct": False, "bs": 4608}, "below 4096 nor a multiple"),
         ({"directories": ()}, "at least 1"),
     ],
 )
 def test_settings_that_cannot_work_are_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=said):
         settings(tmp_path, **changes)
+
+
+def test_buffers_beyond_the_memory_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "available_bytes", lambda: 4 * 2 * 4 * BS - 1)
+    wanted = settings(tmp_path, numjobs=4, verify=False)
+    with pytest.raises(ConfigError, match="for each of 4 jobs"), open_targets(wanted) as targets:
+        open_bench(wanted, targets).__enter__()
+    monkeypatch.setattr(run, "available_bytes", lambda: 4 * 2 * 4 * BS)
+    with open_targets(wanted) as targets, open_bench(wanted, targets) as bench:
+        assert len(bench.jobs) == 4
+
+
+def test_the_rest_of_a_torn_write_is_found_at_any_depth(tmp_path: Path) -> None:
+    """Blocks are written twice, and what the first write left behind the first page comes back."""
+    wanted = settings(tmp_path, rw="write", iodepth=1)
+    with open_targets(wanted) as targets, open_bench(wanted, targets) as bench:
+        bench.lay_out(Silent())
+        path = targets[0].path
+        before = path.read_bytes()
+        bench.lay_out(Silent())
+        with path.open("r+b") as file:
+            for block in range(0, NUM_BLOCKS, 2):
+                begin, end = (DATA_OFFSET + block * BS + within for within in (4096, BS))
+                file.seek(begin)
+                file.write(before[begin:end])
+        verification = bench.verify(Silent())
+    assert verification.num_bad_blocks == NUM_BLOCKS // 2
+    assert "it holds write 1 of this block, the last was 2" in verification.bad[0]
 
 
 def test_a_write_that_takes_long_is_not_overtaken(tmp_path: Path) -> None:
