@@ -16,10 +16,10 @@ from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import IoResult, SweepFinalist, SweepReplay, SweepResult
 from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, open_targets, run_io
 from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, Directories, IoSettings, check_limit
-from io_daemon.bench.steps.step_race import StepRace, race_problem, run_race, runners_of
+from io_daemon.bench.steps.step_race import StepRace, race_problem, race_writes_at_most, run_race, runners_of
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
 from io_daemon.bench.target import Target
-from io_daemon.errors import ConfigError
+from io_daemon.errors import ConfigError, DaemonLostError
 from io_daemon.tuning import Tuning, remember
 
 LAYOUT_BS: Final = 1 << 20
@@ -76,10 +76,10 @@ def run_sweep(settings: SweepSettings, observer: Observer | None = None) -> Swee
     plan = SweepPlan(engines, BLOCK_SIZES, [depth for depth in DEPTHS if 2 * depth * BLOCK_SIZES[-1] <= settings.size])
     begin = time.perf_counter()
     left_bytes, warnings = _search(settings, plan, observer)
-    race = _race(settings, plan, left_bytes, observer, warnings)
+    race, race_bytes = _race(settings, plan, left_bytes, observer, warnings)
     chosen = plan.chosen(race.steps_s if race else {})
     seconds = time.perf_counter() - begin
-    left_bytes -= race.written_bytes if race else 0
+    left_bytes -= race_bytes
     confirmation = _confirm(settings, chosen, left_bytes, observer, warnings)
     remembered_in = None
     if settings.remember and not (confirmation is not None and confirmation.has_bad_blocks):
@@ -147,11 +147,12 @@ def within_write_limit(settings: SweepSettings, write_bw_bytes: float) -> SweepS
 
 def _race(
     settings: SweepSettings, plan: SweepPlan, left_bytes: int, observer: Observer, warnings: list[str]
-) -> StepRace | None:
-    """A training step with each finalist. None if there is but one, or, with a warning, if it cannot be."""
+) -> tuple[StepRace | None, int]:
+    """A training step with each finalist, and bytes written at most. None if there is but one, or, with a warning, if
+    it cannot be."""
     finalists = plan.finalists()
     if len(finalists) == 1:
-        return None
+        return None, 0
     size_bytes = settings.size * len(settings.directories)
     runners = runners_of(
         finalists, num_directories=len(settings.directories), size_bytes=size_bytes, bw_bytes=plan.best_score
@@ -159,8 +160,13 @@ def _race(
     problem = race_problem(runners, settings.directories, size_bytes=size_bytes, write_limit_bytes=left_bytes)
     if problem is not None:
         warnings.append(f"no training step was replayed, so bandwidth alone has chosen: {problem}")
-        return None
-    return run_race(runners, settings.directories, observer)
+        return None, 0
+    try:
+        race = run_race(runners, settings.directories, observer)
+    except DaemonLostError as error:  # all together take more locked memory or kernel requests than one in training
+        warnings.append(f"no training step could be replayed, so bandwidth alone has chosen: {error}")
+        return None, race_writes_at_most(runners)
+    return race, race.written_bytes
 
 
 def _replay_of(race: StepRace) -> SweepReplay:

@@ -82,9 +82,14 @@ def race_problem(
         return "the disks have too little free space for it"
     if sum(runner.trace.num_frames * runner.trace.frame_bytes for runner in runners) > arena_room_bytes():
         return "too little memory is free for it: lower --size"
-    if sum(writes_at_most(runner.trace, WARM_UP_STEPS + TURNS_MAX) for runner in runners) > write_limit_bytes:
+    if race_writes_at_most(runners) > write_limit_bytes:
         return "--write-limit leaves too little for it"
     return None
+
+
+def race_writes_at_most(runners: Sequence[Runner]) -> int:
+    """Bytes, all together."""
+    return sum(writes_at_most(runner.trace, WARM_UP_STEPS + TURNS_MAX) for runner in runners)
 
 
 def run_race(runners: Sequence[Runner], directories: Sequence[Path], observer: Observer) -> StepRace:

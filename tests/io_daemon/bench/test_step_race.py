@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -30,13 +31,22 @@ from io_daemon.bench.sweep import (
 )
 from io_daemon.bench.sweep_plan import Cell, SweepPlan
 from io_daemon.cli import main
-from io_daemon.errors import ConfigError
+from io_daemon.errors import ConfigError, DeviceIOError
+from io_daemon.process import DaemonProcess
 from tests.support.daemon import DEADLINE_S, eventually
 from tests.support.signals import heed_signals
 from tests.support.small_step import small_step
 
 ROOT = Path(__file__).resolve().parents[3]
 CELLS = (Cell("posix", 1 << 16, 4), Cell("posix", 1 << 17, 2), Cell("posix", 1 << 18, 1))
+
+
+@pytest.fixture
+def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However full disk and memory are here."""
+    monkeypatch.setattr("io_daemon.bench.steps.step_race.disk_room_bytes", lambda directories: 1 << 40)
+    monkeypatch.setattr("io_daemon.bench.steps.step_race.arena_room_bytes", lambda: 1 << 40)
+    monkeypatch.setattr("io_daemon.bench.target.FREE_SHARE_KEPT", 0.0)
 
 
 def small_runners(cells: Sequence[Cell]) -> list[Runner]:
@@ -74,6 +84,7 @@ def test_a_slow_drive_replays_less() -> None:
     assert fast > 10 * slow
 
 
+@pytest.mark.usefixtures("roomy")
 @pytest.mark.parametrize(
     ("size_bytes", "write_limit_bytes", "words"),
     [(1 << 30, 1 << 40, None), (1 << 20, 1 << 40, "--size"), (1 << 30, 1 << 20, "--write-limit")],
@@ -120,6 +131,7 @@ def test_rounds_leave_of_the_write_limit_what_comes_after(
     assert CELL_S_MIN <= found.cell_s <= given.cell_s
 
 
+@pytest.mark.usefixtures("roomy")
 def test_the_search_stays_within_the_write_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cell of a drive as fast as this writes whatever it may."""
     given = quick_sweep(tmp_path, exhaustive=True, write_limit_bytes=200 << 20)
@@ -136,6 +148,7 @@ def test_the_search_stays_within_the_write_limit(tmp_path: Path, monkeypatch: py
     assert any("the search ended early" in warning for warning in result.warnings)
 
 
+@pytest.mark.usefixtures("roomy")
 def test_a_cell_that_the_write_limit_cuts_short_does_not_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     given = quick_sweep(tmp_path, write_limit_bytes=65 << 20)
     monkeypatch.setattr("io_daemon.bench.sweep._measure", lambda *_: (1e15, 2 << 20))
@@ -149,6 +162,7 @@ def three_measured(plan: SweepPlan) -> list[Cell]:
     return [Cell(cell.engine, cell.bs, cell.iodepth) for cell in plan.cells()[:3]]
 
 
+@pytest.mark.usefixtures("roomy")
 def test_a_sweep_lets_its_finalists_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("io_daemon.bench.steps.step_race.STATE_BYTES_MIN", 1 << 20)
     monkeypatch.setattr(SweepPlan, "finalists", three_measured)
@@ -163,11 +177,41 @@ def test_a_sweep_lets_its_finalists_race(tmp_path: Path, monkeypatch: pytest.Mon
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("roomy")
 def test_a_sweep_too_small_to_replay_chooses_by_bandwidth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SweepPlan, "finalists", three_measured)
     result = run_sweep(quick_sweep(tmp_path))
     assert result.replay is None
     assert any("--size" in warning for warning in result.warnings)
+
+
+@pytest.mark.usefixtures("roomy")
+def test_a_daemon_that_cannot_start_leaves_the_choice_to_bandwidth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dies = (sys.executable, "-c", "import sys; sys.exit('no locked memory left')")
+    monkeypatch.setattr("io_daemon.bench.sweep._measure", lambda *_: (1e9, 0))
+    monkeypatch.setattr("io_daemon.bench.steps.step_race.DaemonProcess", partial(DaemonProcess, command=dies))
+    monkeypatch.setattr("io_daemon.bench.steps.step_race.STATE_BYTES_MIN", 1 << 20)
+    monkeypatch.setattr(SweepPlan, "finalists", three_measured)
+    result = run_sweep(quick_sweep(tmp_path))
+    assert result.replay is None
+    assert any("no locked memory left" in warning for warning in result.warnings)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("roomy")
+def test_a_failing_drive_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*words: object) -> None:
+        raise DeviceIOError(errno=5, path="p", offset=0, expected_bytes=1, actual_bytes=0, operation="read")
+
+    monkeypatch.setattr("io_daemon.bench.sweep._measure", lambda *_: (1e9, 0))
+    monkeypatch.setattr("io_daemon.bench.sweep.run_race", fails)
+    monkeypatch.setattr("io_daemon.bench.steps.step_race.STATE_BYTES_MIN", 1 << 20)
+    monkeypatch.setattr(SweepPlan, "finalists", three_measured)
+    with pytest.raises(DeviceIOError):
+        run_sweep(quick_sweep(tmp_path))
+    assert list(tmp_path.iterdir()) == []
 
 
 RACE_FOR_EVER = """
