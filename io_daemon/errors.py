@@ -68,13 +68,12 @@ class SwapBusyError(WorldError):
 
 
 class BudgetError(WorldError):
-    """A memory budget too small for the model. ``smallest_bytes`` is the least that works."""
+    """A memory budget too small for the model. ``smallest_bytes`` is the least that works, ``remedy`` says so."""
 
     def __init__(self, *, key: str, budget_bytes: int, smallest_bytes: int, reason: str) -> None:
         self.key, self.budget_bytes, self.smallest_bytes = key, budget_bytes, smallest_bytes
-        super().__init__(
-            f"{key} = {budget_bytes} is too small: {reason}; the smallest that works is {smallest_bytes} bytes"
-        )
+        self.remedy = f"is too small: {reason}; the smallest that works is {smallest_bytes} bytes"
+        super().__init__(f"{key} = {budget_bytes} {self.remedy}")
 
 
 class DaemonLostError(WorldError):

@@ -26,7 +26,7 @@ from io_daemon.bench.steps.step_scale import is_fine, of_node, scaled, with_budg
 from io_daemon.bench.steps.step_settings import StepSettings
 from io_daemon.bench.steps.step_trace import StepTrace, load, work_before
 from io_daemon.client import Client
-from io_daemon.errors import ConfigError, SwapSpaceError
+from io_daemon.errors import BudgetError, ConfigError, SwapSpaceError
 from io_daemon.process import DaemonProcess, daemon_options
 from io_daemon.tuning import Chosen, choose
 from io_daemon.window import ahead_bytes
@@ -45,7 +45,10 @@ def run_step(settings: StepSettings, observer: Observer | None = None) -> StepRe
     observer = observer or Silent()
     rank = load(settings.trace)
     if settings.host_budget_bytes is not None:
-        rank = with_budget(rank, settings.host_budget_bytes)
+        try:
+            rank = with_budget(rank, settings.host_budget_bytes)
+        except BudgetError as error:  # here a setting like any other
+            raise ConfigError(error.key, error.budget_bytes, error.remedy) from error
     room_bytes = disk_room_bytes(settings.directories)
     chosen = choose(settings.directories, settings.daemon_engine, settings.bs, settings.iodepth)
     ahead = ahead_bytes(chosen.queue_depth, chosen.block_bytes, len(settings.directories))

@@ -155,6 +155,11 @@ def test_bad_data_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[
         (("step", "{}", "--trace", "none"), 2, "--trace = 'none': is no file"),
         (("step", "{}", "--trace", "gpt-168m", "--steps", "1"), 2, "--steps = 1: should be"),
         (("step", "{}", "--trace", "gpt-168m", "--tbw", "-1"), 2, "--tbw = -1.0: should be"),
+        (
+            ("step", "{}", "--trace", "gpt-168m", "--host-budget-bytes", "1M"),
+            2,
+            "--host-budget-bytes = 1048576: is too small: ",
+        ),
         (("step", "{}", "--trace", "gpt-168m", "--write-limit", "1M"), 2, "--write-limit = 1048576: "),
         (("io", "{}", "--baseline", "/dev/null"), 2, "--baseline = '/dev/null'"),
         (("compare", "{}", "--engines", "posix"), 2, "--engines = 'posix': should be 'io_uring'"),
