@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import resource
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,6 +26,9 @@ TORCH_VERSION_MIN = (2, 6)
 GIB = 1 << 30
 FREE_BYTES_WARNED = 10 * GIB
 MEMLOCK_BYTES_WARNED = 1 * GIB
+COLLAPSE_KERNEL_MIN = (6, 1)
+"""From here on huge pages are asked for (MADV_COLLAPSE), whatever the setting below says."""
+SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
 class Verdict(Enum):
@@ -182,23 +186,32 @@ def _memory(facts: MachineFacts) -> list[Finding]:
     findings = [_ok("memory", f"{size_text(available)} of {size_text(total)} available")]
     if facts.cgroup_ram_max_bytes is not None:
         findings.append(_ok("memory of this cgroup", size_text(facts.cgroup_ram_max_bytes)))
-    findings.append(_huge_pages())
+    findings.append(_huge_pages(facts.kernel or ""))
     return findings
 
 
-def _huge_pages() -> Finding:
-    name = "huge pages for arenas"
-    with open_buffers(HUGE_PAGE_BYTES) as buffers:
-        if buffers.has_huge_pages:
-            return _ok(name, "given when asked for")
-    allowed = read_text(Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")) or "not in this kernel"
+def _huge_pages(kernel: str) -> Finding:
+    name, until_then = "huge pages for arenas", "until then pages of 4 KiB are used"
+    try:
+        with open_buffers(HUGE_PAGE_BYTES) as buffers:
+            if buffers.has_huge_pages:
+                return _ok(name, "given when asked for")
+    except ConfigError as error:
+        return _fail(name, f"not even one: {error.remedy}", "free some memory, or raise the limit of this cgroup")
+    allowed = read_text(SHMEM_ENABLED)
+    if allowed is None:
+        return _absent(name, "not in this kernel", f"one with CONFIG_TRANSPARENT_HUGEPAGE; {until_then}")
     chosen = allowed.partition("[")[2].partition("]")[0] or allowed
+    version = re.match(r"(\d+)\.(\d+)", kernel)
+    if version is not None and tuple(map(int, version.groups())) >= COLLAPSE_KERNEL_MIN:
+        remedy = f"echo 1 > /proc/sys/vm/compact_memory; {until_then}"
+        return _absent(name, "refused when asked for: free memory is in pieces", remedy)
     if chosen in ("always", "within_size", "advise", "force"):
         return _ok(name, f"transparent, {chosen}")
     return _absent(
         name,
-        f"transparent: {chosen}; asked for (Linux 6.1): refused",
-        "echo advise > /sys/kernel/mm/transparent_hugepage/shmem_enabled; until then pages of 4 KiB are used",
+        f"transparent: {chosen}; this kernel cannot be asked for them, as Linux 6.1 can",
+        f"echo advise > {SHMEM_ENABLED}; {until_then}",
     )
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from infinity.doctor import Finding, Verdict, doctor, examine
+from infinity.doctor import Finding, Verdict, _huge_pages, doctor, examine
 from io_daemon import _native
+from io_daemon.bench.buffers import Buffers, open_buffers
 
 
 def _by_subject(findings: list[Finding]) -> dict[str, Finding]:
@@ -84,6 +89,43 @@ def test_a_low_memlock_limit_says_what_follows(monkeypatch: pytest.MonkeyPatch) 
     assert "64 KiB" in finding.value
     assert "pin_memory" in finding.value
     assert "ulimit -l" in finding.remedy
+
+
+@pytest.mark.parametrize(
+    ("kernel", "shmem_enabled", "verdict", "words"),
+    [
+        ("6.1.0-18-amd64", "always within_size advise [never] deny force", Verdict.ABSENT, "vm/compact_memory"),
+        ("6.18.44", "always within_size [advise] never deny force", Verdict.ABSENT, "vm/compact_memory"),
+        ("5.15.0-generic", "always within_size advise [never] deny force", Verdict.ABSENT, "echo advise > "),
+        ("5.15.0-generic", "always within_size [advise] never deny force", Verdict.OK, ""),
+        ("6.8.0", None, Verdict.ABSENT, "CONFIG_TRANSPARENT_HUGEPAGE"),
+        ("unknown", "always within_size advise [never] deny force", Verdict.ABSENT, "echo advise > "),
+    ],
+)
+def test_refused_huge_pages_have_the_remedy_of_the_kernel(
+    kernel: str, shmem_enabled: str | None, verdict: Verdict, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def refused(num_bytes: int) -> Iterator[Buffers]:
+        with open_buffers(num_bytes) as buffers:
+            yield buffers._replace(has_huge_pages=False)
+
+    monkeypatch.setattr("infinity.doctor.open_buffers", refused)
+    monkeypatch.setattr("infinity.doctor.read_text", lambda _: shmem_enabled)
+    finding = _huge_pages(kernel)
+    assert finding.verdict is verdict
+    assert words in finding.remedy
+
+
+def test_no_memory_for_a_huge_page_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr("io_daemon.bench.buffers.os.truncate", full)
+    finding = _by_subject(examine([]))["huge pages for arenas"]
+    assert finding.verdict is Verdict.FAILED
+    assert "Cannot allocate memory" in finding.value
+    assert finding.remedy
 
 
 def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
