@@ -30,8 +30,8 @@ HOST_BUDGET_BYTES = 12 << 20
 """For 43 MiB of state."""
 BLOCK_BYTES, QUEUE_DEPTH = 64 << 10, 8
 NUM_STEPS, STEPS_SETTLED = 7, 4
-BYTES_ERROR_MAX = 0.25
-"""1 % here; more where reads and writes end in another order."""
+BYTES_ERROR_MAX = 0.2
+"""Predicted 6 % (reads) and 2 to 4 % (writes) short here; 13 % beside four busy processes, where prefetching lags."""
 
 
 def gpt() -> tuple[nn.Module, torch.Tensor]:
