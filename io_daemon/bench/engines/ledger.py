@@ -46,6 +46,7 @@ class Ledger:
         self._path = path
         self._bs = bs
         self._ended: queue.SimpleQueue[int | DeviceIOError] = queue.SimpleQueue()
+        self._next_error: DeviceIOError | None = None
         self._lock = threading.Lock()  # guards all that follows
         self._num_left: dict[int, int] = {}
         self._num_unreaped = 0
@@ -110,7 +111,10 @@ class Ledger:
             self._ended.put(self._failed.pop(io.tag, io.tag))
 
     def reap(self, timeout_s: float) -> list[int]:
-        """As ``BlockEngine.reap``."""
+        """As ``BlockEngine.reap``, but what ended before a batch that failed is reported, and the failure next time."""
+        if self._next_error is not None:
+            error, self._next_error = self._next_error, None
+            raise error
         tags: list[int] = []
         try:
             ended = self._ended.get(timeout=timeout_s) if timeout_s > 0 else self._ended.get_nowait()
@@ -118,7 +122,10 @@ class Ledger:
                 with self._lock:
                     self._num_unreaped -= 1
                 if isinstance(ended, DeviceIOError):
-                    raise ended
+                    if not tags:
+                        raise ended
+                    self._next_error = ended
+                    return tags
                 tags.append(ended)
                 ended = self._ended.get_nowait()
         except queue.Empty:

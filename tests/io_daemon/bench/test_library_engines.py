@@ -6,6 +6,7 @@ once more in a process that finds a stub of it, which also plays the part of a G
 from __future__ import annotations
 
 import errno
+import itertools
 import importlib.util
 import os
 import shutil
@@ -24,7 +25,7 @@ import pytest
 from io_daemon._native import Region
 from io_daemon.bench.engines.cuda_memory import CudaMemory, device_problem, driver_problem
 from io_daemon.bench.engines.engine import BlockEngine, Memory, engine_problem, open_engine
-from io_daemon.bench.engines.ledger import errno_of
+from io_daemon.bench.engines.ledger import Ledger, errno_of
 from io_daemon.errors import ConfigError, DeviceIOError
 from tests.support.block_io import BS, NUM_SLOTS, batch, check_own_slots, make_file, reap_all
 from tests.support.reactor import DEADLINE_S, make_region
@@ -149,6 +150,28 @@ def test_a_failed_io_leaves_other_batches_alone(start: Start, path: Path) -> Non
     assert tags == [2]
     assert (errors[0].errno, errors[0].path, errors[0].offset) == (errno.EINVAL, str(path), 2**63 - BS)
     assert "write of" in str(errors[0])
+
+
+@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+def test_every_batch_is_reported_whatever_failed_beside_it(order: tuple[int, ...]) -> None:
+    """All have ended before anybody looks; the middle one failed."""
+    ledger = Ledger("a file", BS)
+    ios = [ledger.begin(tag, *batch(tag, 1), None)[0] for tag in range(3)]
+    for tag in order:
+        if tag == 1:
+            ledger.fail(ios[tag], OSError(errno.EIO, os.strerror(errno.EIO)), 0)
+        else:
+            ledger.end(ios[tag], 1, 1)
+    reported: list[int] = []
+    while len(reported) < 3:
+        try:
+            tags = ledger.reap(0.0)
+            assert tags
+            reported += tags
+        except DeviceIOError as error:
+            assert (error.errno, error.offset) == (errno.EIO, BS)
+            reported.append(1)
+    assert tuple(reported) == order
 
 
 def test_waiting_has_a_deadline_and_closing_ends_everything(start: Start) -> None:
