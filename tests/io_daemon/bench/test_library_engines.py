@@ -6,8 +6,8 @@ once more in a process that finds a stub of it, which also plays the part of a G
 from __future__ import annotations
 
 import errno
-import itertools
 import importlib.util
+import itertools
 import os
 import shutil
 import subprocess
@@ -152,7 +152,7 @@ def test_a_failed_io_leaves_other_batches_alone(start: Start, path: Path) -> Non
     assert "write of" in str(errors[0])
 
 
-@pytest.mark.parametrize("order", itertools.permutations(range(3)))
+@pytest.mark.parametrize("order", list(itertools.permutations(range(3))))
 def test_every_batch_is_reported_whatever_failed_beside_it(order: tuple[int, ...]) -> None:
     """All have ended before anybody looks; the middle one failed."""
     ledger = Ledger("a file", BS)
