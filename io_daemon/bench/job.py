@@ -20,11 +20,11 @@ from io_daemon.bench.target import DATA_OFFSET, Target
 from io_daemon.bench.workload import Batch, Workload
 from io_daemon.errors import DeviceIOError
 
-BATCH_S: Final = 0.1
+BATCH_S: Final = 0.2
 """Of I/O in one batch: Python's share of each I/O becomes small, and a stop does not take long."""
 BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 4096
 FILE_SHARE_MAX: Final = 1 / 4
-"""In one batch: no block is to be in flight twice."""
+"""In one batch of which any is written: no block is to be in flight twice."""
 BATCHES_AHEAD: Final = 8
 """Planned at once: numpy costs per call, not per I/O."""
 NUM_BATCHES: Final = 2
@@ -60,7 +60,8 @@ class Job:
         self._number = job
         bs, depth = settings.bs, settings.iodepth
         self._ios_min = min(max(depth, BATCH_IOS_MIN), settings.num_blocks)
-        self._ios_max = max(self._ios_min, min(int(settings.num_blocks * FILE_SHARE_MAX), BATCH_IOS_MAX))
+        ios_max = int(settings.num_blocks * FILE_SHARE_MAX) if settings.writes else BATCH_IOS_MAX
+        self._ios_max = max(self._ios_min, min(ios_max, BATCH_IOS_MAX))
         self._ios_verified = ios_verified(settings)
         num_bytes = buffer_bytes(settings)
         with open_buffers(num_bytes) as buffers:
@@ -75,12 +76,13 @@ class Job:
 
     def lay_out(self, progress: Callable[[int], None], should_stop: Callable[[], bool]) -> None:
         """Write every block once, in order; tells ``progress`` bytes as it goes."""
-        self._perform(self._every_block(write=True, progress=progress, should_stop=should_stop))
+        self._perform(self._every_block(write=True, progress=progress, should_stop=should_stop), writes=True)
         self.engine.sync()
 
     def load(self, should_stop: Callable[[], bool]) -> None:
         """The workload from its beginning, until told to stop and everything in flight has ended."""
-        self._perform(self._endless(Workload(self._settings, self._number), should_stop))
+        workload = Workload(self._settings, self._number)
+        self._perform(self._endless(workload, should_stop), writes=self._settings.writes)
 
     def verify(self, progress: Callable[[int], None], should_stop: Callable[[], bool]) -> Verification:
         """Read every block back and compare it with what was written last."""
@@ -97,7 +99,8 @@ class Job:
                     offset = DATA_OFFSET + block * self._settings.bs
                     shown.append(f"{self.target.path} at offset {offset}: {fault}")
 
-        self._perform(self._every_block(write=False, progress=progress, should_stop=should_stop), check)
+        batches = self._every_block(write=False, progress=progress, should_stop=should_stop)
+        self._perform(batches, writes=False, check=check)
         return Verification(
             num_blocks=self._settings.num_blocks,
             num_bad_blocks=num_bad,
@@ -142,33 +145,38 @@ class Job:
             num_ios = min(max(int(rate * BATCH_S), self._ios_min), self._ios_max)
 
     def _perform(
-        self, batches: Iterator[Batch], check: Callable[[NDArray[np.uint64], int], None] | None = None
+        self,
+        batches: Iterator[Batch],
+        *,
+        writes: bool,
+        check: Callable[[NDArray[np.uint64], int], None] | None = None,
     ) -> None:
-        """Keep the engine supplied until the batches are used up, then wait for the last. With ``check`` what is read
-        is kept for it to be looked at."""
+        """Keep the engine supplied until the batches are used up, then wait for the last. ``writes``: any of them may.
+        With ``check`` what is read is kept for it to be looked at."""
         in_flight: dict[int, Batch] = {}
         batch = next(batches, None)
         while batch is not None or in_flight:
-            while batch is not None and self._idle and not self._being_written[batch.written].any():
+            while batch is not None and self._idle and not (writes and self._being_written[batch.written].any()):
                 number = self._idle.pop()
                 in_flight[number] = batch
-                self._submit(number, batch, keep=check is not None)
+                self._submit(number, batch, writes=writes, keep=check is not None)
                 batch = next(batches, None)
             for number in self._reap():
                 ended = in_flight.pop(number)
                 self._num_ended += ended.blocks.size
-                self._being_written[ended.written] = False
+                if writes:
+                    self._being_written[ended.written] = False
                 if check is not None:
                     check(ended.blocks, number)
                 self._idle.append(number)
 
-    def _submit(self, number: int, batch: Batch, *, keep: bool) -> None:
+    def _submit(self, number: int, batch: Batch, *, writes: bool, keep: bool) -> None:
         offsets = batch.blocks * np.uint64(self._settings.bs) + np.uint64(DATA_OFFSET)
         slots = headers = None
         if keep:
             first = 2 * self._settings.iodepth + number * self._ios_verified
             slots = np.arange(first, first + batch.blocks.size, dtype=np.uint64)
-        if batch.written.size:
+        if writes:
             # two writes of a block in flight: which of them came last would be anybody's guess
             self._being_written[batch.written] = True
             headers = self._pattern.stamps(batch.blocks, batch.writes == 1)
