@@ -110,11 +110,12 @@ def _search(settings: SweepSettings, plan: SweepPlan, observer: Observer) -> tup
         begin = time.perf_counter()
         with open_bench(layout, targets) as bench:
             bench.lay_out(observer)
-        settings = within_write_limit(settings, layout.layout_bytes / (time.perf_counter() - begin))
+        bw_bytes = layout.layout_bytes / (time.perf_counter() - begin)
         left_bytes = settings.write_limit_bytes - layout.layout_bytes
         for cell in plan.every_cell() if settings.exhaustive else iter(plan.next_cell, None):
             observer.phase(f"{cell.engine} bs {block_text(cell.bs)} iodepth {cell.iodepth}", 0)
-            score, written_bytes = _measure(settings, cell, targets, left_bytes)
+            score, written_bytes = _measure(within_write_limit(settings, bw_bytes), cell, targets, left_bytes)
+            bw_bytes = max(bw_bytes, score)
             left_bytes -= written_bytes
             if left_bytes > 0:  # else the limit has cut it short
                 plan.record(cell, score)
@@ -132,12 +133,12 @@ def _search(settings: SweepSettings, plan: SweepPlan, observer: Observer) -> tup
     return left_bytes, warnings
 
 
-def within_write_limit(settings: SweepSettings, write_bw_bytes: float) -> SweepSettings:
-    """With rounds as short as the search's share of the write limit asks for, on a drive that writes so many bytes a
+def within_write_limit(settings: SweepSettings, bw_bytes: float) -> SweepSettings:
+    """With rounds as short as the search's share of the write limit asks for, on a drive that moves so many bytes a
     second; but a cell of the whole grid takes as long as it was given."""
     if settings.exhaustive:
         return settings
-    round_bytes = (settings.cell_s + settings.ramp_time_s) * write_bw_bytes * (1 - settings.rwmixread / 100)
+    round_bytes = (settings.cell_s + settings.ramp_time_s) * bw_bytes * (1 - settings.rwmixread / 100)
     layout_bytes = settings.size * len(settings.directories)
     search_bytes = max(0.0, SEARCH_WRITE_SHARE * settings.write_limit_bytes - layout_bytes)
     share = min(1.0, search_bytes / ROUNDS_EXPECTED / max(1.0, round_bytes))

@@ -3,8 +3,9 @@
 It looks at a few starting points with every engine, climbs from the best to better neighbours until there is none, and
 then measures the candidates again in turns, so that a drift of the machine meets all of them alike. Bandwidth is a
 plateau, and what a plateau leaves open, training's own order of requests decides: those within the spread of the best
-one's rounds are the finalists, which take a training step in turns (``steps.step_race``). The nearest to the default
-wins of those that the one with the shortest step does not beat.
+one's rounds, and the one nearest to the default if its rounds overlap with them, are the finalists, which take a
+training step in turns (``steps.step_race``). The nearest to the default wins of those that the one with the shortest
+step does not beat.
 """
 
 from __future__ import annotations
@@ -81,12 +82,16 @@ class SweepPlan:
             yield from grid
 
     def finalists(self) -> list[Cell]:
-        """Those within the spread of the best one's rounds, and not far from its median: the fastest of them and the
-        nearest to the default, ``FINALISTS_MAX`` together."""
+        """Those whose median lies within the spread of the best one's rounds, and not far from its own; the candidate
+        nearest to the default also if but one of its rounds does. ``FINALISTS_MAX`` together, the fastest and the
+        nearest to the default first."""
         best = self._best()
         lowest = min(self._rounds[best])
         threshold = min(max(lowest, CANDIDATE_SHARE * self._score(best)), EQUAL_SHARE * self._score(best))
-        good = [cell for cell in self._candidates() if self._score(cell) >= threshold]
+        candidates = self._candidates()
+        nearest = min(candidates, key=self._distance)
+        reached = {cell: max(self._rounds[cell]) if cell == nearest else self._score(cell) for cell in candidates}
+        good = [cell for cell in candidates if reached[cell] >= threshold]
         pairs = zip(sorted(good, key=self._distance), sorted(good, key=self._score, reverse=True), strict=True)
         return list(dict.fromkeys(itertools.chain.from_iterable(pairs)))[:FINALISTS_MAX]
 

@@ -115,16 +115,16 @@ def quick_sweep(directory: Path, **settings: object) -> SweepSettings:
 
 
 @pytest.mark.parametrize("exhaustive", [False, True])
-@pytest.mark.parametrize("write_bw_bytes", [1e8, 3e9, 2e10])
+@pytest.mark.parametrize("bw_bytes", [1e8, 3e9, 2e10])
 def test_rounds_leave_of_the_write_limit_what_comes_after(
-    write_bw_bytes: float, exhaustive: bool, tmp_path: Path
+    bw_bytes: float, exhaustive: bool, tmp_path: Path
 ) -> None:
     given = quick_sweep(
         tmp_path, size=1 << 30, cell_s=0.5, ramp_time_s=0.2, write_limit_bytes=100 << 30, exhaustive=exhaustive
     )
-    found = within_write_limit(given, write_bw_bytes)
-    round_bytes = (found.cell_s + found.ramp_time_s) * write_bw_bytes * (1 - given.rwmixread / 100)
-    if exhaustive or write_bw_bytes == 1e8:
+    found = within_write_limit(given, bw_bytes)
+    round_bytes = (found.cell_s + found.ramp_time_s) * bw_bytes * (1 - given.rwmixread / 100)
+    if exhaustive or bw_bytes == 1e8:
         assert (found.cell_s, found.ramp_time_s) == (given.cell_s, given.ramp_time_s)
     elif found.cell_s > CELL_S_MIN:
         assert ROUNDS_EXPECTED * round_bytes + given.size <= SEARCH_WRITE_SHARE * given.write_limit_bytes * 1.001
