@@ -20,8 +20,9 @@ from io_daemon.bench.target import DATA_OFFSET, Target
 from io_daemon.bench.workload import Batch, Workload
 from io_daemon.errors import DeviceIOError
 
-BATCH_S: Final = 0.2
-"""Of I/O in one batch: Python's share of each I/O becomes small, and a stop does not take long."""
+BATCH_READS_S, BATCH_WRITES_S = 0.2, 0.05
+"""Of I/O in one batch: Python's share of each I/O becomes small, and a stop does not take long. What is in flight then
+is performed and counts for the write limit, so batches with writes in them are shorter."""
 BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 4096
 FILE_SHARE_MAX: Final = 1 / 4
 """In one batch of which any is written: no block is to be in flight twice."""
@@ -133,6 +134,7 @@ class Job:
     def _endless(self, workload: Workload, should_stop: Callable[[], bool]) -> Iterator[Batch]:
         begin_s, num_before = time.perf_counter(), self._num_ended
         num_ios = self._ios_min
+        batch_s = BATCH_WRITES_S if self._settings.writes else BATCH_READS_S
         while True:
             ahead = workload.next(BATCHES_AHEAD * num_ios)
             for begin in range(0, ahead.blocks.size, num_ios):
@@ -142,7 +144,7 @@ class Job:
             now_s = time.perf_counter()
             rate = (self._num_ended - num_before) / (now_s - begin_s)
             begin_s, num_before = now_s, self._num_ended
-            num_ios = min(max(int(rate * BATCH_S), self._ios_min), self._ios_max)
+            num_ios = min(max(int(rate * batch_s), self._ios_min), self._ios_max)
 
     def _perform(
         self,

@@ -116,9 +116,7 @@ def quick_sweep(directory: Path, **settings: object) -> SweepSettings:
 
 @pytest.mark.parametrize("exhaustive", [False, True])
 @pytest.mark.parametrize("bw_bytes", [1e8, 3e9, 2e10])
-def test_rounds_leave_of_the_write_limit_what_comes_after(
-    bw_bytes: float, exhaustive: bool, tmp_path: Path
-) -> None:
+def test_rounds_leave_of_the_write_limit_what_comes_after(bw_bytes: float, exhaustive: bool, tmp_path: Path) -> None:
     given = quick_sweep(
         tmp_path, size=1 << 30, cell_s=0.5, ramp_time_s=0.2, write_limit_bytes=100 << 30, exhaustive=exhaustive
     )
