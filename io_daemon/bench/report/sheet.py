@@ -140,7 +140,7 @@ def _system_share(user_s: float, system_s: float) -> str:
 
 def _sweep_sheets(result: SweepResult) -> Iterator[Sheet]:
     best = max(result.cells, key=lambda cell: cell.score_bw_bytes).score_bw_bytes
-    shown = result.cells[:BEST_CELLS_MAX]
+    shown = [cell for rank, cell in enumerate(result.cells) if rank < BEST_CELLS_MAX or cell == result.chosen]
     yield Sheet(
         f"best of {len(result.cells)} settings measured ({result.num_grid_cells} in the grid) "
         f"in {seconds_text(result.seconds)}",
