@@ -70,8 +70,8 @@ def _replay_clause(result: SweepResult) -> str:
     if longer < WORTH_SAYING:
         return ""
     return (
-        f"; {fastest.engine} {block_text(fastest.bs)} at depth {fastest.iodepth} was at least as fast there, but a replayed "
-        f"training step took {longer:.0%} longer with it"
+        f"; {fastest.engine} {block_text(fastest.bs)} at depth {fastest.iodepth} was at least as fast there, but a "
+        f"replayed training step took {longer:.0%} longer with it"
     )
 
 
