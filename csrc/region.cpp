@@ -133,8 +133,8 @@ std::span<std::byte> Region::slice(std::size_t offset, std::size_t num_bytes) co
 
 std::size_t Region::prefault(unsigned num_threads) const {
   require(num_threads > 0, "prefault needs at least one thread");
-  ::madvise(data_, region_bytes_,
-            MADV_HUGEPAGE);  // which older kernels heed if their settings say so
+  // Older kernels heed this if their settings allow it.
+  ::madvise(data_, region_bytes_, MADV_HUGEPAGE);
   const std::size_t num_parts = (region_bytes_ + kCollapsedAtOnce - 1) / kCollapsedAtOnce;
   const std::size_t num_slices = std::min<std::size_t>(num_threads, num_parts);
   const auto deadline = std::chrono::steady_clock::now() + kCollapseTimeMax;

@@ -34,6 +34,11 @@ def frame_offset(frame: int, frame_bytes: int) -> int:
     return PAGE_BYTES + frame * frame_bytes
 
 
+def prefault_threads() -> int:
+    """That allocate the pages of a region together."""
+    return min(len(os.sched_getaffinity(0)), PREFAULT_THREADS_MAX)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Arena:
     """The rank's side. ``fd`` is the sealed memfd, to be sent to the daemon; the caller closes it."""
@@ -54,7 +59,7 @@ def create_arena(num_frames: int, frame_bytes: int, lock_memory: LockMemory) -> 
             os.ftruncate(fd, num_bytes)
             region = Region(fd, num_bytes, writable=True)
             region.dont_fork()
-            huge_bytes = region.prefault(min(len(os.sched_getaffinity(0)), PREFAULT_THREADS_MAX))
+            huge_bytes = region.prefault(prefault_threads())
         except OSError as error:
             raise ConfigError(
                 "io_daemon.host_budget_bytes",

@@ -92,15 +92,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
     serve = commands.add_parser("serve", help="run the daemon in the foreground")
     serve.add_argument("--socket", dest="socket_path", type=parse_path, help=f"default: {default_socket_path()}")
-    serve.add_argument(
-        "--swap-dir",
-        dest="swap_dirs",
-        type=parse_path,
-        metavar="DIR",
-        action="append",
-        required=True,
-        help="may be given several times",
-    )
+    _add_swap_dirs(serve)
     serve.add_argument(
         "--engine",
         default="auto",
@@ -169,15 +161,7 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
     status.set_defaults(run=_status, parser=status)
 
     gc = commands.add_parser("gc", help="remove swap files whose daemon is gone")
-    gc.add_argument(
-        "--swap-dir",
-        dest="swap_dirs",
-        type=parse_path,
-        metavar="DIR",
-        action="append",
-        required=True,
-        help="may be given several times",
-    )
+    _add_swap_dirs(gc)
     gc.add_argument(
         "--lock-timeout", type=parse_timeout, metavar="TIME", default=60.0, help="wait for I/O to land; default: 60s"
     )
@@ -194,6 +178,18 @@ def _parser(words: Sequence[str]) -> argparse.ArgumentParser:
 
         add_bench(bench)
     return parser
+
+
+def _add_swap_dirs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--swap-dir",
+        dest="swap_dirs",
+        type=parse_path,
+        metavar="DIR",
+        action="append",
+        required=True,
+        help="may be given several times",
+    )
 
 
 def _serve(arguments: argparse.Namespace) -> int:

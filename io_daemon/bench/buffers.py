@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 from io_daemon._native import Region
-from io_daemon.bench.report.machine import cgroup_ram_max_bytes
+from io_daemon.arena import prefault_threads
+from io_daemon.bench.report.machine import cgroup_ram_max_bytes, meminfo
 from io_daemon.errors import ConfigError, WorldError
 from io_daemon.protocol import HUGE_PAGE_BYTES
-
-PREFAULT_THREADS_MAX: Final = 8
 
 
 class Buffers(NamedTuple):
@@ -32,10 +30,10 @@ class Buffers(NamedTuple):
 
 def available_bytes() -> int:
     """Of memory, as the kernel estimates it; no more than the limit of this process's cgroup."""
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return min(int(line.split()[1]) * 1024, cgroup_ram_max_bytes(Path("/sys")) or sys.maxsize)
-    raise WorldError("/proc/meminfo does not say MemAvailable")
+    there_bytes = meminfo(Path("/proc")).get("MemAvailable")
+    if there_bytes is None:
+        raise WorldError("/proc/meminfo does not say MemAvailable")
+    return min(there_bytes, cgroup_ram_max_bytes(Path("/sys")) or there_bytes)
 
 
 @contextmanager
@@ -48,7 +46,7 @@ def open_buffers(num_bytes: int) -> Iterator[Buffers]:
         try:
             os.truncate(fd, num_bytes)
             region = Region(fd, num_bytes)
-            huge_bytes = region.prefault(min(len(os.sched_getaffinity(0)), PREFAULT_THREADS_MAX))
+            huge_bytes = region.prefault(prefault_threads())
         except OSError as error:
             raise ConfigError(
                 "iodepth", num_bytes, f"the machine does not give this much memory for buffers ({error.strerror})"

@@ -29,7 +29,7 @@ FILE_SHARE_MAX: Final = 1 / 4
 BATCHES_AHEAD: Final = 8
 """Planned at once: numpy costs per call, not per I/O."""
 NUM_BATCHES: Final = 2
-"""In flight: none is shorter than the I/O depth, so that the device never waits for Python."""
+"""In flight. Under load none is shorter than the I/O depth, so that the device never waits for Python."""
 VERIFIED_BYTES: Final = 32 << 20
 """In one batch."""
 STALL_TIMEOUT_S: Final = 60.0
@@ -181,7 +181,7 @@ class Job:
         if writes:
             # two writes of a block in flight: which of them came last would be anybody's guess
             self._being_written[batch.written] = True
-            headers = self._pattern.stamps(batch.blocks, batch.writes == 1)
+            headers = self._pattern.stamps(batch.blocks, batch.is_write)
         self.engine.submit(number, batch.writes, offsets, slots, headers)
 
     def _reap(self) -> list[int]:

@@ -30,9 +30,12 @@ class Batch:
     blocks: NDArray[np.uint64]
 
     @cached_property
+    def is_write(self) -> NDArray[np.bool_]:
+        return self.writes.view(np.bool_)
+
+    @cached_property
     def written(self) -> NDArray[np.uint64]:
-        written: NDArray[np.uint64] = self.blocks[self.writes == 1]
-        return written
+        return self.blocks[self.is_write]
 
 
 class Permutation:

@@ -80,7 +80,7 @@ class MachineFacts(Record):
 
 def describe_machine(directories: Sequence[Path], *, proc: Path = PROC, sys: Path = SYS) -> MachineFacts:
     """``proc`` and ``sys``: where to look for the kernel's facts. ``directories`` may be any, also missing ones."""
-    memory = _memory(proc)
+    memory = meminfo(proc)
     engines, engine_note = _engines()
     facts = MachineFacts(
         version=_version(),
@@ -128,7 +128,7 @@ def _processor(proc: Path) -> str | None:
     return None
 
 
-def _memory(proc: Path) -> dict[str, int]:
+def meminfo(proc: Path) -> dict[str, int]:
     """Bytes, by the kernel's names."""
     fields = (line.partition(":") for line in (read_text(proc / "meminfo") or "").splitlines())
     return {name: int(rest.split()[0]) << 10 for name, _, rest in fields if rest.split()[1:] == ["kB"]}
