@@ -24,9 +24,9 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
-from infinity.launch import DaemonProcess
-from io_daemon.client import Client
-from io_daemon.protocol import ChunkSpec, ObjectKind
+from infinity.tiers.launch import DaemonProcess
+from io_daemon.rank.client import Client
+from io_daemon.shared.protocol import ChunkSpec, ObjectKind
 
 FRAME_BYTES: Final = 1 << 20
 NUM_CHUNKS: Final = 16

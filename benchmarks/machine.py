@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from io_daemon.bench.report import machine
+from io_daemon.machine import facts
 
 
 def describe_machine(swap_dir: Path) -> dict[str, Any]:
     """As JSON."""
-    facts = machine.describe_machine([swap_dir])
-    return {"torch": torch.__version__, **facts.model_dump(mode="json")}
+    described = facts.describe_machine([swap_dir])
+    return {"torch": torch.__version__, **described.model_dump(mode="json")}

@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks.gpt import GPTShape
 from benchmarks.machine import describe_machine
 from benchmarks.side import Side, keep_results, spread
-from infinity.demo.footprint import DeviceBytes, process_tree
+from infinity.commands.demo.footprint import DeviceBytes, process_tree
 
 MIB = 1 << 20
 WARM_UP_STEPS = 2

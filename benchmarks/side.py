@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from infinity.demo.footprint import Footprint, FootprintSampler
+from infinity.commands.demo.footprint import Footprint, FootprintSampler
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"

@@ -1,6 +1,6 @@
 // The shared-memory contract between ranks and the I/O daemon: ring entries, ring header,
 // residency table, arena header, swap-file header.  Every struct is plain data with a fixed
-// layout; io_daemon/protocol.py and io_daemon/table.py are its Python twins and a test holds
+// layout; io_daemon/shared/protocol.py and io_daemon/shared/table.py are its Python twins and a test holds
 // the two sides together.  Changing anything here means raising kProtocolVersion.
 #pragma once
 

@@ -25,7 +25,7 @@ struct StructLayout {
 };
 
 struct Constant {
-  std::string_view name;  // as in io_daemon/protocol.py, where it is there
+  std::string_view name;  // as in io_daemon/shared/protocol.py, where it is there
   std::uint64_t value;
 };
 

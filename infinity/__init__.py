@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from infinity.engine import Engine
     from infinity.entry import initialize
-    from infinity.init_context import Init
+    from infinity.weights.init_context import Init
 
 __all__ = ["Engine", "Init", "initialize"]
 __version__ = "0.1.0"
 
-_HOMES = {"Engine": "infinity.engine", "Init": "infinity.init_context", "initialize": "infinity.entry"}
+_HOMES = {"Engine": "infinity.engine", "Init": "infinity.weights.init_context", "initialize": "infinity.entry"}
 
 
 def __getattr__(name: str) -> Any:

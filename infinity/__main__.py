@@ -2,12 +2,12 @@
 
 import sys
 
-from io_daemon.interrupt import quiet_interrupt
+from io_daemon.command.interrupt import quiet_interrupt
 
 
 def main() -> int:
     with quiet_interrupt():
-        from infinity.cli import main as run
+        from infinity.commands.cli import main as run
     return run()
 
 

@@ -13,23 +13,23 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from infinity.collectives import Collectives
 from infinity.config import Config
 from infinity.errors import DaemonLostError
-from infinity.gradients import GradientChunks
-from infinity.heap import return_freed
-from infinity.hooks import ModuleHooks
-from infinity.live_set import LiveSet
-from infinity.optimizer import ShardedAdam, Update
-from infinity.param_group import ParamGroup
-from infinity.reducer import Reducer
 from infinity.report import IoReport, StepTimes, TierTraffic
 from infinity.sharded_model import ShardedModel
 from infinity.states import PHASE_TRANSITIONS, StepPhase, check_transition
-from infinity.sub_group import SubGroup
+from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection
-from io_daemon.metrics import TenantStats
-from io_daemon.protocol import ObjectKind
+from infinity.update.gradients import GradientChunks
+from infinity.update.optimizer import ShardedAdam, Update
+from infinity.update.reducer import Reducer
+from infinity.update.sub_group import SubGroup
+from infinity.weights.heap import return_freed
+from infinity.weights.hooks import ModuleHooks
+from infinity.weights.live_set import LiveSet
+from infinity.weights.param_group import ParamGroup
+from io_daemon.shared.metrics import TenantStats
+from io_daemon.shared.protocol import ObjectKind
 
 _log = logging.getLogger(__name__)
 

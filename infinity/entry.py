@@ -12,18 +12,18 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from infinity.collectives import Collectives
 from infinity.config import Config, parse_config, read_environment
 from infinity.engine import Engine
 from infinity.errors import ConfigError
-from infinity.heap import return_freed
-from infinity.init_context import StagingArea, budget_beside, staged_param
-from infinity.optimizer import ShardedAdam, adam_from_config, adam_from_torch, group_indices
-from infinity.param import is_sharded
-from infinity.precision import Precision
-from infinity.schedules import build_schedule
+from infinity.plan.precision import Precision
 from infinity.sharded_model import Layout, ShardedModel
+from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
+from infinity.update.optimizer import ShardedAdam, adam_from_config, adam_from_torch, group_indices
+from infinity.update.schedules import build_schedule
+from infinity.weights.heap import return_freed
+from infinity.weights.init_context import StagingArea, budget_beside, staged_param
+from infinity.weights.param import is_sharded
 
 Initialized = tuple[Engine, ShardedAdam, "DataLoader[Any] | None", LRScheduler | None]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from io_daemon.metrics import IoTotals, TenantStats
-from io_daemon.protocol import ObjectKind
+from io_daemon.shared.metrics import IoTotals, TenantStats
+from io_daemon.shared.protocol import ObjectKind
 
 
 @dataclass(frozen=True, kw_only=True)

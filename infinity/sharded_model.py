@@ -12,22 +12,22 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from infinity.collectives import Collectives
 from infinity.config import Config
 from infinity.errors import ConfigError
-from infinity.grouping import GroupMembers, group_params
-from infinity.memory_plan import MemoryPlan, StateShape, plan_memory
-from infinity.param import ShardedParam
-from infinity.param_group import LeaseAllowance, ParamGroup
-from infinity.precision import FP32, Precision, Tiers
-from infinity.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
+from infinity.plan.grouping import GroupMembers, group_params
+from infinity.plan.memory_plan import MemoryPlan, StateShape, plan_memory
+from infinity.plan.precision import FP32, Precision, Tiers
+from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
 from infinity.states import ShardedState
-from infinity.streams import CopyStream
 from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, spans
+from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
 from infinity.tiers.memory import MemoryStore
-from io_daemon.protocol import ObjectKind
+from infinity.weights.param import ShardedParam
+from infinity.weights.param_group import LeaseAllowance, ParamGroup
+from infinity.weights.streams import CopyStream
+from io_daemon.shared.protocol import ObjectKind
 
 ValuesOf = Callable[[nn.Parameter, int, int], torch.Tensor]
 """(parameter, first element, numel) -> initial values of that part of the flattened parameter, 1-D."""

@@ -1,14 +1,22 @@
-"""The entry point of ``io-daemon``."""
+"""The entry point of ``io-daemon``: the commands of the daemon, and the benchmark above them."""
 
+import argparse
 import sys
+from collections.abc import Sequence
 
-from io_daemon.interrupt import quiet_interrupt
+from io_daemon.command.interrupt import quiet_interrupt
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     with quiet_interrupt():
-        from io_daemon.cli import main as run
-    return run()
+        from io_daemon.command.cli import run
+    return run(argv, add_bench=_add_bench)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    from io_daemon.bench.cli import add_bench  # only now: a daemon needs none of it
+
+    add_bench(parser)
 
 
 if __name__ == "__main__":

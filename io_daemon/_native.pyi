@@ -12,7 +12,7 @@ WIRE_LAYOUT: Final[dict[str, dict[str, tuple[int, int]]]]
 """struct -> field -> (offset, size); the key "" holds (sizeof, alignof)."""
 WIRE_CONSTANTS: Final[dict[str, int]]
 NUM_LATENCY_BUCKETS: Final[int]
-"""Of a histogram; see io_daemon/latency.py."""
+"""Of a histogram; see io_daemon/bench/latency.py."""
 
 def latency_bucket(ns: int) -> int:
     """Which bucket counts a latency of ``ns`` nanoseconds, 0 to 2**64 - 1."""

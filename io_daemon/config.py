@@ -10,7 +10,7 @@ from typing import Annotated, Any, Final, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from io_daemon.errors import ConfigError
-from io_daemon.protocol import PAGE_BYTES
+from io_daemon.shared.protocol import PAGE_BYTES
 
 EngineName = Literal["io_uring", "libaio", "posix"]
 EngineChoice = Literal["auto", "require:io_uring", "require:libaio", "require:posix"]

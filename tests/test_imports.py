@@ -13,6 +13,37 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 ROOMS = ("io_daemon", "infinity", "benchmarks", "tests")
 """Each may import itself and those before it."""
+LADDERS = {
+    "io_daemon": (
+        "_native errors",
+        "shared",
+        "config",
+        "disk",
+        "policy",
+        "machine",
+        "rank",
+        "serve",
+        "command",
+        "bench",
+        "__main__",
+    ),
+    "infinity": (
+        "errors states",
+        "config",
+        "plan",
+        "tiers",
+        "weights",
+        "update",
+        "report sharded_model",
+        "engine",
+        "entry",
+        "__init__",
+        "commands",
+        "__main__",
+    ),
+}
+"""Rooms from the ground up: each imports itself and what stands below it."""
+NO_CLOCK_NO_WORLD = {"os", "time", "asyncio", "socket", "threading", "subprocess", "select", "signal"}
 ENVIRONMENT_READERS = {Path("infinity/config/environment.py"), Path("io_daemon/config.py")}
 
 
@@ -38,6 +69,79 @@ def test_no_room_imports_a_later_one(room: str) -> None:
         for path in _sources(room)
         for line, module in _imported(path)
         if module.split(".")[0] in later
+    ]
+    assert not wrong
+
+
+def _floor(package: str, module: str) -> int:
+    """Of the room in which ``module`` (dotted) stands."""
+    parts = module.split(".")
+    room = parts[1] if len(parts) > 1 else "__init__"
+    return next(floor for floor, rooms in enumerate(LADDERS[package]) if room in rooms.split())
+
+
+def _module_of(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts)
+
+
+def _modules_imported(path: Path) -> Iterator[tuple[int, str]]:
+    """As ``_imported``, but ``from package import module`` names the module, not the package."""
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        if isinstance(node, ast.ImportFrom):
+            for name in node.names:
+                full = f"{node.module}.{name.name}"
+                is_module = (ROOT / full.replace(".", "/")).with_suffix(".py").exists() or name.name == "_native"
+                yield node.lineno, full if is_module else str(node.module)
+        elif isinstance(node, ast.Import):
+            yield from ((node.lineno, name.name) for name in node.names)
+
+
+@pytest.mark.parametrize("package", LADDERS)
+def test_rooms_stand_on_a_ladder(package: str) -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in _sources(package)
+        for line, module in _modules_imported(path)
+        if module.split(".")[0] == package and _floor(package, module) > _floor(package, _module_of(path))
+    ]
+    assert not wrong
+
+
+def test_no_two_files_import_each_other() -> None:
+    """Not even for type checkers: a circle of names is a circle of thoughts."""
+    imports = {
+        _module_of(path).removesuffix(".__init__"): {module for _, module in _modules_imported(path)}
+        for path in _sources("io_daemon", "infinity")
+    }
+    settled: set[str] = set()
+
+    def visit(module: str, trail: tuple[str, ...]) -> None:
+        assert module not in trail, f"a circle: {' -> '.join((*trail[trail.index(module) :], module))}"
+        if module not in settled:
+            for imported in sorted(imports[module] & imports.keys()):
+                visit(imported, (*trail, module))
+            settled.add(module)
+
+    for module in sorted(imports):
+        visit(module, ())
+
+
+def test_the_policy_knows_no_clock_and_no_world() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in _sources("io_daemon/policy")
+        for line, module in _imported(path)
+        if module.split(".")[0] in NO_CLOCK_NO_WORLD
+    ]
+    assert not wrong
+
+
+def test_training_never_imports_the_benchmark() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {module}"
+        for path in _sources("infinity")
+        for line, module in _imported(path)
+        if module.startswith("io_daemon.bench")
     ]
     assert not wrong
 
@@ -70,10 +174,12 @@ def test_the_environment_is_read_in_two_places_only() -> None:
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
                 readers.add(path.relative_to(ROOT))
     # the launcher hands its own environment on to torchrun
-    assert readers <= ENVIRONMENT_READERS | {Path("infinity/cli.py")}
+    assert readers <= ENVIRONMENT_READERS | {Path("infinity/commands/cli.py")}
 
 
-@pytest.mark.parametrize("module", ["infinity.cli", "infinity.config", "infinity.launch", "io_daemon.cli"])
+@pytest.mark.parametrize(
+    "module", ["infinity.commands.cli", "infinity.config", "infinity.tiers.launch", "io_daemon.command.cli"]
+)
 def test_loading_the_command_line_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0

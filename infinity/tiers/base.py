@@ -26,9 +26,9 @@ from typing import Protocol
 
 import torch
 
-from infinity.memory_plan import MemoryPlan
-from io_daemon.metrics import TenantStats
-from io_daemon.protocol import Access
+from infinity.plan.memory_plan import MemoryPlan
+from io_daemon.shared.metrics import TenantStats
+from io_daemon.shared.protocol import Access
 
 
 @dataclass(frozen=True, kw_only=True)

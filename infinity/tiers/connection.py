@@ -8,14 +8,14 @@ from dataclasses import dataclass
 
 import torch
 
-from infinity.collectives import Collectives
 from infinity.config import Config, Environment
 from infinity.errors import ConfigError
-from infinity.launch import DaemonProcess, daemon_options
-from infinity.memory_plan import MemoryPlan
+from infinity.plan.memory_plan import MemoryPlan
 from infinity.tiers.base import HostTier
+from infinity.tiers.collectives import Collectives
 from infinity.tiers.daemon import DaemonStore
-from io_daemon.client import Client
+from infinity.tiers.launch import DaemonProcess, daemon_options
+from io_daemon.rank.client import Client
 
 PROBE_TIMEOUT_S = 1.0
 

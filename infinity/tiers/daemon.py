@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from infinity.tiers.base import ChunkLayout, HostStore, Lease
-from io_daemon.arena import frame_offset
-from io_daemon.client import Client, Grant
-from io_daemon.metrics import TenantStats
-from io_daemon.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, align_up
+from io_daemon.rank.client import Client, Grant
+from io_daemon.shared.arena import frame_offset
+from io_daemon.shared.metrics import TenantStats
+from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, align_up
 
 CUDA_REGISTER_BYTES_MAX = 1 << 30
 

@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import torch
 
+from infinity.plan.trace import AccessRecorder
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore
-from infinity.trace import AccessRecorder
-from io_daemon.protocol import Access, kinds_of
+from io_daemon.shared.protocol import Access, kinds_of
 
 
 class SplitLease(Lease):

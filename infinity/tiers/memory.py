@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore
-from io_daemon.protocol import Access, kinds_of
+from io_daemon.shared.protocol import Access, kinds_of
 
 
 class MemoryLease(Lease):

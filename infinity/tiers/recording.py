@@ -9,12 +9,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from infinity.memory_plan import MemoryPlan
+from infinity.plan.memory_plan import MemoryPlan
 from infinity.tiers.base import ChunkLayout, HostTier, Lease
 from infinity.tiers.memory import MemoryStore
-from io_daemon.bench.steps.step_trace import ACQUIRE, RELEASE, WAIT, Events, Leases
-from io_daemon.metrics import TenantStats
-from io_daemon.protocol import Access
+from io_daemon.policy.step_trace import ACQUIRE, RELEASE, WAIT, Events, Leases
+from io_daemon.shared.metrics import TenantStats
+from io_daemon.shared.protocol import Access
 
 Clock = Callable[[], float]
 """Work done so far: seconds, or FLOPs."""

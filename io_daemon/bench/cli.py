@@ -26,7 +26,6 @@ from io_daemon.bench.compare import CompareSettings, run_compare
 from io_daemon.bench.engines.engine import ENGINES, REACTOR_ENGINES, engine_problem
 from io_daemon.bench.progress import LiveProgress
 from io_daemon.bench.report.baseline import compare_with_baseline, parse_percent, refuse_other
-from io_daemon.bench.report.machine import describe_machine
 from io_daemon.bench.report.table import print_report
 from io_daemon.bench.result import IoResult, Report
 from io_daemon.bench.run import Observer, run_io
@@ -34,11 +33,12 @@ from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTE
 from io_daemon.bench.steps.step import advise_step, run_step
 from io_daemon.bench.steps.step_settings import StepSettings, add_step_options
 from io_daemon.bench.sweep import SweepSettings, run_sweep
+from io_daemon.command.options import parse_fault, parse_path, settings_from
+from io_daemon.command.sizes import parse_bytes, parse_seconds
 from io_daemon.config import UNLIMITED_BYTES, first_problem
+from io_daemon.disk.swap_dir import check_swap_dir
 from io_daemon.errors import ConfigError
-from io_daemon.options import parse_path, settings_from
-from io_daemon.sizes import parse_bytes, parse_seconds
-from io_daemon.swap_dir import check_swap_dir
+from io_daemon.machine.facts import describe_machine
 
 EXIT_OK: Final = 0
 EXIT_REGRESSION: Final = 4
@@ -79,7 +79,7 @@ def _add_io(kinds: argparse._SubParsersAction[Any]) -> None:
     _add_time(io, "--ramp-time", "ramp_time_s", 1.0, "before it, not counted; default: 1s")
     io.add_argument("--verify", type=int, choices=(0, 1), default=1, help="read all back and compare; default: 1")
     io.add_argument(
-        "--inject-fault", dest="faults", type=_parse_fault, action="append", default=[], help=argparse.SUPPRESS
+        "--inject-fault", dest="faults", type=parse_fault, action="append", default=[], help=argparse.SUPPRESS
     )
     _add_file_options(io)
     _add_output_options(io)
@@ -406,9 +406,3 @@ def _comma_int(text: str) -> tuple[int, ...]:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r}: write numbers with commas between them") from None
-
-
-def _parse_fault(text: str) -> tuple[str, int, int]:
-    from io_daemon.cli import parse_fault
-
-    return parse_fault(text)

@@ -17,7 +17,6 @@ from typing import Annotated, Final, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from io_daemon.bench.buffers import open_buffers
 from io_daemon.bench.fio import Figures, buffer_bytes, fio_version, run_fio
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoResult
@@ -25,6 +24,7 @@ from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, open_be
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES, IoSettings, Rw, check_limit
 from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.errors import ConfigError
+from io_daemon.machine.buffers import open_buffers
 
 RUNS_PER_TURN: Final = 4
 REST_S, FIO_START_S = 0.3, 0.2

@@ -12,7 +12,7 @@ from typing import Any, Final
 from io_daemon.bench.settings import IoSettings
 from io_daemon.bench.target import DATA_OFFSET
 from io_daemon.errors import ConfigError, WorldError
-from io_daemon.protocol import PAGE_BYTES
+from io_daemon.shared.protocol import PAGE_BYTES
 
 SLACK_S: Final = 60.0
 RUNTIME_ERROR_MAX: Final = 0.1

@@ -11,7 +11,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon._native import Region
-from io_daemon.bench.buffers import open_buffers
 from io_daemon.bench.engines.engine import BlockEngine
 from io_daemon.bench.pattern import Pattern
 from io_daemon.bench.result import Verification
@@ -19,6 +18,7 @@ from io_daemon.bench.settings import IoSettings
 from io_daemon.bench.target import DATA_OFFSET, Target
 from io_daemon.bench.workload import Batch, Workload
 from io_daemon.errors import DeviceIOError
+from io_daemon.machine.buffers import open_buffers
 
 BATCH_READS_S, BATCH_WRITES_S = 0.2, 0.05
 """Of I/O in one batch: Python's share of each I/O becomes small, and a stop does not take long. What is in flight then

@@ -15,7 +15,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from io_daemon.protocol import PAGE_BYTES
+from io_daemon.shared.protocol import PAGE_BYTES
 
 STAMP_WORDS: Final = 3
 STAMP_BYTES: Final = 8 * STAMP_WORDS

@@ -8,13 +8,11 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
+
+from io_daemon.shared.record import Record
 
 SCHEMA_VERSION: Final = 1
-
-
-class Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
 
 class LatencySummary(Record):

@@ -10,17 +10,17 @@ from contextlib import ExitStack, contextmanager
 from typing import Final, Protocol
 
 from io_daemon._native import Region
-from io_daemon.bench.buffers import available_bytes
 from io_daemon.bench.engines.engine import BlockEngine, Counters, open_engine
 from io_daemon.bench.job import Job, buffer_bytes
+from io_daemon.bench.latency import Latencies
 from io_daemon.bench.result import IoResult, Verification
 from io_daemon.bench.sample import Sample, cpu_between, cpu_seconds, direction_between, series_of
 from io_daemon.bench.settings import IoSettings, check_limit
 from io_daemon.bench.steady import find_steady_state
 from io_daemon.bench.target import Target
+from io_daemon.disk.swap_dir import check_swap_dir
 from io_daemon.errors import ConfigError, WorldError
-from io_daemon.latency import Latencies
-from io_daemon.swap_dir import check_swap_dir
+from io_daemon.machine.buffers import available_bytes
 
 SAMPLES_MAX: Final = 1000
 SAMPLE_INTERVAL_MIN_S: Final = 0.1

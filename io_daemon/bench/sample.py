@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from io_daemon.bench.engines.engine import Counters
+from io_daemon.bench.latency import Histogram, StageLatencies
 from io_daemon.bench.result import Cpu, Direction, LatencySummary, TimeSeries
-from io_daemon.latency import Histogram, StageLatencies
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 from io_daemon.bench.engines.engine import Memory
 from io_daemon.config import Fault
 from io_daemon.errors import ConfigError
-from io_daemon.protocol import PAGE_BYTES
+from io_daemon.shared.protocol import PAGE_BYTES
 
 Rw = Literal["read", "write", "rw", "randread", "randwrite", "randrw"]
 BenchEngine = Literal["io_uring", "libaio", "posix", "kvikio", "aiofiles"]

@@ -20,7 +20,7 @@ from io_daemon.bench.steps.step_race import StepRace, race_problem, race_writes_
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
 from io_daemon.bench.target import Target
 from io_daemon.errors import ConfigError, DaemonLostError
-from io_daemon.tuning import Tuning, remember
+from io_daemon.machine.tuning import Tuning, remember
 
 LAYOUT_BS: Final = 1 << 20
 LAYOUT_DEPTH: Final = 32

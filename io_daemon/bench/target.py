@@ -9,10 +9,10 @@ from types import TracebackType
 from typing import Final, Self
 
 from io_daemon.bench.settings import FREE_SHARE_KEPT
+from io_daemon.disk.swap_dir import SwapDir
+from io_daemon.disk.swap_file import Owner, SwapFile
 from io_daemon.errors import DeviceIOError, SwapSpaceError
-from io_daemon.protocol import PAGE_BYTES
-from io_daemon.swap_dir import SwapDir
-from io_daemon.swap_file import Owner, SwapFile
+from io_daemon.shared.protocol import PAGE_BYTES
 
 DATA_OFFSET: Final = 1 << 20
 """Where the blocks begin: behind the header page, and aligned as a whole device's blocks would be."""

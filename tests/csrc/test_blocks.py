@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from io_daemon.protocol import PAGE_BYTES, Status
+from io_daemon.shared.protocol import PAGE_BYTES, Status
 from tests.csrc.conftest import MakeBench
 from tests.support.reactor import ARENA_BYTES, BLOCK_BYTES, QUEUE_DEPTH, ReactorBench, make_region
 

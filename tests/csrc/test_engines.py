@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from io_daemon._native import Reactor, checksum
-from io_daemon.protocol import PAGE_BYTES, Status
+from io_daemon.shared.protocol import PAGE_BYTES, Status
 from tests.conftest import MountTmpfs
 from tests.csrc.conftest import MakeBench
 from tests.support.reactor import BLOCK_BYTES, QUEUE_DEPTH, ReactorBench, finish

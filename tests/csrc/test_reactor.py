@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from io_daemon._native import ENGINES, Reactor, probe_engine
-from io_daemon.protocol import PAGE_BYTES, Status
+from io_daemon.shared.protocol import PAGE_BYTES, Status
 from tests.csrc.conftest import MakeBench
 from tests.support.reactor import ARENA_BYTES, BLOCK_BYTES, DEADLINE_S, ReactorBench, make_region
 

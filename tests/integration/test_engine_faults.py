@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import infinity
-from infinity.demo.footprint import process_name, process_tree
+from infinity.commands.demo.footprint import process_name, process_tree
 from infinity.errors import BudgetError, ConfigError, DaemonLostError, SwapSpaceError
 from tests.support.matrix import TIERS
 from tests.support.models import batches, decay_groups, everything, loss_of, seeded

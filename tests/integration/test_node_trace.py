@@ -17,12 +17,12 @@ from torch import nn
 
 import infinity
 from benchmarks.gpt import GPT, GPTShape, token_batch
-from infinity.cli import main
+from infinity.commands.cli import main
 from io_daemon.bench.steps.step import run_step
 from io_daemon.bench.steps.step_settings import StepSettings
-from io_daemon.bench.steps.step_trace import StepTrace, load
-from io_daemon.client import Client
-from io_daemon.protocol import Access, ChunkSpec
+from io_daemon.policy.step_trace import StepTrace, load
+from io_daemon.rank.client import Client
+from io_daemon.shared.protocol import Access, ChunkSpec
 
 NUM_RANKS = 2
 SHAPE = GPTShape(d_model=256, num_layers=3, num_heads=4, vocabulary=1024, sequence=8)

@@ -12,9 +12,9 @@ import infinity
 from infinity.config import parse_config
 from io_daemon.bench.sweep import io_daemon_section
 from io_daemon.bench.sweep_plan import Cell
-from io_daemon.connection import Connection
-from io_daemon.control import Status, StatusRequest
-from io_daemon.tuning import Tuning, remember
+from io_daemon.machine.tuning import Tuning, remember
+from io_daemon.rank.connection import Connection
+from io_daemon.shared.control import Status, StatusRequest
 
 CHOSEN = Cell("posix", 1 << 17, 4)
 

@@ -6,9 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from io_daemon.bench.report.block_device import BlockDevice, PcieLink
-from io_daemon.bench.report.drive_health import DriveHealth
-from io_daemon.bench.report.machine import DirectoryFacts, EngineFact, MachineFacts
 from io_daemon.bench.result import (
     CompareLine,
     ComparePair,
@@ -27,6 +24,9 @@ from io_daemon.bench.result import (
     TimeSeries,
     Verification,
 )
+from io_daemon.machine.block_device import BlockDevice, PcieLink
+from io_daemon.machine.drive_health import DriveHealth
+from io_daemon.machine.facts import DirectoryFacts, EngineFact, MachineFacts
 
 GB = 10**9
 DIRECTORY = "/nvme0/swap"

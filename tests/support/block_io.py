@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from io_daemon._native import Region
 from io_daemon.bench.engines.engine import BlockEngine
-from io_daemon.protocol import PAGE_BYTES
+from io_daemon.shared.protocol import PAGE_BYTES
 from tests.support.reactor import DEADLINE_S
 
 BS: Final = 16384

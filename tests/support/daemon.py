@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon._native import Region
-from io_daemon.arena import frame_offset
-from io_daemon.client import Client, Grant
-from io_daemon.protocol import ChunkSpec, ObjectKind
+from io_daemon.rank.client import Client, Grant
+from io_daemon.shared.arena import frame_offset
+from io_daemon.shared.protocol import ChunkSpec, ObjectKind
 
 DEADLINE_S: Final = 30.0
 """No test waits longer for anything."""

@@ -11,9 +11,9 @@ from __future__ import annotations
 import itertools
 from dataclasses import dataclass, fields
 
-from io_daemon.actions import StartIo
-from io_daemon.protocol import NO_OBJECT, Status
-from io_daemon.states import (
+from io_daemon.policy.actions import StartIo
+from io_daemon.shared.protocol import NO_OBJECT, Status
+from io_daemon.shared.states import (
     FRAME_TRANSITIONS,
     OBJECT_TRANSITIONS,
     FrameState,
@@ -38,7 +38,7 @@ def _check(condition: bool, message: str) -> None:
 
 
 class FakeMemory:
-    """Frames with symbolic contents, and the residency table (io_daemon.actions.TableWriter)."""
+    """Frames with symbolic contents, and the residency table (io_daemon.policy.actions.TableWriter)."""
 
     def __init__(self, num_frames: int) -> None:
         self.contents: list[Contents] = [garbage() for _ in range(num_frames)]

@@ -1,4 +1,4 @@
-"""A seeded world around io_daemon.scheduler: tenants whose contents are known, a rank that runs steps, a virtual clock.
+"""A seeded world around the scheduler: tenants whose contents are known, a rank that runs steps, a virtual clock.
 
 ``ModelTenant`` drives one TenantScheduler over a FakeMemory and a FakeDisk and checks every granted lease against what
 its objects must contain. ``Simulator`` adds time: one disk with bandwidth, latency, reordering and errors behind a
@@ -15,12 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from io_daemon.actions import Action, Complete, StartIo
-from io_daemon.extents import ExtentAllocator
-from io_daemon.fair_queue import FairQueue
-from io_daemon.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, Opcode, Status, kinds_of
-from io_daemon.scheduler import TenantScheduler
-from io_daemon.states import ObjectFlags
+from io_daemon.policy.actions import Action, Complete, StartIo
+from io_daemon.policy.extents import ExtentAllocator
+from io_daemon.policy.fair_queue import FairQueue
+from io_daemon.policy.scheduler import TenantScheduler
+from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, Opcode, Status, kinds_of
+from io_daemon.shared.states import ObjectFlags
 from tests.support.fake_disk import ZERO, Contents, FakeDisk, FakeMemory, Outcome, garbage
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from io_daemon.bench.steps.step_trace import CpuRates, Events, Leases, StepTrace
+from io_daemon.policy.step_trace import CpuRates, Events, Leases, StepTrace
 from tests.support.step_traces import GRAD, STATE, WEIGHT, chunk_specs, training_step
 
 FRAME_BYTES = 64 << 10

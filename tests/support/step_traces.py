@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from io_daemon.protocol import Access, ChunkSpec, ObjectKind
+from io_daemon.shared.protocol import Access, ChunkSpec, ObjectKind
 
 WEIGHT, GRAD, MASTER = ObjectKind.WEIGHT.mask, ObjectKind.GRAD.mask, ObjectKind.MASTER.mask
 EXP_AVG, EXP_AVG_SQ = ObjectKind.EXP_AVG.mask, ObjectKind.EXP_AVG_SQ.mask

@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon._native import Region, probe_engine
+from io_daemon.bench.latency import Histogram, Latencies
 from io_daemon.errors import ConfigError
-from io_daemon.latency import Histogram, Latencies
 
 REACTOR_ENGINES: Final = ("io_uring", "libaio", "posix")
 """Those that training uses."""

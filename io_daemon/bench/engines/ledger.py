@@ -12,9 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon.bench.engines.engine import Counters, Headers, Places, Writes
+from io_daemon.bench.latency import Histogram, Latencies
 from io_daemon.errors import DeviceIOError
-from io_daemon.latency import Histogram, Latencies
-from io_daemon.protocol import PAGE_BYTES
+from io_daemon.shared.protocol import PAGE_BYTES
 
 
 class BlockIo(NamedTuple):

@@ -13,9 +13,9 @@ import numpy as np
 
 from io_daemon._native import Reactor, Region
 from io_daemon.bench.engines.engine import Counters, Headers, Places, Writes
+from io_daemon.bench.latency import Histogram, Latencies
 from io_daemon.errors import DeviceIOError
-from io_daemon.latency import Histogram, Latencies
-from io_daemon.protocol import PAGE_BYTES, Status
+from io_daemon.shared.protocol import PAGE_BYTES, Status
 
 REAP_MAX: Final = 64
 SYNC_TAG: Final = 2**64 - 1

@@ -15,11 +15,11 @@ from typing import Any, Final, NoReturn
 
 from pydantic import ValidationError
 
-from io_daemon.bench.report.machine import MachineFacts
 from io_daemon.bench.report.sheet import METRIC_NAMES, load_text
 from io_daemon.bench.report.units import latency_text, rate_text, seconds_text
 from io_daemon.bench.result import CompareResult, IoResult, Report, StepResult, SweepResult
 from io_daemon.errors import ConfigError
+from io_daemon.machine.facts import MachineFacts
 
 DECISIVE: Final = {
     "io": ("rw", "rwmixread", "bs", "iodepth", "numjobs", "engine", "direct", "size"),

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from io_daemon.bench.report.block_device import BlockDevice, link_text
-from io_daemon.bench.report.drive_health import DriveHealth
-from io_daemon.bench.report.machine import DirectoryFacts, MachineFacts
 from io_daemon.bench.report.sheet import Sheet
 from io_daemon.bench.report.units import UNKNOWN, binary_bytes_text, decimal_bytes_text
+from io_daemon.machine.block_device import BlockDevice, link_text
+from io_daemon.machine.drive_health import DriveHealth
+from io_daemon.machine.facts import DirectoryFacts, MachineFacts
 
 
 def machine_sheets(facts: MachineFacts) -> list[Sheet]:

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any, Final
 
 from pydantic import ValidationError
 
-from io_daemon.bench.report.machine import MachineFacts
 from io_daemon.bench.report.machine_sheet import directory_line, machine_sheets
 from io_daemon.bench.report.plot import report_figures, svg_text
 from io_daemon.bench.report.sheet import report_sheets, report_warnings
 from io_daemon.bench.result import Report
 from io_daemon.errors import ConfigError
+from io_daemon.machine.facts import MachineFacts
 
 if TYPE_CHECKING:
     from jinja2 import Template

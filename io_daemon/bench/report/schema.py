@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from pydantic.json_schema import models_json_schema
 
-from io_daemon.bench.report.machine import MachineFacts
 from io_daemon.bench.result import Report
+from io_daemon.machine.facts import MachineFacts
 
 DEFAULT_PATH: Final = Path("docs/bench-schema.json")
 DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"

@@ -18,7 +18,6 @@ from io_daemon.bench.report.units import (
     rate_text,
     seconds_text,
     share_text,
-    world_text,
 )
 from io_daemon.bench.result import (
     CompareLine,
@@ -32,6 +31,7 @@ from io_daemon.bench.result import (
     SweepReplay,
     SweepResult,
 )
+from io_daemon.policy.step_trace import world_text
 
 BEST_CELLS_MAX: Final = 8
 METRIC_NAMES: Final[dict[str, str]] = {

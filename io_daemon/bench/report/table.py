@@ -8,10 +8,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from io_daemon.bench.report.machine import MachineFacts
 from io_daemon.bench.report.machine_sheet import directory_line
 from io_daemon.bench.report.sheet import Sheet, report_sheets, report_warnings
 from io_daemon.bench.result import Report
+from io_daemon.machine.facts import MachineFacts
 
 COLOURS = {"good": "green", "bad": "bold red"}
 

@@ -45,15 +45,6 @@ def count_text(count: float) -> str:
     return f"{count:,.0f}"
 
 
-def world_text(num_nodes: int, ranks_per_node: int) -> str:
-    """Who trains together."""
-    num_ranks = num_nodes * ranks_per_node
-    if num_ranks == 1:
-        return "one rank"
-    where = " on one node" if num_nodes == 1 else f", {ranks_per_node} on each of {num_nodes} nodes"
-    return f"{num_ranks} ranks{where}"
-
-
 def number_text(value: float) -> str:
     """Of a figure without a unit, where ``count_text`` would show too few digits or too many."""
     return count_text(value) if value >= 100 else _three_digits(value)

@@ -9,12 +9,12 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from io_daemon.arena import frame_offset
-from io_daemon.bench.steps.cpu_load import Load
-from io_daemon.bench.steps.step_trace import ACQUIRE, WAIT, StepTrace, Work, work_before
-from io_daemon.client import Client
 from io_daemon.errors import WorldError
-from io_daemon.protocol import Access, ObjectKind, kinds_of
+from io_daemon.machine.cpu_load import Load
+from io_daemon.policy.step_trace import ACQUIRE, WAIT, StepTrace, Work, work_before
+from io_daemon.rank.client import Client
+from io_daemon.shared.arena import frame_offset
+from io_daemon.shared.protocol import Access, ObjectKind, kinds_of
 
 TRACE_ID: Final = 0
 BORN_WRITTEN: Final = ObjectKind.WEIGHT.mask | ObjectKind.MASTER.mask

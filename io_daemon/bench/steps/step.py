@@ -12,24 +12,24 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from io_daemon.bench.report.machine import describe_machine
 from io_daemon.bench.report.units import block_text, seconds_text
 from io_daemon.bench.result import StepResult
 from io_daemon.bench.run import Observer, Silent
 from io_daemon.bench.settings import FREE_SHARE_KEPT
 from io_daemon.bench.steps.break_even import StepParts, break_even_note, hidden_from
-from io_daemon.bench.steps.cpu_load import AcceleratorLoad, CpuLoad, Load
 from io_daemon.bench.steps.drive_life import DriveWear, drive_life
 from io_daemon.bench.steps.replay import Replay, StepFigures, writes_at_most
 from io_daemon.bench.steps.room import arena_room_bytes, disk_room_bytes
 from io_daemon.bench.steps.step_scale import is_fine, of_node, scaled, with_budget
 from io_daemon.bench.steps.step_settings import StepSettings
-from io_daemon.bench.steps.step_trace import StepTrace, load, work_before
-from io_daemon.client import Client
 from io_daemon.errors import BudgetError, ConfigError, SwapSpaceError
-from io_daemon.process import DaemonProcess, daemon_options
-from io_daemon.tuning import Chosen, choose
-from io_daemon.window import ahead_bytes
+from io_daemon.machine.cpu_load import AcceleratorLoad, CpuLoad, Load
+from io_daemon.machine.facts import describe_machine
+from io_daemon.machine.tuning import Chosen, choose
+from io_daemon.policy.step_trace import StepTrace, load, work_before
+from io_daemon.policy.window import ahead_bytes
+from io_daemon.rank.client import Client
+from io_daemon.rank.process import DaemonProcess, daemon_options
 
 SETTLE_STEPS_MIN, SETTLE_STEPS_MAX = 2, 6
 """After the plan is there."""

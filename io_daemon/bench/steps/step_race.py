@@ -17,15 +17,15 @@ from typing import Final, NamedTuple
 
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.run import Observer
-from io_daemon.bench.steps.cpu_load import AcceleratorLoad, CpuLoad
 from io_daemon.bench.steps.replay import Replay, writes_at_most
 from io_daemon.bench.steps.room import arena_room_bytes, disk_room_bytes
 from io_daemon.bench.steps.step_scale import scaled
-from io_daemon.bench.steps.step_trace import StepTrace, load
 from io_daemon.bench.sweep_plan import Cell
-from io_daemon.client import Client
-from io_daemon.process import DaemonProcess, daemon_options
-from io_daemon.window import ahead_bytes
+from io_daemon.machine.cpu_load import AcceleratorLoad, CpuLoad
+from io_daemon.policy.step_trace import StepTrace, load
+from io_daemon.policy.window import ahead_bytes
+from io_daemon.rank.client import Client
+from io_daemon.rank.process import DaemonProcess, daemon_options
 
 TRACE: Final = "gpt-168m"
 """Of those that ship the one whose scaled arena holds the most leases."""

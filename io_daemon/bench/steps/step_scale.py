@@ -16,10 +16,10 @@ import math
 from bisect import bisect_left
 from typing import Final
 
-from io_daemon.bench.steps.step_trace import ACQUIRE, RELEASE, WAIT, Events, Leases, StepTrace
 from io_daemon.errors import BudgetError
-from io_daemon.protocol import PAGE_BYTES, align_up
-from io_daemon.window import frames_to_plan, window_frames
+from io_daemon.policy.step_trace import ACQUIRE, RELEASE, WAIT, Events, Leases, StepTrace
+from io_daemon.policy.window import frames_to_plan, window_frames
+from io_daemon.shared.protocol import PAGE_BYTES, align_up
 
 LARGEST_LEASES_MIN: Final = 2
 """Of these the arena must hold: one in use, one on its way in or out."""

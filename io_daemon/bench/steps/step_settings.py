@@ -8,10 +8,10 @@ from typing import Annotated, Final, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES, Directories
-from io_daemon.bench.steps.step_trace import shipped_names
+from io_daemon.command.sizes import parse_bytes
 from io_daemon.config import EngineName
-from io_daemon.protocol import PAGE_BYTES
-from io_daemon.sizes import parse_bytes
+from io_daemon.policy.step_trace import shipped_names
+from io_daemon.shared.protocol import PAGE_BYTES
 
 DEFAULT_SIZE_BYTES: Final = 8 << 30
 

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
+from io_daemon.__main__ import main
 from io_daemon.bench.result import Report
-from io_daemon.cli import main, with_default_command
-from io_daemon.swap_file import SwapHeader
-from io_daemon.tuning import recall
+from io_daemon.command.cli import with_default_command
+from io_daemon.disk.swap_file import SwapHeader
+from io_daemon.machine.tuning import recall
 from tests.support.signals import heed_signals
 
 QUICK = ("--size", "8M", "--quiet")

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from io_daemon.__main__ import main
 from io_daemon.bench.result import Report, StepResult
 from io_daemon.bench.steps.step import advise_step, run_step, writes_expected
 from io_daemon.bench.steps.step_settings import StepSettings
-from io_daemon.bench.steps.step_trace import load, save
-from io_daemon.cli import main
 from io_daemon.errors import ConfigError
+from io_daemon.policy.step_trace import load, save
 from tests.support.daemon import DEADLINE_S, eventually
 from tests.support.signals import heed_signals
 from tests.support.small_step import FRAME_BYTES, STATE, small_step

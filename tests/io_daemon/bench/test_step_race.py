@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from io_daemon.__main__ import main
 from io_daemon.bench.run import Silent
 from io_daemon.bench.steps.step_race import (
     STATE_BYTES_MIN,
@@ -30,9 +31,8 @@ from io_daemon.bench.sweep import (
     within_write_limit,
 )
 from io_daemon.bench.sweep_plan import Cell, SweepPlan
-from io_daemon.cli import main
 from io_daemon.errors import ConfigError, DeviceIOError
-from io_daemon.process import DaemonProcess
+from io_daemon.rank.process import DaemonProcess
 from tests.support.daemon import DEADLINE_S, eventually
 from tests.support.signals import heed_signals
 from tests.support.small_step import small_step

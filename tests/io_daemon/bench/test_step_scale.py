@@ -17,9 +17,9 @@ from io_daemon.bench.steps.step_scale import (
     with_budget,
     with_resized_chunks,
 )
-from io_daemon.bench.steps.step_trace import Events, StepTrace, load, work_before
 from io_daemon.errors import BudgetError
-from io_daemon.window import ahead_bytes, window_frames
+from io_daemon.policy.step_trace import Events, StepTrace, load, work_before
+from io_daemon.policy.window import ahead_bytes, window_frames
 from tests.support.small_step import FRAME_BYTES, STATE, small_step
 
 AHEAD_BYTES = 4 * FRAME_BYTES

@@ -12,8 +12,8 @@ from io_daemon.bench.report.units import (
     number_text,
     rate_text,
     seconds_text,
-    world_text,
 )
+from io_daemon.policy.step_trace import world_text
 
 
 @pytest.mark.parametrize(

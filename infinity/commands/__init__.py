@@ -1,0 +1,1 @@
+"""What infinity runs from a shell."""

@@ -1,0 +1,335 @@
+"""The ``infinity`` command. Each subcommand imports what it needs when it runs, so that ``--help`` is quick.
+
+Exit codes: 0 done, 1 a check or a run failed, 2 wrong usage or configuration. ``infinity run`` passes on the exit code
+of what it ran; a process ended by signal n counts as 128 + n, as in a shell.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import FrameType
+
+from io_daemon.command.interrupt import EXIT_INTERRUPTED, quiet_interrupt
+from io_daemon.errors import ConfigError, WorldError
+
+EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
+
+TORCHRUN_COMMAND = (sys.executable, "-m", "torch.distributed.run")
+RUN_USAGE = "infinity run [--swap-dir DIR ...] [daemon options] [torchrun options] script.py ..."
+RUN_DESCRIPTION = """\
+Start one I/O daemon for this node, then torchrun (python -m torch.distributed.run) with all arguments from the first
+one that is not listed here. The daemon ends after the ranks. Without --swap-dir no daemon is started here: the library
+starts a private one where its configuration asks for it. On several nodes, run it on each, as with torchrun."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if words[:1] == ["run"]:
+            return _run(words[1:])
+        if words[:1] == ["demo"]:
+            return _demo(words[1:])
+        parsed = _parser().parse_args(words)
+        code: int = parsed.function(parsed)
+        return code
+    except ConfigError as error:
+        print(f"infinity: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except WorldError as error:
+        print(f"infinity: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    except KeyboardInterrupt:
+        print("infinity: interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="infinity", description="Train models larger than memory from NVMe.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands.add_parser("run", help="torchrun with an I/O daemon for this node", add_help=False)
+    commands.add_parser(
+        "demo",
+        help="train a GPT from NVMe in less memory than its state",
+        add_help=False,
+    )
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="what this machine offers, and a remedy for each no",
+        description="Exit code 1 if a check failed.",
+    )
+    doctor.add_argument("directories", nargs="*", metavar="DIR", help="where swap files would go")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object")
+    doctor.set_defaults(function=_doctor)
+
+    _add_trace(commands)
+    config = commands.add_parser("config", help="check a configuration, list its keys").add_subparsers(
+        required=True, metavar="COMMAND"
+    )
+    check = config.add_parser("check", help="check a JSON file", description="Exit code 2 if it is refused.")
+    check.add_argument("file", metavar="FILE")
+    check.add_argument(
+        "--world-size",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="ranks that will run it (default 1)",
+    )
+    check.add_argument(
+        "--skip-paths",
+        action="store_true",
+        help="do not look for its directories on this machine",
+    )
+    check.add_argument(
+        "--json",
+        action="store_true",
+        help="print the configuration as resolved, as JSON",
+    )
+    check.set_defaults(function=_config_check)
+    keys = config.add_parser("keys", help="every key of the dialect and what becomes of it")
+    keys.add_argument("--json", action="store_true", help="print one JSON array")
+    keys.set_defaults(function=_config_keys)
+    return parser
+
+
+def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Its arguments; what runs them needs torch and is imported then."""
+    trace = commands.add_parser(
+        "trace",
+        help="write down a training step for `io-daemon bench step`",
+        description="What one optimizer step asks of the I/O daemon of a node, and the work between its requests. A "
+        "model that fits into memory is trained for a few steps and measured; with --meta or --model-params nothing is "
+        "run, and FLOPs are counted. Of several ranks one is recorded, here, without the others.",
+    )
+    trace.add_argument("--config", required=True, metavar="FILE", help="the training configuration (JSON)")
+    what = trace.add_mutually_exclusive_group(required=True)
+    what.add_argument(
+        "--model-params", type=float, metavar="N", help="a Llama-like model of about N parameters, e.g. 70e9"
+    )
+    what.add_argument(
+        "--model",
+        metavar="MODULE:FACTORY",
+        help="FACTORY() returns (model, batch); model(batch), or model(*batch) of a tuple, returns the loss or "
+        "something with .loss",
+    )
+    trace.add_argument(
+        "--meta", action="store_true", help="do not run the model, count its FLOPs (always so with --model-params)"
+    )
+    trace.add_argument(
+        "--sequence", type=_count, default=4096, metavar="N", help="tokens a sample, with --model-params (default 4096)"
+    )
+    trace.add_argument(
+        "--nnodes", type=_count, default=1, metavar="N", help="nodes that will train it, as for torchrun (default 1)"
+    )
+    trace.add_argument(
+        "--nproc-per-node", type=_count, default=1, metavar="L", help="ranks on each node, as for torchrun (default 1)"
+    )
+    trace.add_argument("--threads", type=_count, metavar="N", help="that compute (default: all cores but one)")
+    trace.add_argument(
+        "--no-init",
+        action="store_true",
+        help="training builds the model without infinity.Init, whose staging area takes an eighth of the budget",
+    )
+    trace.add_argument(
+        "--host-budget-bytes", type=_bytes, metavar="BYTES", help="instead of the configuration's, e.g. 64G or 64e9"
+    )
+    trace.add_argument("--out", metavar="FILE", help="default: the model's name and .json.gz, in this directory")
+    trace.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+    trace.set_defaults(function=_trace)
+
+
+def _trace(parsed: argparse.Namespace) -> int:
+    with quiet_interrupt():
+        from infinity.commands.trace_command import trace
+
+    return trace(parsed)
+
+
+def _doctor(parsed: argparse.Namespace) -> int:
+    from infinity.commands.doctor import doctor
+
+    return doctor(parsed.directories, as_json=parsed.json)
+
+
+def _config_check(parsed: argparse.Namespace) -> int:
+    from infinity.config import parse_config
+    from infinity.config.dialect import BY_PATH
+
+    config = parse_config(parsed.file, world_size=parsed.world_size, check_paths=not parsed.skip_paths)
+    if parsed.json:
+        print(config.model_dump_json(indent=2))
+        return EXIT_OK
+    print(f"{parsed.file}: every key is served")
+    print(
+        f"  batch: {config.train_batch_size} samples = {config.train_micro_batch_size_per_gpu} x "
+        f"{config.gradient_accumulation_steps} micro-batches x {parsed.world_size} ranks"
+    )
+    for path in config.subsumed:
+        print(f"  {path} needs no setting: {BY_PATH[path].note}")
+    return EXIT_OK
+
+
+def _config_keys(parsed: argparse.Namespace) -> int:
+    from infinity.config.reference import as_markdown, as_rows
+
+    print(json.dumps(as_rows(), indent=2) if parsed.json else as_markdown())
+    return EXIT_OK
+
+
+def _demo(words: list[str]) -> int:
+    with quiet_interrupt():
+        from infinity.commands.demo import main as demo
+
+    code: int = demo(words)
+    return code
+
+
+def _run_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="infinity run",
+        usage=RUN_USAGE,
+        description=RUN_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--swap-dir",
+        action="append",
+        default=[],
+        metavar="DIR",
+        help="where swap files go; repeatable",
+    )
+    parser.add_argument("--socket", metavar="PATH", help="the daemon's socket (default: a private one)")
+    parser.add_argument("--engine", metavar="ENGINE", help="auto (default) or require:NAME")
+    parser.add_argument("--block-size", metavar="BYTES", help="of one I/O (default 1M)")
+    parser.add_argument("--queue-depth", metavar="N", help="I/Os in flight (default 32)")
+    parser.add_argument(
+        "--no-verify-checksums",
+        action="store_true",
+        help="do not check blocks that are read back",
+    )
+    return parser
+
+
+def split_run_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """(words of ``infinity run``, words of torchrun): the second list starts at the first word not known here."""
+    lone, paired = (
+        {"-h", "--help", "--no-verify-checksums"},
+        {
+            "--swap-dir",
+            "--socket",
+            "--engine",
+            "--block-size",
+            "--queue-depth",
+        },
+    )
+    i = 0
+    while i < len(words):
+        name, equals, _ = words[i].partition("=")
+        if name in lone or (name in paired and equals):
+            i += 1
+        elif name in paired:
+            i += 2
+        else:
+            break
+    return list(words[:i]), list(words[i:])
+
+
+def _run(words: list[str]) -> int:
+    own, rest = split_run_words(words)
+    parser = _run_parser()
+    parsed = parser.parse_args(own)
+    if not rest:
+        parser.error("no script given")
+    if not parsed.swap_dir:
+        if own:
+            parser.error(f"{own[0]} has no effect without --swap-dir")
+        return _torchrun(rest, socket=None)
+
+    from infinity.tiers.launch import DaemonProcess
+
+    options = ["--no-verify-checksums"] if parsed.no_verify_checksums else []
+    for name, value in (
+        ("--engine", parsed.engine),
+        ("--block-size", parsed.block_size),
+        ("--queue-depth", parsed.queue_depth),
+    ):
+        options += [] if value is None else [name, value]
+    with DaemonProcess(swap_dirs=parsed.swap_dir, socket=parsed.socket, options=options, private=False) as daemon:
+        code = _torchrun(rest, socket=str(daemon.socket))
+        if (status := daemon.poll()) is not None:
+            print(
+                f"infinity: the I/O daemon ended before the ranks did, with status {status}",
+                file=sys.stderr,
+            )
+            return code or EXIT_FAILED
+    return code
+
+
+def _torchrun(words: Sequence[str], *, socket: str | None) -> int:
+    env = dict(os.environ) if socket is None else {**os.environ, "INFINITY_IO_SOCKET": socket}
+    # idle compute threads that spin take the cores that the daemon needs: 1.3 instead of 7.3 CPU seconds a step
+    env.setdefault("OMP_WAIT_POLICY", "passive")
+    child = subprocess.Popen([*TORCHRUN_COMMAND, *words], env=env)
+    with _forwarded_signals(child):
+        code = child.wait()
+    return 128 - code if code < 0 else code
+
+
+@contextmanager
+def _forwarded_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Signals to us go to the child, whose end then ends us."""
+
+    def forward(number: int, _frame: FrameType | None) -> None:
+        if not (number == signal.SIGINT and _in_foreground()):
+            child.send_signal(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, forward) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _in_foreground() -> bool:
+    """Whether a Ctrl-C at the terminal reaches the child by itself: it is in our process group."""
+    try:
+        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
+    except OSError:
+        return False
+    try:
+        return os.tcgetpgrp(terminal) == os.getpgrp()
+    except OSError:
+        return False
+    finally:
+        os.close(terminal)
+
+
+def _bytes(text: str) -> int:
+    """``512M`` and ``64G`` are powers of 1024; ``64e9`` is what it says."""
+    from io_daemon.command.sizes import parse_bytes
+
+    try:
+        return int(float(text))
+    except ValueError:
+        return parse_bytes(text)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return value
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""``infinity demo``: options, set-up, training under a progress display, summary and picture."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+
+from rich.console import Console
+
+from infinity.commands.demo.footprint import FootprintSampler
+from infinity.commands.demo.progress import TrainingProgress
+from infinity.commands.demo.summary import LOSS_RATIO_MAX, as_table, summarise
+from infinity.commands.demo.text import standard_library_text, unigram_entropy_nats
+from infinity.commands.demo.training import (
+    Settings,
+    StepRecord,
+    count_parameters,
+    engine_config,
+    faster_dtype,
+    host_budget_bytes,
+    state_bytes,
+    train,
+)
+
+NUM_STEPS = 48
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Exit code 0 if the model learned: the mean loss of the last ten steps lies below the text's unigram entropy and
+    at no more than 0.7 of that of the first ten."""
+    parser = argparse.ArgumentParser(prog="infinity demo", description=__doc__)
+    parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimizer steps (default {NUM_STEPS})")
+    parser.add_argument("--swap-dir", type=Path, help="where the swap files go (default: the temporary directory)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("out/infinity-demo.png"), help="the picture (default %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON; progress goes to stderr")
+    arguments = parser.parse_args(words)
+    if arguments.steps < 1:
+        parser.error("--steps must be at least 1")
+    with tempfile.TemporaryDirectory(prefix="infinity-demo-", dir=arguments.swap_dir) as swap_dir:
+        return _run(arguments, Path(swap_dir))
+
+
+def _run(arguments: argparse.Namespace, swap_dir: Path) -> int:
+    console = Console(stderr=arguments.json)
+    settings = Settings(swap_dir=swap_dir, dtype=faster_dtype(), num_steps=arguments.steps)
+    text = standard_library_text()
+    entropy = unigram_entropy_nats(text)
+    num_parameters = count_parameters(settings)
+    budget_bytes = host_budget_bytes(num_parameters, settings.dtype)
+    console.print(
+        f"{num_parameters:,} parameters ({settings.dtype}) on {len(text):,} bytes of Python's standard library: "
+        f"{state_bytes(num_parameters, settings.dtype) / 1e6:,.0f} MB of state, "
+        f"{budget_bytes / 1e6:,.0f} MB of memory for it, the rest in {swap_dir}",
+        soft_wrap=True,
+    )
+    records: list[StepRecord] = []
+    sampler = FootprintSampler(os.getpid(), swap_dir).start()
+    try:
+        with TrainingProgress(console, settings.num_steps) as progress:
+
+            def on_step(record: StepRecord) -> None:
+                records.append(record)
+                progress.show(record)
+
+            train(settings, text, engine_config(settings, budget_bytes), on_step)
+    finally:
+        footprint = sampler.stop()
+    summary = summarise(settings, num_parameters, records, unigram_entropy=entropy, footprint=footprint)
+
+    console.print(as_table(summary))
+    if find_spec("matplotlib") is None:
+        console.print("no picture without matplotlib: pip install 'infinity[plot]'", markup=False)
+    else:
+        from infinity.commands.demo.plot import save_plot  # only now: matplotlib takes memory that is not training's
+
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        save_plot(arguments.out, records, footprint.timeline, summary)
+        console.print(f"picture: {arguments.out}")
+    if arguments.json:
+        print(json.dumps({**asdict(summary), "learned": summary.learned, "losses": [r.loss for r in records]}))
+    if not summary.learned:
+        console.print(
+            f"[red]not learned: the mean loss of the last steps is not below the unigram entropy, or above "
+            f"{LOSS_RATIO_MAX} x the mean of the first"
+        )
+    return 0 if summary.learned else 1

@@ -1,5 +1,0 @@
-"""``infinity demo``: train a byte-level GPT of 100M parameters from NVMe, on text that every machine has."""
-
-from infinity.demo.run import main
-
-__all__ = ["main"]

@@ -1,0 +1,144 @@
+"""From a budget in bytes to chunk size, frames and swap space. Pure arithmetic, done before the first step.
+
+The arena is ``num_frames`` equal frames. A frame holds one chunk's weights; a wider object (fp32 master weights of a
+bf16 model) takes several. The plan takes the largest chunk that still leaves enough frames to overlap reading,
+updating and writing; if not even the smallest chunk does, ``BudgetError`` names the least budget that works.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from infinity.errors import BudgetError
+from infinity.plan.sharding import NORM_BLOCK
+from io_daemon.shared.protocol import PAGE_BYTES, align_up
+
+DEMAND_SETS_MIN: Final = 2
+"""Frame sets of one update that must fit: the one in use, and one on its way in or out."""
+DEMAND_SETS_WANTED: Final = 32
+"""Enough frame sets that reads, updates and writes overlap, and that residency is fine-grained."""
+CHUNKS_WANTED: Final = 128
+"""A group's last chunk fills its frames only partly; with this many chunks the waste stays at a few per cent."""
+AUTO_STREAMED_BYTES_MAX: Final = 2 << 30
+"""Without a stated budget, the arena takes what is pinned plus at most this much for streaming."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPlan:
+    chunk_numel: int
+    frame_bytes: int
+    num_frames: int
+    """Of this rank's arena."""
+    pinned_frames: int
+    demand_frames: int
+    """Frames of the largest set that one lease needs, pinned kinds aside."""
+    swap_bytes: int
+    """Of this rank, padding included."""
+    chunks_max: int
+
+    @property
+    def arena_bytes(self) -> int:
+        return PAGE_BYTES + self.num_frames * self.frame_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateShape:
+    """What the host store must hold for this rank."""
+
+    group_shard_numels: Sequence[int]
+    group_trainable: Sequence[bool]
+    itemsizes: Mapping[int, int]
+    """Bytes per element by object kind, only kinds that the daemon keeps."""
+    trained_mask: int
+    """Kinds that only trainable groups have (all but the weight)."""
+    pinned_mask: int
+    """Kinds of the ``cpu`` tier."""
+
+    def kinds(self, group: int) -> list[int]:
+        return [k for k in self.itemsizes if self.group_trainable[group] or not self.trained_mask >> k & 1]
+
+
+def plan_memory(
+    shape: StateShape, *, budget_bytes: int | None, chunk_numel_max: int, local_world_size: int, budget_key: str
+) -> MemoryPlan:
+    """Choose chunk size and frames for one rank.
+
+    Args:
+        budget_bytes: for the arenas of all ``local_world_size`` ranks of the job on the node; None: what is pinned
+            plus the streamed state, the latter up to ``AUTO_STREAMED_BYTES_MAX``.
+        chunk_numel_max: ``sub_group_size``; a chunk never exceeds it.
+
+    Raises:
+        BudgetError: with the smallest ``budget_bytes`` that works.
+    """
+    largest_group = align_up(max(shape.group_shard_numels, default=NORM_BLOCK), NORM_BLOCK)
+    balanced = sum(shape.group_shard_numels) // CHUNKS_WANTED
+    chunk_numel = max(NORM_BLOCK, min(chunk_numel_max, largest_group, balanced) // NORM_BLOCK * NORM_BLOCK)
+    candidates: list[MemoryPlan] = []
+    while True:
+        candidate = _plan_for_chunk(shape, chunk_numel, budget_bytes, local_world_size)
+        streamed_frames = candidate.num_frames - candidate.pinned_frames
+        if streamed_frames >= DEMAND_SETS_WANTED * candidate.demand_frames:
+            return candidate
+        if streamed_frames >= DEMAND_SETS_MIN * candidate.demand_frames:
+            candidates.append(candidate)
+        if chunk_numel == NORM_BLOCK:
+            break
+        chunk_numel = max(NORM_BLOCK, chunk_numel // 2 // NORM_BLOCK * NORM_BLOCK)
+    if candidates:
+        return candidates[-1]
+    smallest = _plan_for_chunk(shape, NORM_BLOCK, None, local_world_size)
+    frames = smallest.pinned_frames + DEMAND_SETS_MIN * smallest.demand_frames
+    raise BudgetError(
+        key=budget_key,
+        budget_bytes=budget_bytes or 0,
+        smallest_bytes=local_world_size * (PAGE_BYTES + frames * smallest.frame_bytes),
+        reason=(
+            f"{smallest.pinned_frames * smallest.frame_bytes} bytes of the cpu tier must stay resident on each of "
+            f"{local_world_size} ranks, and updating one chunk needs {DEMAND_SETS_MIN} sets of "
+            f"{smallest.demand_frames} frames of {smallest.frame_bytes} bytes"
+        ),
+    )
+
+
+def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | None, local_world_size: int) -> MemoryPlan:
+    itemsize = min(shape.itemsizes.values())
+    frame_bytes = align_up(chunk_numel * itemsize, PAGE_BYTES)
+    pinned_frames = streamed_frames = swap_bytes = num_chunks = 0
+    demand_frames = 0
+    for group, shard_numel in enumerate(shape.group_shard_numels):
+        kinds = shape.kinds(group)
+        for numel, count in _chunk_sizes(shard_numel, chunk_numel):
+            num_chunks += count
+            needs = {k: align_up(numel * shape.itemsizes[k], PAGE_BYTES) for k in kinds}
+            frames = {k: -(-needs[k] // frame_bytes) for k in kinds}
+            demand_frames = max(demand_frames, sum(n for k, n in frames.items() if not shape.pinned_mask >> k & 1))
+            for kind in kinds:
+                if shape.pinned_mask >> kind & 1:
+                    pinned_frames += count * frames[kind]
+                else:
+                    streamed_frames += count * frames[kind]
+                    swap_bytes += count * needs[kind]
+    if budget_bytes is None:
+        streamed_max = max(DEMAND_SETS_WANTED * demand_frames, AUTO_STREAMED_BYTES_MAX // frame_bytes)
+        num_frames = pinned_frames + min(streamed_frames + DEMAND_SETS_MIN * demand_frames, streamed_max)
+    else:
+        affordable = max(0, (budget_bytes // local_world_size - PAGE_BYTES) // frame_bytes)
+        num_frames = min(affordable, pinned_frames + streamed_frames + DEMAND_SETS_MIN * demand_frames)
+    return MemoryPlan(
+        chunk_numel=chunk_numel,
+        frame_bytes=frame_bytes,
+        num_frames=num_frames,
+        pinned_frames=pinned_frames,
+        demand_frames=demand_frames,
+        swap_bytes=swap_bytes,
+        chunks_max=max(num_chunks, 1),
+    )
+
+
+def _chunk_sizes(shard_numel: int, chunk_numel: int) -> list[tuple[int, int]]:
+    """(numel, how many) of the chunks of one shard."""
+    full, rest = divmod(shard_numel, chunk_numel)
+    return [(chunk_numel, full)] * (full > 0) + [(rest, 1)] * (rest > 0)

@@ -1,0 +1,126 @@
+"""Where every element lives: param groups cut into shards, shards cut into chunks, chunks into segments.
+
+Pure. Positions are elements, never bytes. The rules keep parity bit-exact (ARCHITECTURE.md, "Parity rules"):
+
+- a parameter is cut on its flattened form at multiples of ``ALIGNMENT``, so that no element moves between the vector
+  body and the scalar tail of torch's fused kernels;
+- padding exists in storage only; a ``Segment`` never covers any;
+- a chunk's numel is a multiple of ``NORM_BLOCK``, and norms are taken per ``NORM_BLOCK`` of the group shard, so that
+  the gradient norm does not depend on the chunk size and therefore not on the memory budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from io_daemon.shared.protocol import align_up
+
+ALIGNMENT: Final = 64
+NORM_BLOCK: Final = 16_384
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParamPlacement:
+    """One parameter's place in its group's shard; the same on every rank."""
+
+    param: int
+    """Index of the parameter in the engine's list."""
+    numel: int
+    shard_numel: int
+    """Elements per rank, padded to ``ALIGNMENT``."""
+    offset: int
+    """First element in the group shard."""
+
+    def valid_numel(self, rank: int) -> int:
+        """Elements of the parameter, without padding, that ``rank`` owns."""
+        return max(0, min(self.shard_numel, self.numel - rank * self.shard_numel))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Segment:
+    """A run of one parameter's elements inside one chunk: the exact range an optimizer call may touch."""
+
+    param: int
+    param_offset: int
+    """In the flattened, unsharded parameter."""
+    chunk_offset: int
+    numel: int
+
+    def norm_ranges(self, chunk_start: int) -> Iterator[tuple[int, int]]:
+        """(chunk offset, numel) of the segment's parts, cut at the group shard's norm blocks.
+
+        ``chunk_start`` is the chunk's first element in the group shard.
+        """
+        position, end = self.chunk_offset, self.chunk_offset + self.numel
+        while position < end:
+            block_end = ((chunk_start + position) // NORM_BLOCK + 1) * NORM_BLOCK - chunk_start
+            stop = min(end, block_end)
+            yield position, stop - position
+            position = stop
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkPlacement:
+    """One chunk of this rank's shard of one group."""
+
+    group: int
+    start: int
+    """First element in the group shard."""
+    numel: int
+    segments: tuple[Segment, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupPlacement:
+    """One param group: parameters that are gathered and reduced together."""
+
+    index: int
+    params: tuple[ParamPlacement, ...]
+    shard_numel: int
+    trainable: bool
+
+    @property
+    def numel(self) -> int:
+        """Unsharded elements, without padding: what counts as live."""
+        return sum(param.numel for param in self.params)
+
+
+def place_group(index: int, params: Sequence[tuple[int, int]], *, world_size: int, trainable: bool) -> GroupPlacement:
+    """Lay the parameters, given as (index, numel), one after another in every rank's shard."""
+    placements: list[ParamPlacement] = []
+    offset = 0
+    for param, numel in params:
+        shard_numel = align_up(-(-numel // world_size), ALIGNMENT)
+        placements.append(ParamPlacement(param=param, numel=numel, shard_numel=shard_numel, offset=offset))
+        offset += shard_numel
+    return GroupPlacement(index=index, params=tuple(placements), shard_numel=offset, trainable=trainable)
+
+
+def cut_chunks(group: GroupPlacement, *, rank: int, chunk_numel: int) -> list[ChunkPlacement]:
+    """Cut ``rank``'s shard of the group into chunks of ``chunk_numel``; the last one holds the rest."""
+    if chunk_numel % NORM_BLOCK:
+        raise ValueError(f"chunk_numel {chunk_numel} is not a multiple of {NORM_BLOCK}")
+    return [
+        ChunkPlacement(
+            group=group.index,
+            start=start,
+            numel=min(chunk_numel, group.shard_numel - start),
+            segments=tuple(_segments(group, rank, start, min(start + chunk_numel, group.shard_numel))),
+        )
+        for start in range(0, group.shard_numel, chunk_numel)
+    ]
+
+
+def _segments(group: GroupPlacement, rank: int, start: int, stop: int) -> Iterator[Segment]:
+    for param in group.params:
+        first = max(start, param.offset)
+        last = min(stop, param.offset + param.valid_numel(rank))
+        if first < last:
+            yield Segment(
+                param=param.param,
+                param_offset=rank * param.shard_numel + first - param.offset,
+                chunk_offset=first - start,
+                numel=last - first,
+            )

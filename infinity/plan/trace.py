@@ -1,0 +1,78 @@
+"""Recording the order in which a pass touches things: once is enough, a training step repeats itself.
+
+Pure. Two traces are taken in the first step: the live set's (which param group is used when) drives gathering ahead on
+the device, the store's (which chunk is leased for what) is uploaded to the daemon, which prefetches and evicts by it.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Sequence
+
+from io_daemon.shared.protocol import Access
+
+
+class AccessRecorder:
+    """Collects the store accesses of one pass. What a lease leaves dead is known only at its release."""
+
+    def __init__(self) -> None:
+        self._accesses: list[Access] = []
+
+    def acquired(self, chunk: int, read_mask: int, write_mask: int) -> int:
+        """Position of the new access, to be named when its lease is released."""
+        self._accesses.append(Access(chunk, read_mask, write_mask, 0))
+        return len(self._accesses) - 1
+
+    def released(self, position: int, dead_mask: int) -> None:
+        self._accesses[position] = self._accesses[position]._replace(dead_mask=dead_mask)
+
+    @property
+    def accesses(self) -> Sequence[Access]:
+        return self._accesses
+
+
+class GroupTrace:
+    """Uses of param groups in a pass, with a cursor that finds its place again after a deviation."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        self._numels = numels
+        self._recorded: list[int] = []
+        self._order: list[int] = []
+        self._positions: list[list[int]] = [[] for _ in numels]
+        self._before: list[int] = [0]
+        self._cursor = 0
+
+    def begin(self) -> None:
+        """A pass begins; the one that ended becomes the prediction."""
+        if self._recorded and self._recorded != self._order:
+            self._order = self._recorded
+            self._positions = [[] for _ in self._numels]
+            self._before = [0]
+            for position, group in enumerate(self._order):
+                self._positions[group].append(position)
+                self._before.append(self._before[-1] + self._numels[group])
+        self._recorded = []
+        self._cursor = 0
+
+    def use(self, group: int) -> None:
+        """``group`` is used now; repeated uses in a row count once."""
+        if self._recorded and self._recorded[-1] == group:
+            return
+        self._recorded.append(group)
+        positions = self._positions[group]
+        index = bisect_right(positions, self._cursor - 1)
+        if index < len(positions):
+            self._cursor = positions[index] + 1
+
+    def reuse_distance(self, group: int) -> int | None:
+        """Elements of other groups used before ``group`` is needed again in this pass; None: not in this pass."""
+        positions = self._positions[group]
+        index = bisect_right(positions, self._cursor - 1)
+        if index == len(positions):
+            return None
+        return self._before[positions[index]] - self._before[self._cursor]
+
+    def upcoming(self, numel_max: int) -> Sequence[int]:
+        """The next groups in order, as long as together they hold at most ``numel_max`` elements."""
+        stop = bisect_right(self._before, self._before[self._cursor] + numel_max) - 1
+        return self._order[self._cursor : stop]

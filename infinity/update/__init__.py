@@ -1,0 +1,1 @@
+"""Gradients, and the step of the optimizer."""

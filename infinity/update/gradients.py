@@ -1,0 +1,113 @@
+"""Reduced gradients, kept as chunks of the store between backward and the update, so that they may spill.
+
+The first micro-batch that yields a gradient for a parameter copies it, later ones add (fp32): as ``p.grad`` does in
+torch, adding to zeros would turn -0.0 into 0.0. Norms are taken per norm block while the bytes are warm and summed in
+index order in fp64, so that their sum does not depend on chunk size or tier.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.plan.sharding import ChunkPlacement, Segment
+from infinity.tiers.base import Lease, ShardStore, spans
+from infinity.weights.param_group import GradientOf
+from io_daemon.shared.protocol import ObjectKind
+
+LEASES_AHEAD = 2
+
+
+class GradientChunks:
+    def __init__(self, store: ShardStore, chunks: Sequence[ChunkPlacement], num_params: int) -> None:
+        self._store = store
+        self._chunks = chunks
+        self._written = [False] * num_params
+        """Whose segments hold something in this step: the next micro-batch adds, where not it copies."""
+        self._block_norms: dict[int, list[torch.Tensor]] = {}
+
+    def clear(self) -> None:
+        """Forget the step's gradients; what the chunks hold is no longer read."""
+        self._written = [False] * len(self._written)
+        self._block_norms.clear()
+
+    def add(self, chunk_ids: Sequence[int], gradient_of: GradientOf, params: Sequence[int], *, norms: bool) -> None:
+        """Add one param group's reduced gradients to its chunks.
+
+        Args:
+            params: the parameters that ``gradient_of`` has a gradient of.
+            norms: this is the last micro-batch and a norm will be asked for.
+        """
+        leases: list[tuple[int, Lease]] = []
+        ids = iter([c for c in chunk_ids if any(s.param in params for s in self._chunks[c].segments)])
+        try:
+            while True:
+                while len(leases) < LEASES_AHEAD and (chunk := next(ids, None)) is not None:
+                    leases.append((chunk, self._acquire(chunk)))
+                if not leases:
+                    break
+                self._add_chunk(*leases[0], gradient_of, norms=norms)
+                leases.pop(0)
+        except BaseException:
+            for _, lease in leases:
+                lease.release()
+            raise
+        for param in params:
+            self._written[param] = True
+
+    def _acquire(self, chunk: int) -> Lease:
+        grad = ObjectKind.GRAD.mask
+        held = any(self._written[s.param] for s in self._chunks[chunk].segments)
+        return self._store.acquire(chunk, read=grad if held else 0, write=grad)
+
+    def _add_chunk(self, chunk: int, lease: Lease, gradient_of: GradientOf, *, norms: bool) -> None:
+        lease.wait()
+        pieces = lease.pieces(ObjectKind.GRAD)
+        for segment in self._chunks[chunk].segments:
+            gradient = gradient_of(segment)
+            if gradient is None:
+                continue
+            for start, target in spans(pieces, segment.chunk_offset, segment.numel):
+                source = gradient[start : start + target.numel()]
+                if self._written[segment.param]:
+                    target.add_(source.to(target.device))
+                else:
+                    target.copy_(source)
+        self._block_norms.pop(chunk, None)
+        if norms:
+            segments = self._chunks[chunk].segments
+            held = [s for s in segments if self._written[s.param] or gradient_of(s) is not None]
+            self._block_norms[chunk] = self._norms(chunk, pieces, held)
+        lease.release(dirty=ObjectKind.GRAD.mask)
+
+    def _norms(self, chunk: int, pieces: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
+        start = self._chunks[chunk].start
+        blocks = [
+            torch.cat([part.float() for _, part in parts]) if len(parts) > 1 else parts[0][1].float()
+            for segment in segments
+            for offset, numel in segment.norm_ranges(start)
+            for parts in [list(spans(pieces, offset, numel))]
+        ]
+        return list(torch._foreach_norm(blocks)) if blocks else []
+
+    def square_sum(self) -> torch.Tensor:
+        """Sum of squares of this rank's gradients, 0-D fp64 on the CPU."""
+        total = torch.zeros((), dtype=torch.float64)
+        for chunk, placement in enumerate(self._chunks):
+            held = [s for s in placement.segments if self._written[s.param]]
+            if not held:
+                continue
+            if chunk not in self._block_norms:
+                self._block_norms[chunk] = self._read_norms(chunk, held)
+            norms = torch.stack(self._block_norms[chunk]).to("cpu", torch.float64)
+            for square in (norms * norms).tolist():
+                total += square
+        return total
+
+    def _read_norms(self, chunk: int, segments: Sequence[Segment]) -> list[torch.Tensor]:
+        lease = self._store.acquire(chunk, read=ObjectKind.GRAD.mask)
+        lease.wait()
+        norms = self._norms(chunk, lease.pieces(ObjectKind.GRAD), segments)
+        lease.release()
+        return norms

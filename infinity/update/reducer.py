@@ -1,0 +1,110 @@
+"""When gradients are reduced: as soon as a group has them all, in one order on every rank.
+
+With several ranks the reductions run asynchronously on a process group of their own and in a fixed order, first the
+reverse of registration, then the order in which rank 0's groups were complete in the first backward. So a parameter
+that is used on one rank only delays a reduction, and neither mixes up nor deadlocks the others (as DDP's buckets).
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from infinity.tiers.collectives import Collectives
+from infinity.update.gradients import GradientChunks
+from infinity.weights.param_group import GradientOf, ParamGroup
+
+
+class Reducer:
+    def __init__(
+        self, groups: Sequence[ParamGroup], gradients: GradientChunks, collectives: Collectives, num_params: int
+    ) -> None:
+        self._groups = {group.index: group for group in groups if group.placement.trainable}
+        self._gradients, self._collectives = gradients, collectives
+        self._used = torch.zeros(num_params, dtype=torch.uint8)
+        self._order = sorted(self._groups, reverse=True)
+        self._completed: dict[int, None] = {}
+        self._order_learnt = False
+        self._num_issued = 0
+        self._in_flight: deque[tuple[ParamGroup, dist.Work, GradientOf]] = deque()
+        self.norms = False
+        """The running micro-batch is the last one and a gradient norm is wanted."""
+
+    @property
+    def used(self) -> list[bool]:
+        """For each parameter, whether any rank had a gradient for it since ``clear``; true after ``finish``."""
+        return [bool(flag) for flag in self._used.tolist()]
+
+    def clear(self) -> None:
+        """Drop the gradients of an update that was done, or of a step that failed."""
+        self._gradients.clear()
+        self._used.zero_()
+        self._completed.clear()
+        self._in_flight.clear()
+        self._num_issued = 0
+        for group in self._groups.values():
+            group.drop_gradients()
+
+    def complete(self, group: ParamGroup) -> None:
+        """Every parameter of the group has its gradient."""
+        if self._collectives.world_size == 1:
+            self._add_own(group)
+            return
+        self._completed[group.index] = None
+        while self._num_issued < len(self._order) and self._order[self._num_issued] in self._completed:
+            self._issue()
+        while self._in_flight and self._in_flight[0][1].is_completed():
+            self._add_reduced()
+
+    def finish(self) -> None:
+        """Backward is over: reduce what is left, agree on which parameters were used."""
+        if self._collectives.world_size == 1:
+            for group in self._groups.values():
+                self._add_own(group)
+            return
+        completed = list(self._completed)
+        while self._num_issued < len(self._order):
+            self._issue()
+        while self._in_flight:
+            self._add_reduced()
+        self._reduce_again()
+        self._completed.clear()
+        self._num_issued = 0
+        self._collectives.max(self._used)
+        if not self._order_learnt:
+            seen = self._collectives.broadcast_object(completed)
+            self._order = [*seen, *(index for index in self._order if index not in seen)]
+            self._order_learnt = True
+
+    def _reduce_again(self) -> None:
+        """Re-entrant checkpointing may accumulate into a group that was reduced already: once more, on every rank."""
+        order = sorted(self._groups)
+        again = torch.tensor([self._groups[index].has_gradients for index in order], dtype=torch.uint8)
+        self._collectives.max(again)
+        for index, flag in zip(order, again.tolist(), strict=True):
+            if flag:
+                self._start(self._groups[index])
+                self._add_reduced()
+
+    def _add_own(self, group: ParamGroup) -> None:
+        params, gradient_of = group.take_gradients()
+        if params:
+            self._used[params] = 1
+            self._gradients.add([chunk for chunk, _ in group.chunks], gradient_of, params, norms=self.norms)
+
+    def _issue(self) -> None:
+        self._start(self._groups[self._order[self._num_issued]])
+        self._num_issued += 1
+
+    def _start(self, group: ParamGroup) -> None:
+        self._used[[param.index for param in group.params if param.param.grad is not None]] = 1
+        self._in_flight.append((group, *group.reduce_scatter_gradients()))
+
+    def _add_reduced(self) -> None:
+        group, work, gradient_of = self._in_flight.popleft()
+        work.wait()
+        params = [param.index for param in group.params]
+        self._gradients.add([chunk for chunk, _ in group.chunks], gradient_of, params, norms=self.norms)

@@ -1,0 +1,123 @@
+"""Which param groups are unsharded on the device: the policy of the device tier, over live parameters.
+
+A group in use is always allowed; everything else obeys the limits of the config: gathering ahead stays within
+``stage3_prefetch_bucket_size``, gathering ahead and keeping stay within ``stage3_max_live_parameters``, and a group is
+kept after its use only if it is needed again within ``stage3_max_reuse_distance`` elements. Persistent groups do not
+count and are resharded only by the update.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.plan.trace import GroupTrace
+from infinity.states import ShardedState
+from infinity.weights.param_group import ParamGroup
+
+
+class LiveSet:
+    def __init__(
+        self, groups: Sequence[ParamGroup], *, live_numel_max: int, reuse_distance_max: int, prefetch_numel_max: int
+    ) -> None:
+        self._groups = groups
+        self._live_numel_max = live_numel_max
+        self._reuse_distance_max = reuse_distance_max
+        self._prefetch_numel_max = prefetch_numel_max
+        numels = [group.numel for group in groups]
+        self._traces = {training: GroupTrace(numels) for training in (True, False)}
+        self._trace = self._traces[True]
+        self._live: dict[int, ParamGroup] = {}
+        self._lingering: dict[int, ParamGroup] = {}
+        self.live_numel = 0
+        self.live_numel_peak = 0
+
+    def begin_pass(self, *, training: bool) -> None:
+        """A training step (all its micro-batches) or an evaluation begins; each has an order of its own."""
+        self._trace = self._traces[training]
+        self._trace.begin()
+
+    def use(self, group: ParamGroup) -> None:
+        """Unshard the group now, if it is not, and lease the next ones ahead."""
+        if group.persistent:
+            if group.state is not ShardedState.UNSHARDED:
+                group.wait_for_unshard()
+            return
+        self._trace.use(group.index)
+        if group.state is not ShardedState.UNSHARDED:
+            self._settle_lingering()
+            self._make_room(group.numel)
+            group.wait_for_unshard()
+            self._live[group.index] = group
+            self.live_numel += group.numel
+            self.live_numel_peak = max(self.live_numel_peak, self.live_numel)
+        self._gather_ahead()
+
+    def done(self, group: ParamGroup) -> None:
+        """A use ended. Keep the group if it is needed again soon, else reshard it."""
+        if group.persistent or group.index not in self._live:
+            return
+        if group.in_use:
+            self._lingering[group.index] = group
+            return
+        distance = self._trace.reuse_distance(group.index)
+        if distance is None or distance > self._reuse_distance_max or self.live_numel > self._live_numel_max:
+            self._reshard(group)
+
+    def linger(self, group: ParamGroup) -> None:
+        """A saved view of the group went to an autograd node; decide about the group when another one is needed."""
+        if not group.persistent:
+            self._lingering[group.index] = group
+
+    def reshard_all(self, *, persistent: bool = False) -> None:
+        """Nothing is in use: reshard what is live and drop what was leased ahead."""
+        self._lingering.clear()
+        for group in self._groups:
+            if group.persistent and not persistent:
+                continue
+            if group.index in self._live:
+                self._reshard(group)
+            elif group.state is not ShardedState.SHARDED:
+                group.reshard()
+
+    def settle(self) -> None:
+        """Backward is over: keep what the pass needs again soon."""
+        for group in list(self._live.values()):
+            if not group.in_use:
+                self.done(group)
+        self._lingering.clear()
+
+    def _settle_lingering(self) -> None:
+        for index, group in list(self._lingering.items()):
+            if not group.in_use:
+                del self._lingering[index]
+                self.done(group)
+
+    def _make_room(self, numel: int) -> None:
+        """Reshard what is not in use, farthest reuse first, until ``numel`` more elements fit."""
+        while self.live_numel + numel > self._live_numel_max:
+            idle = [group for group in self._live.values() if not group.in_use]
+            if not idle:
+                return
+            self._reshard(max(idle, key=self._reuse_order))
+
+    def _reuse_order(self, group: ParamGroup) -> float:
+        distance = self._trace.reuse_distance(group.index)
+        return float("inf") if distance is None else distance
+
+    def _gather_ahead(self) -> None:
+        planned_numel = self.live_numel
+        for index in self._trace.upcoming(self._prefetch_numel_max):
+            group = self._groups[index]
+            if group.state is ShardedState.UNSHARDED:
+                continue
+            planned_numel += group.numel
+            if planned_numel > self._live_numel_max:
+                return
+            if group.state is ShardedState.SHARDED:
+                group.unshard()
+
+    def _reshard(self, group: ParamGroup) -> None:
+        del self._live[group.index]
+        self._lingering.pop(group.index, None)
+        self.live_numel -= group.numel
+        group.reshard()  # last: it refuses weights that were changed in place

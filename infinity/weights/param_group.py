@@ -1,0 +1,244 @@
+"""A param group: *what* is gathered, used and reduced together.
+
+States and their tensors are in ``states.py``. Issuing and waiting are separate: ``unshard`` leases weight chunks,
+``wait_for_unshard`` copies them into the parameters' own storages; a lease lasts one copy, so that no view of the arena
+ever reaches autograd.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment
+from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
+from infinity.tiers.base import Lease, ShardStore, spans
+from infinity.tiers.collectives import Collectives
+from infinity.weights.param import ShardedParam
+from infinity.weights.streams import CopyStream
+from io_daemon.shared.protocol import ObjectKind
+
+Target = Callable[[Segment], torch.Tensor]
+"""Where one segment's weights go, 1-D."""
+GradientOf = Callable[[Segment], torch.Tensor | None]
+"""The reduced gradient of one segment, 1-D; None where this micro-batch gave the parameter none."""
+
+DEMAND_LEASES_AHEAD = 2
+
+
+class LeaseAllowance:
+    """How many weight leases may be held ahead of their use, over all groups: never the frames a demand needs."""
+
+    def __init__(self, leases_max: int) -> None:
+        self._num_left = leases_max
+
+    def take(self, num_wanted: int) -> int:
+        taken = min(self._num_left, num_wanted)
+        self._num_left -= taken
+        return taken
+
+    def give_back(self, num_leases: int) -> None:
+        self._num_left += num_leases
+
+
+class ParamGroup:
+    def __init__(
+        self,
+        placement: GroupPlacement,
+        params: Sequence[ShardedParam],
+        chunks: Sequence[tuple[int, ChunkPlacement]],
+        *,
+        store: ShardStore,
+        collectives: Collectives,
+        allowance: LeaseAllowance,
+        copies: CopyStream,
+        dtype: torch.dtype,
+        reduce_dtype: torch.dtype,
+        persistent: bool,
+        poison: bool,
+    ) -> None:
+        self.placement = placement
+        self.params = params
+        self.chunks = chunks
+        self.persistent = persistent
+        self.state = ShardedState.SHARDED
+        self.num_users = 0
+        """Module calls in progress that use the group."""
+        self.held_for_backward = False
+        """Recomputed inside backward: saved views may lie where the unpack hook does not see them."""
+        self.held_by_node = False
+        """The running autograd node has unpacked a view of the group."""
+        self._store, self._collectives, self._allowance, self._copies = store, collectives, allowance, copies
+        self._dtype, self._reduce_dtype, self._poison = dtype, reduce_dtype, poison
+        self._leases: list[Lease] = []
+        self._num_ahead = 0
+
+    @property
+    def index(self) -> int:
+        return self.placement.index
+
+    @property
+    def numel(self) -> int:
+        return self.placement.numel
+
+    @property
+    def in_use(self) -> bool:
+        return bool(self.num_users or self.held_for_backward or self.held_by_node)
+
+    # Weights
+
+    def unshard(self) -> None:
+        """Lease weight chunks ahead of their use, as many as the allowance gives. Does not block."""
+        self._go(ShardedState.UNSHARDING)
+        self._num_ahead = self._allowance.take(len(self.chunks))
+        weight = ObjectKind.WEIGHT.mask
+        self._leases = [self._store.acquire(chunk, read=weight) for chunk, _ in self.chunks[: self._num_ahead]]
+
+    def wait_for_unshard(self) -> None:
+        """Copy the weights into the parameters. Blocks until every chunk was resident once."""
+        if self.state is ShardedState.SHARDED:
+            self.unshard()
+        for param in self.params:
+            if param.is_changed:
+                param.refuse_change()
+        flats = {param.index: param.allocate() for param in self.params}
+        self._gather_into(flats, ObjectKind.WEIGHT, self._dtype)
+        for param in self.params:
+            param.to_unsharded()
+        self._go(ShardedState.UNSHARDED)
+
+    def gather(self, kind: ObjectKind, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        """The full contents of one kind, for export: parameter index -> flat tensor [numel] on the CPU."""
+        if self.state is ShardedState.UNSHARDING:
+            self.reshard()  # what is leased ahead are weights, perhaps not the kind asked for
+        device = self.params[0].full.device
+        flats = {param.index: torch.empty(param.numel, dtype=dtype, device=device) for param in self.params}
+        self._gather_into(flats, kind, dtype)
+        return {index: flat.cpu() for index, flat in flats.items()}
+
+    def reshard(self) -> None:
+        """Give up the full weights, or the leases on them; a group in use may not be resharded."""
+        if self.state is ShardedState.UNSHARDING:
+            self._drop_leases()
+            self._go(ShardedState.SHARDED)
+        else:
+            changed = [param for param in self.params if param.is_changed]
+            for param in self.params:
+                param.to_sharded(poison=self._poison)
+            self._go(ShardedState.SHARDED)
+            for param in changed:
+                param.refuse_change()
+
+    def forget_users(self) -> None:
+        """After an exception: no call is in progress any more."""
+        self.num_users = 0
+        self.held_for_backward = False
+        self.held_by_node = False
+
+    def _drop_leases(self) -> None:
+        for lease in self._leases:
+            lease.release()
+        self._leases = []
+        self._allowance.give_back(self._num_ahead)
+        self._num_ahead = 0
+
+    def _gather_into(self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype) -> None:
+        with self._copies.issue():
+            if self._collectives.world_size == 1:
+                self._read_chunks(kind, lambda s: flats[s.param][s.param_offset : s.param_offset + s.numel])
+            else:
+                self._all_gather(flats, kind, dtype)
+        self._copies.join()
+
+    def _read_chunks(self, kind: ObjectKind, target_of: Target) -> None:
+        """Copy every segment to its target, holding few leases at a time."""
+        leases = deque(self._leases)
+        self._leases = []
+        num_issued = len(leases)
+        try:
+            for index, (_, placement) in enumerate(self.chunks):
+                while num_issued < min(index + DEMAND_LEASES_AHEAD, len(self.chunks)):
+                    leases.append(self._store.acquire(self.chunks[num_issued][0], read=kind.mask))
+                    num_issued += 1
+                leases[0].wait()
+                pieces = leases[0].pieces(kind)
+                for segment in placement.segments:
+                    target = target_of(segment)
+                    for start, part in spans(pieces, segment.chunk_offset, segment.numel):
+                        target[start : start + part.numel()].copy_(part, non_blocking=True)
+                self._copies.finish()
+                leases.popleft().release()
+        finally:
+            self._leases = list(leases)
+            self._drop_leases()
+
+    def _all_gather(self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype) -> None:
+        device = self.params[0].full.device
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        shard_numel = self.placement.shard_numel
+        full = torch.empty(world_size * shard_numel, dtype=dtype, device=device)
+        shard = torch.zeros(shard_numel, dtype=dtype, device=device)
+        starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
+        self._read_chunks(kind, lambda s: shard[starts[s.param] + s.param_offset :][: s.numel])
+        self._collectives.all_gather(full, shard)
+        by_rank = full.view(world_size, shard_numel)
+        for param in self.placement.params:
+            for source in range(world_size):
+                valid = param.valid_numel(source)
+                start = source * param.shard_numel
+                flats[param.param][start : start + valid].copy_(by_rank[source, param.offset : param.offset + valid])
+
+    # Gradients
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(param.param.grad is not None for param in self.params)
+
+    @property
+    def has_all_gradients(self) -> bool:
+        return all(param.param.grad is not None for param in self.params)
+
+    def take_gradients(self) -> tuple[list[int], GradientOf]:
+        """One rank: the parameters that have a gradient, and their flat gradients by segment."""
+        flats = {param.index: flat for param in self.params if (flat := param.gradient) is not None}
+        self.drop_gradients()
+
+        def gradient_of(segment: Segment) -> torch.Tensor | None:
+            flat = flats.get(segment.param)
+            return None if flat is None else flat[segment.param_offset : segment.param_offset + segment.numel]
+
+        return list(flats), gradient_of
+
+    def reduce_scatter_gradients(self) -> tuple[dist.Work, GradientOf]:
+        """Several ranks: issue the mean over ranks. This rank's part may be read once the work is done; a parameter
+        without a gradient counts as zero."""
+        rank, world_size = self._collectives.rank, self._collectives.world_size
+        full = torch.zeros(
+            world_size, self.placement.shard_numel, dtype=self._reduce_dtype, device=self.params[0].full.device
+        )
+        for placement, param in zip(self.placement.params, self.params, strict=True):
+            flat = param.gradient
+            if flat is None:
+                continue
+            for owner in range(world_size):
+                valid, start = placement.valid_numel(owner), owner * placement.shard_numel
+                full[owner, placement.offset : placement.offset + valid].copy_(flat[start : start + valid])
+        self.drop_gradients()
+        shard = torch.empty(self.placement.shard_numel, dtype=self._reduce_dtype, device=full.device)
+        work = self._collectives.reduce_scatter_mean(shard, full.view(-1))
+        starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
+
+        def gradient_of(segment: Segment) -> torch.Tensor:
+            return shard[starts[segment.param] + segment.param_offset :][: segment.numel]
+
+        return work, gradient_of
+
+    def drop_gradients(self) -> None:
+        for param in self.params:
+            param.param.grad = None
+
+    def _go(self, state: ShardedState) -> None:
+        self.state = check_transition(SHARDED_TRANSITIONS, self.state, state)

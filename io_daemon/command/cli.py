@@ -1,0 +1,232 @@
+"""``io-daemon serve | status | gc | bench``."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import io
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from pydantic import ValidationError
+
+from io_daemon.command.interrupt import EXIT_INTERRUPTED, quiet_interrupt
+from io_daemon.command.options import as_typed, parse_fault, parse_path, settings_from
+from io_daemon.command.sizes import parse_bytes, parse_timeout
+from io_daemon.config import UNLIMITED_BYTES, ServeConfig, default_socket_path, first_problem
+from io_daemon.disk.swap_dir import check_swap_dir, reclaim
+from io_daemon.errors import ConfigError, DaemonLostError, WorldError
+from io_daemon.machine.tuning import choose
+from io_daemon.rank.connection import Connection
+from io_daemon.shared.control import Status, StatusRequest
+from io_daemon.shared.metrics import status_lines
+
+AddCommands = Callable[[argparse.ArgumentParser], None]
+"""Mounts sub-commands on a parser; called only where one of them was typed."""
+
+BENCH_COMMANDS: Final = ("io", "sweep", "step", "compare")
+EXIT_OK: Final = 0
+EXIT_FAULT: Final = 1
+EXIT_USAGE: Final = 2
+EXIT_NO_DAEMON: Final = 3
+
+
+def run(argv: Sequence[str] | None, *, add_bench: AddCommands) -> int:
+    """Exit codes: 0 well, 1 a fault of the world, 2 a wrong setting, 3 no daemon answers."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    with quiet_interrupt():  # `bench` imports much
+        arguments = _parser(words, add_bench).parse_args(with_default_command(words))
+    try:
+        if isinstance(sys.stdout, io.TextIOWrapper):  # µ and × in a terminal that knows ASCII alone
+            sys.stdout.reconfigure(errors="replace")
+        exit_code: int = arguments.run(arguments)
+        sys.stdout.flush()
+    except ConfigError as error:
+        return _complain(as_typed(error, arguments.parser), EXIT_USAGE)
+    except ValidationError as error:
+        return _complain(as_typed(first_problem(error), arguments.parser), EXIT_USAGE)
+    except DaemonLostError as error:
+        return _complain(error, EXIT_NO_DAEMON)
+    except WorldError as error:
+        return _complain(error, EXIT_FAULT)
+    except BrokenPipeError:  # the reader of our output has gone: nobody is left to complain to
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_FAULT
+    except OSError as error:  # of what is written for the user: a report, say, to a disk that is full by now
+        return _complain(error, EXIT_FAULT)
+    except KeyboardInterrupt:
+        return _complain(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED)
+    return exit_code
+
+
+def _complain(error: BaseException, exit_code: int) -> int:
+    print(f"io-daemon: {error}", file=sys.stderr)
+    return exit_code
+
+
+def parse_or_auto(parse: Callable[[str], int]) -> Callable[[str], int | None]:
+    """``auto`` is None."""
+    return lambda text: None if text == "auto" else parse(text)
+
+
+def with_default_command(words: Sequence[str]) -> list[str]:
+    """``bench /nvme0`` is ``bench sweep /nvme0``."""
+    if words[:1] == ["bench"] and len(words) > 1 and words[1] not in (*BENCH_COMMANDS, "-h", "--help"):
+        return ["bench", "sweep", *words[1:]]
+    return list(words)
+
+
+def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="io-daemon", description="Owns a node's NVMe swap space and serves its training ranks."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    serve = commands.add_parser("serve", help="run the daemon in the foreground")
+    serve.add_argument("--socket", dest="socket_path", type=parse_path, help=f"default: {default_socket_path()}")
+    _add_swap_dirs(serve)
+    serve.add_argument(
+        "--engine",
+        default="auto",
+        help="auto (the best that works) or require:io_uring, require:libaio, require:posix; default: auto",
+    )
+    serve.add_argument(
+        "--block-size",
+        dest="block_bytes",
+        type=parse_or_auto(parse_bytes),
+        metavar="BYTES",
+        help="of one I/O, or auto: what `io-daemon bench` found best here, else 1M; default: auto",
+    )
+    serve.add_argument(
+        "--queue-depth",
+        type=parse_or_auto(int),
+        metavar="N",
+        help="I/Os in flight per directory, or auto: as --block-size, else 32; default: auto",
+    )
+    serve.add_argument(
+        "--no-verify-checksums",
+        dest="verify_checksums",
+        action="store_false",
+        help="do not verify blocks when they are read",
+    )
+    serve.add_argument(
+        "--private", action="store_true", help="end when the last tenant has left or the parent process is gone"
+    )
+    serve.add_argument(
+        "--host-budget-bytes",
+        type=parse_bytes,
+        default=UNLIMITED_BYTES,
+        help="most arena bytes of one tenant; default: none",
+    )
+    serve.add_argument(
+        "--swap-budget-bytes",
+        type=parse_bytes,
+        default=UNLIMITED_BYTES,
+        help="most swap bytes of one tenant; default: none",
+    )
+    serve.add_argument(
+        "--lock-timeout",
+        dest="lock_timeout_s",
+        metavar="TIME",
+        type=parse_timeout,
+        default=60.0,
+        help="wait for a dead daemon's I/O; default: 60s",
+    )
+    serve.add_argument(
+        "--drain-timeout",
+        dest="drain_timeout_s",
+        metavar="TIME",
+        type=parse_timeout,
+        default=10.0,
+        help="wait for I/O at shutdown; default: 10s",
+    )
+    serve.add_argument(
+        "--inject-fault", dest="faults", type=parse_fault, action="append", default=[], help=argparse.SUPPRESS
+    )
+    serve.set_defaults(run=_serve, parser=serve)
+
+    status = commands.add_parser("status", help="print what a running daemon does")
+    status.add_argument("--socket", type=parse_path, help=f"default: {default_socket_path()}")
+    shape = status.add_mutually_exclusive_group()
+    shape.add_argument("--json", action="store_true", help="print JSON")
+    shape.add_argument("--prometheus", action="store_true", help="print in Prometheus' text format")
+    status.set_defaults(run=_status, parser=status)
+
+    gc = commands.add_parser("gc", help="remove swap files whose daemon is gone")
+    _add_swap_dirs(gc)
+    gc.add_argument(
+        "--lock-timeout", type=parse_timeout, metavar="TIME", default=60.0, help="wait for I/O to land; default: 60s"
+    )
+    gc.set_defaults(run=_gc, parser=gc)
+
+    bench = commands.add_parser(
+        "bench",
+        help="measure: is this machine fast enough for my model, with which settings, and for how long?",
+        description="Without a sub-command: `sweep` with its defaults, under two minutes.",
+        usage="io-daemon bench DIRECTORY... | io | sweep | step | compare  [options]",
+    )
+    if words[:1] == ["bench"]:
+        add_bench(bench)
+    return parser
+
+
+def _add_swap_dirs(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--swap-dir",
+        dest="swap_dirs",
+        type=parse_path,
+        metavar="DIR",
+        action="append",
+        required=True,
+        help="may be given several times",
+    )
+
+
+def _serve(arguments: argparse.Namespace) -> int:
+    from io_daemon.serve.server import serve
+
+    # a private daemon's stderr is its user's terminal: only what needs attention
+    level = logging.WARNING if arguments.private else logging.INFO
+    logging.basicConfig(level=level, format="io-daemon: %(levelname)s %(message)s", stream=sys.stderr)
+    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dirs]
+    chosen = choose(directories, arguments.engine, arguments.block_bytes, arguments.queue_depth)
+    if chosen.note is not None:
+        logging.getLogger(__name__).info("%s", chosen.note)
+    config = settings_from(
+        arguments,
+        ServeConfig,
+        socket_path=arguments.socket_path or default_socket_path(),
+        swap_dirs=tuple(directories),
+        engine=chosen.engine,
+        block_bytes=chosen.block_bytes,
+        queue_depth=chosen.queue_depth,
+    )
+    return asyncio.run(serve(config))
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    connection, _ = Connection.open(str(arguments.socket or default_socket_path()), timeout_s=10.0)
+    try:
+        answer, _ = connection.request(StatusRequest(), Status, timeout_s=10.0)
+    finally:
+        connection.close()
+    if arguments.json:
+        print(answer.daemon.model_dump_json(indent=2))
+    elif arguments.prometheus:
+        from io_daemon.serve.exposition import exposition
+
+        print(exposition(answer.daemon), end="")
+    else:
+        print("\n".join(status_lines(answer.daemon)))
+    return EXIT_OK
+
+
+def _gc(arguments: argparse.Namespace) -> int:
+    logging.basicConfig(level=logging.WARNING, format="io-daemon: %(message)s", stream=sys.stderr)
+    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dirs]
+    for path in asyncio.run(reclaim(directories, arguments.lock_timeout)):
+        print(path)
+    return EXIT_OK

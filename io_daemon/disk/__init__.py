@@ -1,0 +1,1 @@
+"""Swap files and the directories they lie in."""

@@ -1,0 +1,170 @@
+"""A directory that the daemon serves: is it fit for swap files, and what did dead daemons leave in it?"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import fcntl
+import logging
+import mmap
+import os
+import stat
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from io_daemon.disk.mounts import find_mount
+from io_daemon.disk.swap_file import PREFIX, SUFFIX, SwapHeader
+from io_daemon.errors import ConfigError, SwapBusyError
+from io_daemon.shared.protocol import PAGE_BYTES
+
+log = logging.getLogger(__name__)
+
+LOCK_POLL_S: Final = 0.005
+THIN_FILESYSTEMS: Final = frozenset({"btrfs", "zfs", "overlay", "bcachefs", "nfs", "nfs4", "fuse"})
+"""Here a successful fallocate does not promise that a later write finds space."""
+MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
+
+
+@dataclass(frozen=True)
+class SwapDir:
+    """A checked directory. ``notes``: what the user should know about it, one line each."""
+
+    path: Path
+    direct: bool
+    filesystem: str
+    notes: tuple[str, ...]
+
+    def free_bytes(self) -> int:
+        space = os.statvfs(self.path)
+        return space.f_bavail * space.f_frsize
+
+
+def check_swap_dir(path: Path) -> SwapDir:
+    """Exists, writable, direct I/O or not. Raises ConfigError."""
+    if not path.is_dir():
+        raise ConfigError("swap_dirs", str(path), "is no directory: create it, or name another")
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            "swap_dirs", str(path), f"is not writable ({error.strerror}): change its owner or mode, or name another"
+        ) from error
+    notes = []
+    direct_error = probe_direct(path)
+    if direct_error is not None:
+        notes.append(
+            f"{path}: no direct I/O ({direct_error}); falling back to buffered I/O, which goes through the page cache"
+        )
+    filesystem = filesystem_of(path)
+    if filesystem in THIN_FILESYSTEMS:
+        notes.append(f"{path}: on {filesystem} a reservation is no guarantee: writes may still find the disk full")
+    if filesystem in MEMORY_FILESYSTEMS:
+        notes.append(f"{path}: {filesystem} lies in memory: swapping to it saves none")
+    return SwapDir(path, direct_error is None, filesystem, tuple(notes))
+
+
+def probe_direct(path: Path) -> str | None:
+    """None if one page can be written and read back with O_DIRECT, else the reason."""
+    try:
+        with tempfile.TemporaryFile(dir=path) as file:
+            fd = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_DIRECT | os.O_CLOEXEC)
+            try:
+                with mmap.mmap(-1, PAGE_BYTES) as page:
+                    moved = min(os.pwrite(fd, page, 0), os.preadv(fd, [page], 0))
+            finally:
+                os.close(fd)
+    except OSError as error:
+        return os.strerror(error.errno or errno.EIO)
+    return None if moved == PAGE_BYTES else f"{moved} of {PAGE_BYTES} bytes moved"
+
+
+def filesystem_of(path: Path) -> str:
+    """Kind of the filesystem that holds ``path``."""
+    mount = find_mount(path)
+    return "unknown" if mount is None else mount.filesystem
+
+
+@dataclass(frozen=True)
+class StaleFile:
+    """A swap file whose owner is gone, opened but not yet locked. ``fd`` is the holder's to close."""
+
+    path: Path
+    fd: int
+    header: SwapHeader
+
+
+def find_stale(directory: Path) -> list[StaleFile]:
+    """Files of dead daemons. Whatever lacks our name or our header, or has a living owner, is not looked at twice."""
+    stale = []
+    for path in sorted(directory.glob(f"{PREFIX}*{SUFFIX}")):
+        try:
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError:
+            continue  # gone meanwhile, a link, or not ours to read
+        header = None
+        if stat.S_ISREG(os.fstat(fd).st_mode):
+            header = SwapHeader.unpack(os.pread(fd, PAGE_BYTES, 0))
+        if header is None or header.owner.lives():
+            os.close(fd)
+        else:
+            stale.append(StaleFile(path, fd, header))
+    return stale
+
+
+async def lock_stale(files: Sequence[StaleFile], timeout_s: float) -> list[StaleFile]:
+    """Take every lock, and so wait until the last byte of the dead owners' I/O has landed.
+
+    Returns the files whose lock was not to be had within ``timeout_s``; an empty list means all are held."""
+    deadline = time.monotonic() + timeout_s
+    waiting = list(files)
+    announced = False
+    while True:
+        waiting = [file for file in waiting if not _try_lock(file.fd)]
+        if not waiting or time.monotonic() >= deadline:
+            return waiting
+        if not announced:
+            announced = True
+            for file in waiting:
+                log.warning("%s: waiting for the last I/O of dead daemon %d", file.path, file.header.owner.pid)
+        await asyncio.sleep(LOCK_POLL_S)
+
+
+def _try_lock(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+async def reclaim(directories: Sequence[Path], timeout_s: float) -> list[Path]:
+    """Remove what dead daemons left, once all their I/O has landed. Raises SwapBusyError after ``timeout_s``.
+
+    Nothing is removed before every lock is held, so a caller that this function returned to may hand out any memory
+    and any extent."""
+    stale = [file for directory in directories for file in find_stale(directory)]
+    try:
+        busy = await lock_stale(stale, timeout_s)
+        if busy:
+            raise SwapBusyError(path=str(busy[0].path), owner_pid=busy[0].header.owner.pid, timeout_s=timeout_s)
+        return [file.path for file in stale if _unlink_same(file)]
+    finally:
+        for file in stale:
+            os.close(file.fd)
+
+
+def _unlink_same(file: StaleFile) -> bool:
+    """Unlink under the lock, unless the name stands for another file by now (somebody else reclaimed this one)."""
+    try:
+        if not os.path.samestat(os.stat(file.path, follow_symlinks=False), os.fstat(file.fd)):
+            return False
+        os.unlink(file.path)
+    except FileNotFoundError:
+        return False
+    log.info("%s: reclaimed, %d bytes of dead daemon %d", file.path, file.header.file_bytes, file.header.owner.pid)
+    return True

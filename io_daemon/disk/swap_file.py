@@ -1,0 +1,250 @@
+"""One preallocated file per tenant and swap directory: a header page, then extents.
+
+The file is created, locked (``flock``) and read and written through one open file description. The kernel drops that
+lock only when the last reference to the description is gone, and I/O in flight holds one: so whoever gets the lock of
+a dead daemon's file knows that its last byte has landed. (Measured: after a kill -9, io_uring reads go on landing for
+up to 0.3 s.)
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Final
+
+import numpy as np
+
+from io_daemon._native import checksum
+from io_daemon.errors import DeviceIOError, SwapSpaceError
+from io_daemon.shared.protocol import PAGE_BYTES, PROTOCOL_VERSION
+from io_daemon.shared.wire import SWAP_HEADER, SWAP_MAGIC
+
+PREFIX: Final = "infinity-"
+SUFFIX: Final = ".swap"
+SAME_NAME_MAX: Final = 10_000
+
+
+def boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def process_starttime(pid: int) -> int | None:
+    """Clock ticks after boot at which ``pid`` started (/proc/PID/stat field 22); None if it is gone."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    fields = stat[stat.rindex(")") + 2 :].split()  # the name may hold spaces and parentheses
+    return None if fields[0] in "ZX" else int(fields[19])
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A process, named so that neither a reused pid nor a reboot can be taken for it."""
+
+    pid: int
+    starttime: int
+    boot_id: str
+
+    @classmethod
+    def this_process(cls) -> Owner:
+        pid = os.getpid()
+        return cls(pid, process_starttime(pid) or 0, boot_id())
+
+    def lives(self) -> bool:
+        return self.boot_id == boot_id() and process_starttime(self.pid) == self.starttime
+
+
+@dataclass(frozen=True, kw_only=True)
+class SwapHeader:
+    """``wire::SwapHeader`` without magic, version and checksum, which ``pack`` and ``unpack`` deal with."""
+
+    job: str
+    rank: int
+    file_index: int
+    file_bytes: int
+    frame_bytes: int
+    created_ns: int
+    owner: Owner
+
+    def pack(self) -> bytes:
+        """The header page."""
+        page = bytearray(
+            SWAP_HEADER.pack(
+                {
+                    "magic": SWAP_MAGIC,
+                    "version": PROTOCOL_VERSION,
+                    "rank": self.rank,
+                    "file_bytes": self.file_bytes,
+                    "frame_bytes": self.frame_bytes,
+                    "created_ns": self.created_ns,
+                    "owner_starttime": self.owner.starttime,
+                    "owner_pid": self.owner.pid,
+                    "file_index": self.file_index,
+                    "boot_id": self.owner.boot_id.encode(),
+                    "job": self.job.encode(),
+                    "header_checksum": 0,
+                }
+            )
+        )
+        _store_checksum(page, _page_checksum(page))
+        return bytes(page)
+
+    @classmethod
+    def unpack(cls, page: bytes) -> SwapHeader | None:
+        """None unless the page is a header that this program wrote, whole."""
+        if len(page) < PAGE_BYTES:
+            return None
+        record = np.frombuffer(page, SWAP_HEADER.dtype, count=1)[0]
+        if record["magic"] != SWAP_MAGIC:
+            return None
+        blank = bytearray(page[:PAGE_BYTES])
+        _store_checksum(blank, 0)
+        if _page_checksum(blank) != record["header_checksum"]:
+            return None
+        return cls(
+            job=bytes(record["job"]).decode(errors="replace"),
+            rank=int(record["rank"]),
+            file_index=int(record["file_index"]),
+            file_bytes=int(record["file_bytes"]),
+            frame_bytes=int(record["frame_bytes"]),
+            created_ns=int(record["created_ns"]),
+            owner=Owner(
+                int(record["owner_pid"]), int(record["owner_starttime"]), bytes(record["boot_id"]).decode("ascii")
+            ),
+        )
+
+
+def _page_checksum(page: bytearray) -> int:
+    return checksum(np.frombuffer(page, np.uint8))
+
+
+def _store_checksum(page: bytearray, value: int) -> None:
+    offset = SWAP_HEADER.offset_of("header_checksum")
+    page[offset : offset + 4] = value.to_bytes(4, "little")
+
+
+class SwapFile:
+    """Open, locked, preallocated. ``fd`` is the one description that does the I/O; ``close`` drops file and space."""
+
+    def __init__(self, path: Path, fd: int, header: SwapHeader) -> None:
+        self.path = path
+        self.fd = fd
+        self.header = header
+
+    @classmethod
+    def create(
+        cls, directory: Path, *, job: str, rank: int, frame_bytes: int, file_index: int, owner: Owner, direct: bool
+    ) -> SwapFile:
+        """A new file of one header page. Raises DeviceIOError or SwapSpaceError."""
+        path, fd = _create_exclusive(directory, job, rank, direct)
+        header = SwapHeader(
+            job=job,
+            rank=rank,
+            file_index=file_index,
+            file_bytes=PAGE_BYTES,
+            frame_bytes=frame_bytes,
+            created_ns=time.time_ns(),
+            owner=owner,
+        )
+        swap_file = cls(path, fd, header)
+        try:
+            # nobody else can hold it: until the header is written, no reclaim takes the file for ours
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            swap_file._allocate(PAGE_BYTES)
+            swap_file._write_header()
+        except BaseException:
+            swap_file.unlink()
+            swap_file.close()
+            raise
+        return swap_file
+
+    @property
+    def file_bytes(self) -> int:
+        return self.header.file_bytes
+
+    def grow(self, file_bytes: int) -> None:
+        """Reserve space up to ``file_bytes`` in all, header page included. On failure the file is as before."""
+        if file_bytes <= self.file_bytes:
+            return
+        self._allocate(file_bytes)
+        self.header = replace(self.header, file_bytes=file_bytes)
+        self._write_header()
+
+    def shrink(self, file_bytes: int) -> None:
+        """Give back what lies beyond ``file_bytes``: the undoing of a ``grow``."""
+        os.ftruncate(self.fd, file_bytes)
+        self.header = replace(self.header, file_bytes=file_bytes)
+        self._write_header()
+
+    def unlink(self) -> None:
+        """Remove the name; the space follows when the last I/O has let go of the file."""
+        self.path.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        os.close(self.fd)
+
+    def _allocate(self, file_bytes: int) -> None:
+        before_bytes = os.fstat(self.fd).st_size
+        try:
+            os.posix_fallocate(self.fd, 0, file_bytes)
+        except OSError as error:
+            os.ftruncate(self.fd, before_bytes)  # also gives back blocks that were reserved beyond the end
+            space = os.fstatvfs(self.fd)
+            free_bytes = space.f_bavail * space.f_frsize
+            raise SwapSpaceError(
+                path=str(self.path.parent),
+                needed_bytes=file_bytes - before_bytes,
+                free_bytes=free_bytes,
+                errno=error.errno or errno.EIO,
+                remedy="free some space, name another directory, or add one",
+            ) from error
+
+    def _write_header(self) -> None:
+        with mmap.mmap(-1, PAGE_BYTES) as page:  # page-aligned, as direct I/O wants it
+            page[:] = self.header.pack()
+            try:
+                written = os.pwrite(self.fd, page, 0)
+                os.fsync(self.fd)
+            except OSError as error:
+                raise self._failed(error.errno or errno.EIO, 0) from error
+        if written != PAGE_BYTES:
+            raise self._failed(0, written)
+
+    def _failed(self, error_number: int, actual_bytes: int) -> DeviceIOError:
+        return DeviceIOError(
+            errno=error_number,
+            path=str(self.path),
+            offset=0,
+            expected_bytes=PAGE_BYTES,
+            actual_bytes=actual_bytes,
+            operation="write of the header",
+        )
+
+
+def _create_exclusive(directory: Path, job: str, rank: int, direct: bool) -> tuple[Path, int]:
+    """A name nobody has; a job may attach the same rank twice (two engines in one process)."""
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
+    for number in range(SAME_NAME_MAX):
+        path = directory / f"{PREFIX}{job}-r{rank}-{number}{SUFFIX}"
+        try:
+            return path, os.open(path, flags, 0o600)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            raise DeviceIOError(
+                errno=error.errno or errno.EIO,
+                path=str(path),
+                offset=0,
+                expected_bytes=0,
+                actual_bytes=0,
+                operation="creation",
+            ) from error
+    raise DeviceIOError(
+        errno=errno.EEXIST, path=str(directory), offset=0, expected_bytes=0, actual_bytes=0, operation="creation"
+    )

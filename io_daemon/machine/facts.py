@@ -1,0 +1,232 @@
+"""Where a figure was taken: without this a figure means nothing to anyone else.
+
+``describe_machine`` never fails: a fact that cannot be read is None, with a note that says why or what to do.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import resource
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Final, Literal
+
+from io_daemon.disk.kernel_text import read_integer, read_text
+from io_daemon.disk.mounts import PROC, Mount, find_mount
+from io_daemon.machine.block_device import BlockDevice, find_block_device
+from io_daemon.shared.record import Record
+
+SYS: Final = Path("/sys")
+ENGINES: Final = ("io_uring", "libaio", "posix")
+CAP_IPC_LOCK: Final = 14
+PACKAGE: Final = "infinity"
+
+
+class EngineFact(Record):
+    name: str
+    compiled: bool
+    works: bool
+    reason: str | None
+    """Why it does not work."""
+
+
+class DirectoryFacts(Record):
+    """What a directory lies on, from its mount down to the drives."""
+
+    path: str
+    filesystem: str | None
+    mount_point: str | None
+    mount_options: list[str]
+    source: str | None
+    free_bytes: int | None
+    """To this user."""
+    total_bytes: int | None
+    direct: bool | None
+    direct_refusal: str | None
+    """Why O_DIRECT does not work."""
+    device: BlockDevice | None
+    notes: list[str]
+
+
+class MachineFacts(Record):
+    version: str | None
+    """Of this program."""
+    python: str
+    kernel: str | None
+    processor: str | None
+    architecture: str
+    num_cores: int
+    """That this process may use."""
+    num_cores_online: int | None
+    numa_nodes: str | None
+    """As the kernel lists them: ``0-1``."""
+    ram_bytes: int | None
+    ram_available_bytes: int | None
+    cgroup_ram_max_bytes: int | None
+    """None: this container sets no limit."""
+    swap_bytes: int | None
+    page_bytes: int
+    memlock_bytes: int | Literal["unlimited"]
+    aio_nr: int | None
+    aio_max_nr: int | None
+    io_uring_disabled: int | None
+    """0: everyone may; 1: a group may; 2: nobody. None: a kernel before 6.6."""
+    engines: list[EngineFact]
+    directories: list[DirectoryFacts]
+    notes: list[str]
+
+
+def describe_machine(directories: Sequence[Path], *, proc: Path = PROC, sys: Path = SYS) -> MachineFacts:
+    """``proc`` and ``sys``: where to look for the kernel's facts. ``directories`` may be any, also missing ones."""
+    memory = meminfo(proc)
+    engines, engine_note = _engines()
+    facts = MachineFacts(
+        version=_version(),
+        python=platform.python_version(),
+        kernel=read_text(proc / "sys" / "kernel" / "osrelease"),
+        processor=_processor(proc),
+        architecture=platform.machine(),
+        num_cores=len(os.sched_getaffinity(0)),
+        num_cores_online=os.cpu_count(),
+        numa_nodes=read_text(sys / "devices" / "system" / "node" / "online"),
+        ram_bytes=memory.get("MemTotal"),
+        ram_available_bytes=memory.get("MemAvailable"),
+        cgroup_ram_max_bytes=cgroup_ram_max_bytes(sys),
+        swap_bytes=memory.get("SwapTotal"),
+        page_bytes=resource.getpagesize(),
+        memlock_bytes=_memlock_bytes(proc),
+        aio_nr=read_integer(proc / "sys" / "fs" / "aio-nr"),
+        aio_max_nr=read_integer(proc / "sys" / "fs" / "aio-max-nr"),
+        io_uring_disabled=read_integer(proc / "sys" / "kernel" / "io_uring_disabled"),
+        engines=engines,
+        directories=[describe_directory(path, proc=proc, sys=sys) for path in directories],
+        notes=[] if engine_note is None else [engine_note],
+    )
+    unknown = [
+        name
+        for name in ("version", "kernel", "processor", "ram_bytes", "swap_bytes", "aio_max_nr")
+        if getattr(facts, name) is None
+    ]
+    if not unknown:
+        return facts
+    return facts.model_copy(update={"notes": [*facts.notes, f"this system does not tell {', '.join(unknown)}"]})
+
+
+def _version() -> str | None:
+    try:
+        return importlib.metadata.version(PACKAGE)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor(proc: Path) -> str | None:
+    for line in (read_text(proc / "cpuinfo") or "").splitlines():
+        if line.startswith("model name"):
+            return line.partition(":")[2].strip()
+    return None
+
+
+def meminfo(proc: Path) -> dict[str, int]:
+    """Bytes, by the kernel's names."""
+    fields = (line.partition(":") for line in (read_text(proc / "meminfo") or "").splitlines())
+    return {name: int(rest.split()[0]) << 10 for name, _, rest in fields if rest.split()[1:] == ["kB"]}
+
+
+def cgroup_ram_max_bytes(sys: Path) -> int | None:
+    """Of a container, which sees its own cgroup as the root: version 2, then version 1."""
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        limit = read_integer(sys / "fs" / "cgroup" / name)
+        if limit is not None and limit < 1 << 60:  # version 1 writes the largest multiple of a page for none
+            return limit
+    return None
+
+
+def _memlock_bytes(proc: Path) -> int | Literal["unlimited"]:
+    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    return "unlimited" if _may_lock_all(proc) or soft == resource.RLIM_INFINITY else soft
+
+
+def _may_lock_all(proc: Path) -> bool:
+    for line in (read_text(proc / "self" / "status") or "").splitlines():
+        name, _, value = line.partition(":")
+        if name == "CapEff":
+            return bool(int(value, 16) >> CAP_IPC_LOCK & 1)
+    return False
+
+
+def _engines() -> tuple[list[EngineFact], str | None]:
+    try:
+        from io_daemon import _native
+    except ImportError as error:
+        return [], f"the I/O core cannot be loaded ({error}): build it with make build, or pip install ."
+    facts = []
+    for name in ENGINES:
+        compiled = name in _native.ENGINES
+        reason = _native.probe_engine(name) if compiled else "not compiled in"
+        facts.append(EngineFact(name=name, compiled=compiled, works=reason is None, reason=reason))
+    return facts, None
+
+
+def describe_directory(path: Path, *, proc: Path = PROC, sys: Path = SYS) -> DirectoryFacts:
+    mount = _mount(path, proc)
+    free_bytes, total_bytes = _space(path)
+    direct_refusal = _direct_refusal(path)
+    device = None if mount is None else find_block_device(mount, sys)
+    return DirectoryFacts(
+        path=_name(path),
+        filesystem=None if mount is None else mount.filesystem,
+        mount_point=None if mount is None else _name(mount.mount_point),
+        mount_options=[] if mount is None else list(mount.options),
+        source=None if mount is None else _name(mount.source),
+        free_bytes=free_bytes,
+        total_bytes=total_bytes,
+        direct=None if free_bytes is None else direct_refusal is None,
+        direct_refusal=direct_refusal,
+        device=device,
+        notes=list(_directory_notes(_name(path), mount, free_bytes, device)),
+    )
+
+
+def _directory_notes(
+    name: str, mount: Mount | None, free_bytes: int | None, device: BlockDevice | None
+) -> Iterator[str]:
+    from io_daemon.disk.swap_dir import MEMORY_FILESYSTEMS
+
+    if free_bytes is None:
+        yield f"{name} cannot be looked at: is it there, and yours to read?"
+    if mount is None:
+        yield f"{name}: no mount is known to hold it"
+    elif mount.filesystem in MEMORY_FILESYSTEMS:
+        yield f"{name}: {mount.filesystem} lies in memory, not on a drive"
+    elif mount.filesystem == "overlay":
+        yield f"{name}: an overlay hides its drive: mount a volume of the host into the container and use that"
+    elif device is None:
+        yield f"{name}: {mount.filesystem} from {_name(mount.source)} shows no block device of this machine"
+
+
+def _name(path: Path | str) -> str:
+    """As JSON can hold it: bytes that are no UTF-8 as escapes."""
+    return os.fsencode(path).decode(errors="backslashreplace")
+
+
+def _mount(path: Path, proc: Path) -> Mount | None:
+    try:
+        return find_mount(path, proc)
+    except (OSError, RuntimeError, ValueError):  # unreadable, a loop of links, a line we do not understand
+        return None
+
+
+def _space(path: Path) -> tuple[int | None, int | None]:
+    try:
+        space = os.statvfs(path)
+    except OSError:
+        return None, None
+    return space.f_bavail * space.f_frsize, space.f_blocks * space.f_frsize
+
+
+def _direct_refusal(path: Path) -> str | None:
+    from io_daemon.disk.swap_dir import probe_direct
+
+    return probe_direct(path)

@@ -1,0 +1,1 @@
+"""What stays, what moves, and when: pure, events in, actions out."""

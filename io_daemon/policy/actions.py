@@ -1,0 +1,57 @@
+"""What the policy asks of the shell around it: actions to perform, and the table in which it keeps the truth. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from io_daemon.shared.states import ObjectRecord
+
+
+@dataclass(frozen=True, slots=True)
+class StartIo:
+    """Move one piece of one object between its frame and its swap file; report the end with ``on_io_done``."""
+
+    io_id: int
+    write: bool
+    object_id: int
+    kind: int
+    frame: int
+    file: int
+    offset: int
+    """In the swap file, as its ExtentAllocator counts: whoever owns the file allocates the header's page first."""
+    num_bytes: int
+    """A multiple of PAGE_BYTES, at most frame_bytes."""
+    checksum_index: int
+    """Of the piece's first block in the table's checksums."""
+    verify: bool
+    demand: bool
+    """A lease waits for it (rather than prefetch or write-behind)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """Push this CQE."""
+
+    seq: int
+    status: int
+    error_number: int = 0
+    chunk: int = 0
+    file: int = 0
+    kind: int = 0
+    born_mask: int = 0
+    offset: int = 0
+    expected: int = 0
+    actual: int = 0
+
+
+Action = StartIo | Complete
+
+
+class TableWriter(Protocol):
+    """The residency table. Intent is stored before the StartIo that carries it out is returned, the outcome when
+    ``on_io_done`` is told of it. ``record`` is the scheduler's own, live object: copy what it says, keep nothing."""
+
+    def store_object(self, object_id: int, record: ObjectRecord) -> None: ...
+
+    def store_frame(self, frame: int, object_id: int, piece: int, state: int) -> None: ...

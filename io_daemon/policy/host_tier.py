@@ -1,0 +1,272 @@
+"""What of one tenant is resident: gives out frames, evicts, prefetches, writes behind. Pure.
+
+Frames are looked for in three ways, most urgent first:
+
+- ``reclaim``: a lease is short of frames. Whatever nobody holds may go, the farthest next use first.
+- ``look_ahead``: walks the trace from the cursor, within a window of frames, and readies each access: swaps in what
+  will be read, keeps frames free for what will only be written. It evicts only what is used later than what it
+  readies, and leaves one largest lease's worth of frames out of flight.
+- ``write_behind``: cleans the next victims, so that a lease rarely waits for a write.
+
+Contents are given up only on the rank's word (a dead release, a dirty release of newer contents), never because the
+trace says that they will be overwritten: that only lowers what they are worth keeping or writing early for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Final
+
+from io_daemon.policy.actions import TableWriter
+from io_daemon.policy.catalog import KINDS_OF, Catalog, SwapObject
+from io_daemon.policy.counters import StepCounters
+from io_daemon.policy.cursor import Cursor
+from io_daemon.policy.eviction import STREAMING, EvictionOrder, rank_of
+from io_daemon.policy.leases import Lease
+from io_daemon.policy.residency import Plan
+from io_daemon.policy.transfers import Transfers
+from io_daemon.shared.states import ObjectFlags, ObjectState
+
+LOOK_AHEAD_STEPS_MAX: Final = 32
+"""Accesses examined in one event: bounds the event's time."""
+
+_ABSENT, _RESIDENT, _SWAPPING_IN = ObjectState.ABSENT, ObjectState.RESIDENT, ObjectState.SWAPPING_IN
+_BORN, _DIRTY, _PINNED = ObjectFlags.BORN, ObjectFlags.DIRTY, ObjectFlags.PINNED
+_UNFILLED, _PREFETCHED = ObjectFlags.UNFILLED, ObjectFlags.PREFETCHED
+
+
+class HostTier:
+    def __init__(
+        self, catalog: Catalog, block_bytes: int, table: TableWriter, *, verify: bool, in_flight_frames_max: int
+    ) -> None:
+        self.transfers = Transfers(catalog.num_frames, catalog.frame_bytes, block_bytes, table, verify=verify)
+        self.counters = StepCounters()
+        self.ahead = True
+        """Prefetch and write-behind are on."""
+        self._catalog = catalog
+        self._cursor = Cursor()
+        self._order = EvictionOrder()
+        self._window_frames = in_flight_frames_max
+        self._pointer = 0
+        """Tick of the next access to ready; those from the cursor to here have been."""
+        self._readied: deque[tuple[int, int, int]] = deque()
+        """(tick, frames readied, those of them kept free) of accesses between cursor and pointer that needed any."""
+        self._readied_frames = 0
+        self._kept_free_frames = 0
+        self._since_rebuild = 0
+
+    # The pass and its predictions.
+
+    def start_pass(self, plan: Plan | None) -> None:
+        """The next access is the first of ``plan`` (None: of an unknown order)."""
+        if self._cursor.start_pass(plan):
+            self._rewind(self._cursor.tick)
+            self._rebuild()
+
+    def forget_plan(self, plan: Plan) -> None:
+        """``plan`` is void."""
+        if self._cursor.plan is plan:
+            self.start_pass(None)
+
+    def note_access(self, lease: Lease) -> None:
+        """A lease was asked for: move the cursor, predict next uses, count hits."""
+        cursor = self._cursor
+        expected = cursor.tick
+        tick = cursor.advance(lease.chunk.chunk_id, lease.read_mask, lease.write_mask)
+        if tick > expected:
+            self._rejudge_skipped(expected, tick)
+        counters = self.counters.totals
+        for item in lease.objects:
+            if lease.read_mask >> item.kind & 1 and not item.flags & _BORN:
+                if item.flags & _PREFETCHED:
+                    counters.prefetch_hits += 1
+                elif item.state is _ABSENT:
+                    counters.misses += 1
+                else:
+                    counters.hits += 1
+            item.flags &= ~_PREFETCHED
+            cursor.predict(item, tick)
+        while self._readied and self._readied[0][0] < cursor.tick:
+            self._forget_readied(self._readied.popleft())
+        self._since_rebuild += 1
+        if cursor.plan is None and self._since_rebuild > max(256, len(self._order)):
+            self._rebuild()
+
+    # Frames.
+
+    @property
+    def free_frames(self) -> int:
+        return len(self.transfers.free_frames)
+
+    def hold(self, item: SwapObject) -> bool:
+        """Take hold of an object's frames for a lease, assigning free ones if it has none. False: too few are free."""
+        if item.state is _ABSENT:
+            if self.free_frames < item.num_frames:
+                return False
+            self.transfers.assign(item)
+        self._order.discard(item)
+        self.transfers.hold(item)
+        return True
+
+    def expect(self, item: SwapObject) -> None:
+        """A queued lease will want this object: it should be among the last to go."""
+        if item.holds == 0 and item.state is _RESIDENT and not item.flags & _PINNED:
+            self._order.push(item, self._cursor.tick)
+
+    def rest(self, item: SwapObject) -> None:
+        """Nobody holds a RESIDENT object: evictable from now on, or dropped at once if its frames hold nothing."""
+        if item.flags & _PINNED:
+            return
+        if item.flags & _UNFILLED:
+            self.transfers.drop(item)
+        else:
+            self._cursor.refresh(item)
+            self._order.push(item, rank_of(item, self._cursor.tick))
+
+    def reclaim(self, num_frames: int) -> bool:
+        """Make ``num_frames`` free for a lease. True if they are free now, False: when writes in flight have ended."""
+        return self._make_room(num_frames, after=-1, demand=True)
+
+    def work_ahead(self, *, prefetch: bool) -> None:
+        """Write behind; prefetch, unless a lease is short of frames."""
+        if not self.ahead:
+            return
+        if prefetch:
+            self._look_ahead()
+        self._write_behind()
+
+    def retire(self, item: SwapObject) -> None:
+        """The chunk is unregistered: free the frames of an object that nobody holds and that is in no I/O."""
+        self._order.discard(item)
+        if item.state is _RESIDENT:
+            self.transfers.drop(item)
+
+    # Private.
+
+    def _make_room(self, num_frames: int, *, after: int, demand: bool) -> bool:
+        """Evict what is used after tick ``after`` until ``num_frames`` are free, or will be when writes end.
+
+        While enough writes are in flight, what is dirty is passed over for clean objects that only stream by.
+        """
+        passed_over: list[SwapObject] = []
+        above = after
+        while self.free_frames < num_frames and (victim := self._order.pop_above(above)) is not None:
+            if victim.next_use <= after:
+                passed_over.append(victim)  # it is to be overwritten, but it needs its frames before these are needed
+            elif not victim.flags & _DIRTY:
+                self._drop(victim)
+            elif self.free_frames + self.transfers.frames_idle_out < num_frames:
+                self.transfers.swap_out(victim, demand=demand)
+            else:
+                passed_over.append(victim)
+                above = STREAMING + max(after, self._pointer)
+        for item in passed_over:
+            self.rest(item)
+        return self.free_frames >= num_frames
+
+    def _drop(self, item: SwapObject) -> None:
+        self.counters.totals.evictions += 1
+        self.transfers.drop(item)
+        self._cursor.refresh(item)
+        if item.next_use < self._pointer:
+            self._rewind(item.next_use)
+
+    def _look_ahead(self) -> None:
+        cursor = self._cursor
+        plan = cursor.plan
+        if plan is None:
+            return
+        self._pointer = max(self._pointer, cursor.tick)
+        stop = min(cursor.tick + len(plan), self._pointer + LOOK_AHEAD_STEPS_MAX)
+        while self._pointer < stop and self._ready(self._pointer):
+            self._pointer += 1
+
+    def _ready(self, tick: int) -> bool:
+        """Make the access at ``tick`` ready, or as nearly as frames allow: False if it must be tried again."""
+        chunk_id, read_mask, write_mask = self._cursor.access_at(tick)
+        fills: list[SwapObject] = []
+        num_frames = num_kept_free = 0
+        for item in self._objects_due(chunk_id, read_mask | write_mask, tick):
+            num_frames += item.num_frames
+            if read_mask >> item.kind & 1 and not item.flags & _BORN:
+                fills.append(item)
+            else:
+                num_kept_free += item.num_frames
+        if num_frames == 0:
+            return True
+        if self._readied and self._readied_frames + num_frames > self._window_frames:
+            return False
+        in_flight_max = self._catalog.usable_frames - self._catalog.demand_frames_max
+        if self.transfers.frames_idle_in + num_frames - num_kept_free > in_flight_max:
+            return False
+        if not self._make_room(self._kept_free_frames + num_frames, after=tick, demand=False):
+            return False
+        for item in fills:
+            self.transfers.assign(item)
+            self.transfers.swap_in(item, demand=False)
+        self._readied.append((tick, num_frames, num_kept_free))
+        self._readied_frames += num_frames
+        self._kept_free_frames += num_kept_free
+        return True
+
+    def _objects_due(self, chunk_id: int, mask: int, tick: int) -> list[SwapObject]:
+        """Objects of an access that have no frames and whose next use it is."""
+        due: list[SwapObject] = []
+        chunk = self._catalog.chunks[chunk_id]
+        for kind in KINDS_OF[mask]:
+            item = chunk.objects[kind]
+            if item is not None and item.state is _ABSENT:
+                self._cursor.refresh(item)
+                if item.next_use == tick:
+                    due.append(item)
+        return due
+
+    def _write_behind(self) -> None:
+        """Clean what will leave next, until a window's and a largest lease's worth of frames is free, clean or being
+        written. With a plan that knows what it keeps, only what it does not."""
+        pool = self._window_frames + self._catalog.demand_frames_max
+        after = -1
+        if (plan := self._cursor.plan) is not None:
+            after = STREAMING if plan.selective else self._pointer
+        else:
+            pool = min(pool, self._catalog.usable_frames // 2)
+        ready = self.free_frames + self.transfers.frames_idle_out
+        clean: list[SwapObject] = []
+        while ready < pool and (item := self._order.pop_above(after)) is not None:
+            ready += item.num_frames
+            if item.flags & _DIRTY and not item.overwritten:
+                self.transfers.swap_out(item, demand=False)
+            else:
+                clean.append(item)
+        for item in clean:
+            self.rest(item)
+
+    def _rejudge_skipped(self, begin: int, end: int) -> None:
+        """Accesses in [begin, end) were left out: what they were to use is next used later than was thought."""
+        for tick in range(begin, min(end, begin + LOOK_AHEAD_STEPS_MAX)):
+            chunk_id, read_mask, write_mask = self._cursor.access_at(tick)
+            chunk = self._catalog.chunks[chunk_id]
+            for kind in KINDS_OF[read_mask | write_mask]:
+                item = chunk.objects[kind]
+                if item is not None and item in self._order:
+                    self._cursor.refresh(item)
+                    self._order.push(item, rank_of(item, self._cursor.tick))
+
+    def _rebuild(self) -> None:
+        self._since_rebuild = 0
+
+        def rank(item: SwapObject) -> int:
+            self._cursor.refresh(item)
+            return rank_of(item, self._cursor.tick)
+
+        self._order.rebuild(rank)
+
+    def _rewind(self, tick: int) -> None:
+        """What was readied from ``tick`` on is to be looked at again."""
+        self._pointer = max(tick, self._cursor.tick)
+        while self._readied and self._readied[-1][0] >= tick:
+            self._forget_readied(self._readied.pop())
+
+    def _forget_readied(self, entry: tuple[int, int, int]) -> None:
+        self._readied_frames -= entry[1]
+        self._kept_free_frames -= entry[2]

@@ -1,0 +1,485 @@
+"""The policy of one tenant: submission entries and I/O completions in, actions out. Pure: no I/O, clock or threads.
+
+**Who may have a lease when.** Leases on one object are granted in order of issue, except that readers share it: a
+lease waits for every earlier outstanding lease on the object if either of the two writes. A write lease also waits
+for the end of a swap-out of its object (the kernel is reading those bytes); a read lease does not.
+
+**Who gets frames when.** Leases take hold of frames in order of issue. The one at the head of the queue takes what
+is free as it comes; nobody behind it takes a free frame. A lease whose objects are all resident may overtake, as long
+as the frames held by overtakers leave enough for the largest lease that waits.
+
+**Why nothing waits for ever.** Let H be the head of the queue. Frames that it cannot have are held by leases issued
+before H, by overtakers, or by I/O. I/O ends. Overtakers leave H's demand untouched. An earlier lease is either
+granted, and then its rank can finish with it, or it holds all its frames and waits for I/O or for leases issued
+before itself: by induction it is granted. Registering refuses chunks whose demand set and all pinned frames
+together exceed the arena, so that is enough (and NO_FRAMES is never answered). What a rank must not do is wait for a
+later lease while it keeps an earlier one that stands in the later one's way.
+
+**What a release means.** Dirty kinds are the new contents. Dead kinds have none any more: they are born again (dead
+wins over dirty). Write-only kinds that are not dirty go back to what they were: to the version on disk if there is
+one; else the rank's word that it wrote nothing is taken, because the frames were the only copy. Releasing a lease
+that was not granted cancels it; it gets no CQE. Releasing one that was answered with an error is accepted in silence,
+because the two may cross on the rings.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from io_daemon.policy.actions import Action, Complete, StartIo, TableWriter
+from io_daemon.policy.catalog import Catalog, Chunk, SwapObject
+from io_daemon.policy.counters import StepCounters
+from io_daemon.policy.extents import ExtentAllocator
+from io_daemon.policy.fair_queue import FairQueue
+from io_daemon.policy.host_tier import HostTier
+from io_daemon.policy.leases import Lease, LeaseState
+from io_daemon.policy.residency import Plan, PlanRequest, plan
+from io_daemon.policy.trace import Geometry, Trace
+from io_daemon.policy.transfers import Transfer
+from io_daemon.policy.window import frames_to_plan
+from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, Access, ChunkSpec, Opcode, Status
+from io_daemon.shared.states import ObjectFlags, ObjectState
+
+__all__ = [
+    "Action",
+    "Complete",
+    "FairQueue",
+    "StartIo",
+    "TableWriter",
+    "TenantScheduler",
+]
+
+LEASES_MAX: Final = 4096
+"""Outstanding leases of one tenant; also how many failed ones are remembered."""
+TRACES_MAX: Final = 16
+
+_ABSENT, _RESIDENT, _SWAPPING_OUT = ObjectState.ABSENT, ObjectState.RESIDENT, ObjectState.SWAPPING_OUT
+_BORN, _DIRTY, _DYING = ObjectFlags.BORN, ObjectFlags.DIRTY, ObjectFlags.DYING
+_PINNED, _UNFILLED = ObjectFlags.PINNED, ObjectFlags.UNFILLED
+_QUEUED, _HELD, _GRANTED, _GONE = LeaseState.QUEUED, LeaseState.HELD, LeaseState.GRANTED, LeaseState.GONE
+
+
+class TenantScheduler:
+    """Decides for one tenant. Not thread-safe; every method returns at once.
+
+    Who calls what: ``swap_bytes_needed`` and ``register`` when the rank registers chunks; ``on_sqe`` for every
+    submission entry; ``on_io_done`` exactly once for every StartIo that was returned; ``set_trace`` when the rank
+    uploads one; ``drain`` before shutdown. Each returned action is to be carried out, in order.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_frames: int,
+        frame_bytes: int,
+        block_bytes: int,
+        table: TableWriter,
+        extents: Sequence[ExtentAllocator],
+        verify: bool,
+        chunks_max: int,
+        in_flight_frames_max: int,
+    ) -> None:
+        """
+        block_bytes: size of the I/O blocks that one checksum covers.
+        extents: free space of each swap file, in the order of StartIo.file; growing it is the caller's.
+        in_flight_frames_max: frames that prefetch may have readied ahead of the rank, in flight or done.
+        """
+        if num_frames <= 0 or in_flight_frames_max < 0:
+            raise ValueError(f"num_frames = {num_frames}, in_flight_frames_max = {in_flight_frames_max}")
+        self._in_flight_frames_max = in_flight_frames_max
+        self._catalog = Catalog(
+            num_frames=num_frames,
+            frame_bytes=frame_bytes,
+            block_bytes=block_bytes,
+            extents=extents,
+            chunks_max=chunks_max,
+        )
+        self._tier = HostTier(
+            self._catalog, block_bytes, table, verify=verify, in_flight_frames_max=in_flight_frames_max
+        )
+        self._transfers = self._tier.transfers
+        self._counters = self._tier.counters
+        self._plans: dict[int, Plan] = {}
+        self._trace_id: int | None = None
+        self._leases: dict[int, Lease] = {}
+        self._queue: deque[Lease] = deque()
+        self._overtaken_frames = 0
+        self._failed: OrderedDict[int, bool] = OrderedDict()
+        self._last_seq = -1
+        self._write_failure: Complete | None = None
+        self._draining = False
+        self._completions: list[Complete] = []
+
+    # Chunks.
+
+    def swap_bytes_needed(self, specs: Sequence[ChunkSpec]) -> list[int]:
+        """Bytes by which each swap file and its allocator must grow before ``register(specs)``."""
+        return self._catalog.swap_bytes_needed(specs)
+
+    def register(self, specs: Sequence[ChunkSpec]) -> range:
+        """Ids of the new chunks. Raises ValueError, BudgetError or SwapSpaceError, and has then changed nothing.
+
+        Pinned kinds have their frames reserved here; they are assigned at the first lease and kept for good.
+        """
+        chunks = self._catalog.register(specs)
+        for chunk in chunks:
+            for item in chunk.present():
+                self._transfers.store(item)
+        return range(chunks[0].chunk_id, chunks[-1].chunk_id + 1) if chunks else range(0)
+
+    def unregister(self, chunks: range) -> list[Action]:
+        """Give back frames and extents (after their I/O in flight, if any). Traces that name the chunks are dropped.
+
+        ValueError if a chunk is unknown or leased; nothing has changed then.
+        """
+        leaving: list[Chunk] = []
+        for chunk_id in chunks:
+            chunk = self._catalog.chunks.get(chunk_id)
+            if chunk is None or chunk.retired:
+                raise ValueError(f"chunk {chunk_id} is not registered")
+            if any(item.leases for item in chunk.present()):
+                raise ValueError(f"chunk {chunk_id} is leased")
+            leaving.append(chunk)
+        self._drop_plans(chunks)
+        for chunk in leaving:
+            chunk.retired = True
+            self._retire(chunk)
+        self._catalog.recount()
+        return self._finish_event()
+
+    # Events.
+
+    def on_sqe(
+        self, seq: int, opcode: int, flags: int, read_mask: int, write_mask: int, chunk: int, arg: int
+    ) -> list[Action]:
+        """One submission entry. Never raises: what is malformed is answered with BAD_REQUEST and changes nothing."""
+        if seq <= self._last_seq or flags or not 0 <= read_mask | write_mask < 1 << KINDS_MAX:
+            accepted = False
+        elif opcode == Opcode.ACQUIRE:
+            accepted = self._acquire(seq, chunk, read_mask, write_mask)
+        elif opcode == Opcode.RELEASE:
+            accepted = self._release(chunk, arg, dirty_mask=write_mask, dead_mask=read_mask)
+        elif opcode == Opcode.MARK:
+            self._mark(arg)
+            accepted = True
+        elif opcode == Opcode.ECHO:
+            self._completions.append(Complete(seq, Status.OK))
+            accepted = True
+        else:
+            accepted = False
+        if not accepted:
+            self._counters.totals.rejected += 1
+            return [Complete(seq, Status.BAD_REQUEST, chunk=chunk)]
+        self._last_seq = seq
+        return self._finish_event()
+
+    def on_io_done(
+        self, io_id: int, status: int, error_number: int, offset: int, expected: int, actual: int
+    ) -> list[Action]:
+        """A StartIo has ended, as Reactor.reap() reports it. KeyError if it is not in flight."""
+        transfer = self._transfers.finish(io_id, status, error_number, offset, expected, actual)
+        if transfer is None:
+            return []
+        item = transfer.item
+        totals = self._counters.totals
+        (totals.bytes_written if transfer.write else totals.bytes_read)[item.kind] += transfer.moved_bytes
+        chunk = self._catalog.chunks[item.chunk]
+        if transfer.failure is not None:
+            totals.io_errors += 1
+            self._fail(self._stricken(transfer), transfer.failure)
+        if chunk.retired:
+            self._retire(chunk)
+        else:
+            self._settle(item)
+        return self._finish_event()
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> list[Action]:
+        """The order in which passes marked ``trace_id`` acquire. If the last MARK named it, the next access is taken
+        to be its first. ValueError if it does not fit the registered chunks, or there are too many traces."""
+        return self.adopt_plan(trace_id, plan(self.plan_request(accesses)))
+
+    def plan_request(self, accesses: Sequence[Access]) -> PlanRequest:
+        """What ``residency.plan`` needs, here or elsewhere, to plan for these accesses. ValueError as ``set_trace``."""
+        trace = accesses if isinstance(accesses, Trace) else Trace.from_accesses(accesses)
+        if trace.geometry is not None and trace.geometry != self._catalog.geometry():
+            raise ValueError("the trace was taken on chunks of other sizes")
+        trace.validate(self._catalog.kind_masks())
+        usable_frames = self._catalog.usable_frames
+        shared_frames = frames_to_plan(usable_frames, self._in_flight_frames_max, self._catalog.demand_frames_max)
+        return PlanRequest(trace, self._catalog.object_frames(), shared_frames)
+
+    def adopt_plan(self, trace_id: int, plan: Plan) -> list[Action]:
+        """Follow ``plan`` in passes marked ``trace_id``. ValueError as ``set_trace``."""
+        no_deaths = np.zeros_like(plan.read_mask)
+        Trace(plan.chunk, plan.read_mask, plan.write_mask, no_deaths).validate(self._catalog.kind_masks())
+        if trace_id not in self._plans and len(self._plans) >= TRACES_MAX:
+            raise ValueError(f"more than {TRACES_MAX} traces")
+        self._plans[trace_id] = plan
+        if trace_id == self._trace_id:
+            self._tier.start_pass(plan)
+        return self._finish_event()
+
+    def drain(self) -> list[Action]:
+        """Start no more I/O than the leases in hand need: prefetch and write-behind end, queued and new leases are
+        refused with SHUTTING_DOWN. When ``idle`` is true after this, no frame and no extent is being touched."""
+        self._draining = True
+        self._tier.ahead = False
+        self._fail(list(self._queue), Complete(0, Status.SHUTTING_DOWN))
+        return self._finish_event()
+
+    # What it came to.
+
+    @property
+    def idle(self) -> bool:
+        """No I/O is in flight."""
+        return self._transfers.num_in_flight == 0
+
+    @property
+    def counters(self) -> StepCounters:
+        return self._counters
+
+    @property
+    def resident_bytes(self) -> list[int]:
+        """Bytes of the objects that have frames, by ObjectKind."""
+        return list(self._transfers.resident_bytes)
+
+    @property
+    def num_free_frames(self) -> int:
+        return self._tier.free_frames
+
+    @property
+    def num_leases(self) -> int:
+        """Outstanding: queued, held or granted."""
+        return len(self._leases)
+
+    @property
+    def geometry(self) -> Geometry:
+        """Of the chunks registered now, for a Trace that is to be kept."""
+        return self._catalog.geometry()
+
+    # Private: submission entries.
+
+    def _acquire(self, seq: int, chunk_id: int, read_mask: int, write_mask: int) -> bool:
+        chunk = self._catalog.chunks.get(chunk_id)
+        mask = read_mask | write_mask
+        if chunk is None or chunk.retired or not mask or mask & ~chunk.kind_mask or len(self._leases) >= LEASES_MAX:
+            return False
+        if self._draining:
+            self._answer(seq, Complete(0, Status.SHUTTING_DOWN, chunk=chunk_id))
+            return True
+        if self._write_failure is not None:
+            self._answer(seq, self._write_failure)
+            return True
+        objects = chunk.select(mask)
+        num_frames = sum([item.num_frames for item in objects if not item.flags & _PINNED])
+        lease = Lease(seq, chunk, read_mask, write_mask, objects, num_frames)
+        self._leases[seq] = lease
+        for item in objects:
+            item.leases.append(lease)
+        self._tier.note_access(lease)
+        if self._queue and self._may_overtake(lease):
+            lease.overtook = True
+            self._overtaken_frames += num_frames
+            self._take_frames(lease)
+            self._advance(lease)
+            return True
+        self._queue.append(lease)
+        self._serve_queue()
+        if lease.state is _QUEUED:
+            self._counters.totals.waits += 1
+            for item in objects:
+                self._tier.expect(item)
+        return True
+
+    def _release(self, chunk_id: int, seq: int, *, dirty_mask: int, dead_mask: int) -> bool:
+        lease = self._leases.get(seq)
+        if lease is None:
+            return self._failed.pop(seq, False)
+        if chunk_id != lease.chunk.chunk_id or dirty_mask & ~lease.write_mask:
+            return False
+        if dead_mask & ~(lease.read_mask | lease.write_mask):
+            return False
+        if lease.state is not _GRANTED and dirty_mask | dead_mask:
+            return False
+        self._detach(lease, dirty_mask, dead_mask)
+        for item in lease.objects:
+            self._settle(item)
+        return True
+
+    def _mark(self, trace_id: int) -> None:
+        self._trace_id = trace_id
+        self._counters.roll_over()
+        self._tier.start_pass(self._plans.get(trace_id))
+
+    # Private: leases.
+
+    def _finish_event(self) -> list[Action]:
+        self._serve_queue()
+        self._tier.work_ahead(prefetch=not self._queue)
+        actions: list[Action] = [*self._transfers.started, *self._completions]
+        self._transfers.started.clear()
+        self._completions.clear()
+        return actions
+
+    def _serve_queue(self) -> None:
+        while self._queue:
+            lease = self._queue[0]
+            complete = self._take_frames(lease)
+            if complete:
+                self._queue.popleft()
+            self._advance(lease)
+            if not complete:
+                return
+
+    def _may_overtake(self, lease: Lease) -> bool:
+        for item in lease.objects:
+            if item.state is _ABSENT or lease.blocked_on(item):
+                return False
+        largest = max(waiting.num_frames for waiting in self._queue)
+        return self._overtaken_frames + lease.num_frames + largest <= self._catalog.usable_frames
+
+    def _take_frames(self, lease: Lease) -> bool:
+        """Hold the objects that have frames, or for which enough are free; make room for the others. True: all."""
+        while True:
+            missing_frames = 0
+            for item in lease.objects:
+                bit = 1 << item.kind
+                if lease.held_mask & bit:
+                    continue
+                if self._tier.hold(item):
+                    lease.held_mask |= bit
+                else:
+                    missing_frames += item.num_frames
+            if missing_frames == 0:
+                lease.state = _HELD
+                return True
+            if not self._tier.reclaim(missing_frames):
+                return False
+
+    def _advance(self, lease: Lease) -> None:
+        """Start every swap-in that the lease can use now; grant it if nothing is left to wait for."""
+        ready = lease.state is _HELD
+        for item in lease.objects:
+            bit = 1 << item.kind
+            if not lease.held_mask & bit or item.flags & _DYING or lease.blocked_on(item):
+                ready = False
+            elif item.state is _RESIDENT:
+                if lease.read_mask & bit and item.flags & _UNFILLED and not item.flags & _BORN:
+                    self._transfers.swap_in(item, demand=True)
+                    ready = False
+            elif item.state is not _SWAPPING_OUT or lease.write_mask & bit:
+                ready = False
+        if ready:
+            self._grant(lease)
+
+    def _grant(self, lease: Lease) -> None:
+        lease.state = _GRANTED
+        born_mask = 0
+        for item in lease.objects:
+            bit = 1 << item.kind
+            if not lease.write_mask & bit:
+                item.num_readers += 1
+            else:
+                item.num_writers += 1
+                if not lease.read_mask & bit and not item.flags & _DIRTY:
+                    item.flags |= _UNFILLED
+            if lease.read_mask & bit and item.flags & _BORN:
+                born_mask |= bit
+            item.lease_seq = lease.seq
+            self._transfers.store(item)
+        self._completions.append(Complete(lease.seq, Status.OK, chunk=lease.chunk.chunk_id, born_mask=born_mask))
+
+    def _detach(self, lease: Lease, dirty_mask: int = 0, dead_mask: int = 0) -> None:
+        """The lease is over. Its objects are to be settled next."""
+        if lease.state is _QUEUED:
+            self._queue.remove(lease)
+        granted = lease.state is _GRANTED
+        lease.state = _GONE
+        del self._leases[lease.seq]
+        if lease.overtook:
+            self._overtaken_frames -= lease.num_frames
+        for item in lease.objects:
+            bit = 1 << item.kind
+            item.leases.remove(lease)
+            if lease.held_mask & bit:
+                self._transfers.let_go(item)
+            if not granted:
+                continue
+            if lease.write_mask & bit:
+                item.num_writers -= 1
+            else:
+                item.num_readers -= 1
+            if dirty_mask & bit:
+                item.flags = item.flags & ~(_BORN | _UNFILLED) | _DIRTY
+            if dead_mask & bit:
+                item.flags |= _DYING
+
+    def _settle(self, item: SwapObject) -> None:
+        """A lease on the object or its I/O has ended: bury what is dead, let it rest, see who can go on."""
+        if item.state is _RESIDENT:
+            if item.flags & _DYING and not item.num_readers and not item.num_writers:
+                item.flags = item.flags & ~(_DYING | _DIRTY) | _BORN | _UNFILLED
+                item.committed_offset = NO_EXTENT
+            if item.holds == 0:
+                self._tier.rest(item)
+        self._transfers.store(item)
+        for lease in tuple(item.leases):
+            if lease.state is not _GRANTED:
+                self._advance(lease)
+
+    # Private: failures and departures.
+
+    def _stricken(self, transfer: Transfer) -> list[Lease]:
+        """Leases that a failed transfer takes with it. A failed swap-in: those that wait for these contents (behind a
+        lease that will overwrite them nobody does). A failed swap-out: nothing is lost, but the tenant's contents no
+        longer fit the arena safely, so everybody who waits for frames, now or later."""
+        item = transfer.item
+        if transfer.write:
+            self._write_failure = self._write_failure or transfer.failure
+            self._tier.ahead = False
+            return list(self._queue)
+        stricken: list[Lease] = []
+        for lease in item.leases:
+            bit = 1 << item.kind
+            if lease.read_mask & lease.held_mask & bit:
+                stricken.append(lease)
+            if lease.write_mask & bit:
+                break
+        return stricken
+
+    def _fail(self, leases: Sequence[Lease], failure: Complete) -> None:
+        for lease in leases:
+            self._detach(lease)
+            self._answer(lease.seq, failure)
+        for lease in leases:
+            for item in lease.objects:
+                self._settle(item)
+
+    def _answer(self, seq: int, failure: Complete) -> None:
+        """A lease ends with an error."""
+        self._completions.append(replace(failure, seq=seq))
+        self._failed[seq] = True
+        if len(self._failed) > LEASES_MAX:
+            self._failed.popitem(last=False)
+
+    def _drop_plans(self, chunks: range) -> None:
+        """Forget the plans that name one of ``chunks``."""
+        for trace_id, each in list(self._plans.items()):
+            if bool(((each.chunk >= chunks.start) & (each.chunk < chunks.stop)).any()):
+                del self._plans[trace_id]
+                self._tier.forget_plan(each)
+
+    def _retire(self, chunk: Chunk) -> None:
+        """Free what is not in I/O; the chunk itself when nothing is."""
+        items = chunk.present()
+        for item in items:
+            self._tier.retire(item)
+        if all(item.state is _ABSENT for item in items):
+            self._catalog.remove(chunk)
+            for item in items:
+                self._transfers.erase(item)

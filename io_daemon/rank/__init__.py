@@ -1,0 +1,1 @@
+"""The rank's door to the daemon."""

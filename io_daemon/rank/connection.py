@@ -1,0 +1,187 @@
+"""A rank's end of the control plane: ask, answer, and see at once when the daemon is gone."""
+
+from __future__ import annotations
+
+import errno
+import os
+import select
+import socket
+import struct
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Final, TypeVar
+
+from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, WorldError
+from io_daemon.shared.control import Channel, Ended, Fault, Hello, Message, Welcome, close_all
+from io_daemon.shared.protocol import PROTOCOL_VERSION
+
+SOCKET_PATH_BYTES_MAX: Final = 107
+PEER_CREDENTIALS: Final = struct.Struct("iII")
+
+M = TypeVar("M", bound=Message)
+
+
+def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
+    """(pid, uid, gid) of the process that connected, or that listens."""
+    pid, uid, gid = PEER_CREDENTIALS.unpack(
+        sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_CREDENTIALS.size)
+    )
+    return pid, uid, gid
+
+
+def check_socket_path(path: str) -> None:
+    if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
+        raise ConfigError("io_daemon.socket", path, f"is longer than {SOCKET_PATH_BYTES_MAX} bytes: name a shorter one")
+
+
+def process_state(pid: int) -> str:
+    """What the kernel says the process is doing, for the text of an error."""
+    try:
+        text = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return "gone"
+    return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("State:")), "unknown")
+
+
+class Connection:
+    """Requests are serialised; any thread may ask. ``watch_fd`` becomes readable when the daemon dies or hangs up."""
+
+    def __init__(self, channel: Channel, socket_path: str) -> None:
+        self.socket_path = socket_path
+        self.daemon_pid = peer_credentials(channel.socket)[0]
+        self._channel = channel
+        self._lock = threading.Lock()
+        self._lost: WorldError | None = None
+        self._watch = select.epoll()
+        self._watch.register(channel.socket, select.EPOLLRDHUP)  # not EPOLLIN: answers wake nobody but their asker
+        self._pidfd = -1
+        try:
+            self._pidfd = os.pidfd_open(self.daemon_pid)
+            self._watch.register(self._pidfd, select.EPOLLIN)
+        except (OSError, ValueError):
+            pass  # the daemon lives in another pid namespace: its hanging up still tells
+
+    @classmethod
+    def open(cls, socket_path: str, timeout_s: float) -> tuple[Connection, Welcome]:
+        """Connect and agree on the protocol. Raises DaemonLostError or ProtocolError."""
+        check_socket_path(socket_path)
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            sock.settimeout(timeout_s)
+            sock.connect(socket_path)
+        except OSError as error:
+            sock.close()
+            raise DaemonLostError(
+                f"no I/O daemon answers at {socket_path} ({error.strerror or error}): start one with "
+                f"`io-daemon serve --socket {socket_path} --swap-dir DIR`, or name its socket in io_daemon.socket "
+                "or $INFINITY_IO_SOCKET"
+            ) from error
+        uid = peer_credentials(sock)[1]
+        if uid not in (0, os.getuid()):
+            sock.close()
+            raise ProtocolError(
+                f"the process that listens at {socket_path} belongs to user {uid}, not to {os.getuid()}: "
+                "no arena is handed to a stranger"
+            )
+        connection = cls(Channel(sock), socket_path)
+        try:
+            welcome, _ = connection.request(Hello(protocol_version=PROTOCOL_VERSION), Welcome, timeout_s=timeout_s)
+            if welcome.protocol_version != PROTOCOL_VERSION:
+                raise ProtocolError(
+                    f"the daemon at {socket_path} speaks protocol {welcome.protocol_version}, this rank "
+                    f"{PROTOCOL_VERSION}: run the same version of infinity on both sides"
+                )
+        except BaseException:
+            connection.close()
+            raise
+        return connection, welcome
+
+    @property
+    def watch_fd(self) -> int:
+        return self._watch.fileno()
+
+    def request(
+        self, message: Message, answer_type: type[M], fds: Sequence[int] = (), *, timeout_s: float
+    ) -> tuple[M, list[int]]:
+        """One question, one answer and the fds that came with it. Raises the daemon's typed error, or
+        DaemonLostError when no answer comes within ``timeout_s``; after that the connection is of no more use."""
+        what = type(message).__name__.lower()
+        with self._lock:
+            self.check()
+            try:
+                self._channel.send(message, fds, timeout_s=timeout_s)
+                item = self._channel.receive(timeout_s=timeout_s)
+            except TimeoutError:
+                raise self._lose(
+                    f"the I/O daemon (pid {self.daemon_pid}, state: {process_state(self.daemon_pid)}) at "
+                    f"{self.socket_path} did not answer `{what}` within {timeout_s:g} s"
+                ) from None
+            except OSError as error:
+                # the reason may lie in the socket, sent before the daemon hung up
+                raise self._last_words(f"`{what}` ({os.strerror(error.errno or errno.EIO)})") from error
+            if item is None:
+                raise self._lose(f"the I/O daemon at {self.socket_path} hung up instead of answering `{what}`")
+            answer, answer_fds = item
+            if isinstance(answer, answer_type):
+                return answer, answer_fds
+            close_all(answer_fds)
+            if isinstance(answer, Fault):
+                raise answer.exception()
+            if isinstance(answer, Ended):
+                raise self._lose_ended(answer)
+            raise self._lose(f"the I/O daemon answered `{what}` with `{type(answer).__name__.lower()}`")
+
+    def wait_lost(self, timeout_s: float) -> bool:
+        """Sleep up to ``timeout_s``; True as soon as the daemon is gone."""
+        return bool(self._watch.poll(timeout_s, 1))
+
+    def lost(self, waiting_for: str, timeout_s: float = 1.0) -> WorldError:
+        """``watch_fd`` has fired: the error that says why, with the daemon's last words if it left any."""
+        if not self._lock.acquire(timeout=timeout_s):
+            return DaemonLostError(f"the I/O daemon (pid {self.daemon_pid}) is gone; waited for: {waiting_for}")
+        try:
+            return self._lost if self._lost is not None else self._last_words(waiting_for)
+        finally:
+            self._lock.release()
+
+    def check(self) -> None:
+        """Raise if the daemon is already known to be lost."""
+        if self._lost is not None:
+            raise self._lost
+
+    def close(self) -> None:
+        self._lost = self._lost or DaemonLostError("the connection is closed")
+        self._watch.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        self._channel.close()
+
+    def forget(self) -> None:
+        """In a forked child: drop every fd without a word, so that it neither speaks for the rank nor outlives it."""
+        self._lost = DaemonLostError("a forked child has no part in its parent's I/O: open a client of your own")
+        self.close()
+
+    def _last_words(self, waiting_for: str) -> WorldError:
+        try:
+            item = self._channel.receive(timeout_s=0.1)
+        except (OSError, ProtocolError):
+            item = None
+        if item is not None:
+            close_all(item[1])
+            if isinstance(item[0], Ended):
+                return self._lose_ended(item[0])
+        return self._lose(
+            f"the I/O daemon (pid {self.daemon_pid}, state: {process_state(self.daemon_pid)}) at {self.socket_path} "
+            f"is gone; waited for: {waiting_for}"
+        )
+
+    def _lose_ended(self, ended: Ended) -> WorldError:
+        text = f"the I/O daemon at {self.socket_path} ended this rank: {ended.reason}"
+        self._lost = ProtocolError(text) if ended.by_fault else DaemonLostError(text)
+        return self._lost
+
+    def _lose(self, text: str) -> WorldError:
+        self._lost = DaemonLostError(text)
+        return self._lost

@@ -1,0 +1,274 @@
+"""A daemon as a child of this process: for the library, for ``infinity run`` and for the benchmark."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import selectors
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Literal, NoReturn, Self
+
+from io_daemon.config import socket_parents
+from io_daemon.errors import ConfigError, DaemonLostError
+from io_daemon.rank.connection import SOCKET_PATH_BYTES_MAX
+
+_log = logging.getLogger(__name__)
+
+DAEMON_COMMAND = (sys.executable, "-m", "io_daemon")
+SOCKET_NAME = "io.sock"
+READY_LINE_BYTES_MAX = 1 << 16
+STDERR_LINES_KEPT = 50
+KILL_TIMEOUT_S = 10.0
+EXIT_USAGE = 2
+"""With this status ``io-daemon`` refuses a setting."""
+
+
+class DaemonProcess:
+    """One ``python -m io_daemon serve``, started here and ended here.
+
+    The constructor returns once the daemon serves its socket. It raises ``ConfigError`` if the daemon refuses a
+    setting, ``DaemonLostError`` if it ends or stays silent; both carry its own last words. A context manager; at exit
+    of the interpreter the daemon is ended too.
+    """
+
+    def __init__(
+        self,
+        *,
+        swap_dirs: Sequence[str | os.PathLike[str]],
+        socket: str | os.PathLike[str] | None = None,
+        options: Sequence[str] = (),
+        private: bool = True,
+        start_timeout_s: float = 60.0,
+        command: Sequence[str] = DAEMON_COMMAND,
+        directories: Sequence[Path] | None = None,
+    ) -> None:
+        """``socket``: where to listen; None = in a fresh directory that only this user can enter, removed at the end.
+        ``options``: further options of ``io-daemon serve``, see ``daemon_options``. ``private``: the daemon ends with
+        its last tenant, or with this process. ``directories``: where the fresh directory may be made, the first that
+        fits; None = where this user's sockets belong."""
+        if not swap_dirs:
+            raise ConfigError(
+                "io_daemon.swap_dirs",
+                [],
+                "a daemon needs at least one directory for swap files",
+            )
+        self._owner_pid = os.getpid()
+        self._directory: Path | None = None
+        if socket is None:
+            self._directory = _private_directory(socket_parents() if directories is None else directories)
+            socket = self._directory / SOCKET_NAME
+        self.socket = Path(socket)
+        self._arguments = ["serve", "--socket", str(self.socket)]
+        for swap_dir in swap_dirs:
+            self._arguments += ["--swap-dir", os.path.abspath(swap_dir)]
+        self._arguments += [*options, *(["--private"] if private else [])]
+        # in a process group of its own: a Ctrl-C at the terminal goes to the ranks, which still need the daemon to end
+        self._popen = subprocess.Popen(
+            [*command, *self._arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+        )
+        self._stderr = _StderrTail(self._popen)
+        self._finalizer = weakref.finalize(
+            self,
+            _end,
+            self._popen,
+            self._stderr,
+            self._directory,
+            self._owner_pid,
+            KILL_TIMEOUT_S,
+        )
+        try:
+            self.ready = self._wait_for_ready(start_timeout_s)
+        except BaseException:
+            self._finalizer()
+            raise
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    def poll(self) -> int | None:
+        """Exit status, or None while the daemon runs."""
+        return self._popen.poll()
+
+    def terminate(self, timeout_s: float = 30.0) -> int:
+        """SIGTERM, so that the daemon drains; SIGKILL after ``timeout_s``. Returns the exit status. Idempotent."""
+        _end(self._popen, self._stderr, self._directory, self._owner_pid, timeout_s)
+        self._finalizer.detach()
+        return self._popen.wait(KILL_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.terminate()
+
+    def _wait_for_ready(self, timeout_s: float) -> dict[str, Any]:
+        stdout = self._popen.stdout
+        if stdout is None:
+            raise AssertionError("stdout is a pipe")
+        line, at_end = _read_line(stdout, time.monotonic() + timeout_s)
+        if at_end:
+            self._refuse()
+        if not line.endswith(b"\n"):
+            raise DaemonLostError(f"the I/O daemon was not ready within {timeout_s:g} s{self._stderr.last_words()}")
+        try:
+            ready = json.loads(line)
+        except ValueError:
+            ready = None
+        if not isinstance(ready, dict):
+            raise DaemonLostError(f"the I/O daemon's first line is not a JSON object: {line[:200]!r}")
+        self._stderr.pass_on()
+        return ready
+
+    def _refuse(self) -> NoReturn:
+        """The daemon closed its stdout: it has ended, or is about to."""
+        status = self._popen.wait(KILL_TIMEOUT_S)
+        last_words = self._stderr.last_words()
+        if status == EXIT_USAGE:
+            raise ConfigError(
+                "io_daemon",
+                " ".join(self._arguments),
+                f"the I/O daemon refuses to start{last_words}",
+            )
+        raise DaemonLostError(f"the I/O daemon ended with status {status} before it was ready{last_words}")
+
+
+def daemon_options(
+    *,
+    engine: str,
+    block_bytes: int | Literal["auto"],
+    queue_depth: int | Literal["auto"],
+    verify_checksums: bool,
+    host_budget_bytes: int | None = None,
+) -> list[str]:
+    """The settings of an ``io_daemon`` section as options of ``io-daemon serve``."""
+    options = [
+        "--engine",
+        engine,
+        "--block-size",
+        str(block_bytes),
+        "--queue-depth",
+        str(queue_depth),
+    ]
+    if host_budget_bytes is not None:
+        options += ["--host-budget", str(host_budget_bytes)]
+    return options if verify_checksums else [*options, "--no-verify-checksums"]
+
+
+class _StderrTail:
+    """Keeps the last lines of the daemon's stderr for an error message; once asked to, passes each on as it comes."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self._lines: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
+        self._lock = threading.Lock()
+        self._passing = False
+        self._thread = threading.Thread(
+            target=self._drain,
+            args=(popen.stderr,),
+            name="io-daemon-stderr",
+            daemon=True,
+        )
+        self._thread.start()
+
+    def _drain(self, stream: IO[bytes]) -> None:
+        with stream:
+            for raw in stream:
+                line = raw.decode(errors="replace").rstrip()
+                with self._lock:
+                    self._lines.append(line)
+                    if self._passing:
+                        print(line, file=sys.stderr, flush=True)
+
+    def pass_on(self) -> None:
+        """What was kept so far, and from now on every line."""
+        with self._lock:
+            self._passing = True
+            for line in self._lines:
+                print(line, file=sys.stderr, flush=True)
+
+    def last_words(self) -> str:
+        """Ready to follow a sentence; the empty string if nothing was said."""
+        self.join(1.0)
+        with self._lock:
+            return ":\n  " + "\n  ".join(self._lines) if self._lines else ""
+
+    def join(self, timeout_s: float) -> None:
+        self._thread.join(timeout_s)
+
+
+def _read_line(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
+    """Bytes up to and with the first newline, fewer at the deadline (monotonic); whether the stream ended first."""
+    line = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(stream, selectors.EVENT_READ)
+        while not line.endswith(b"\n") and len(line) < READY_LINE_BYTES_MAX:
+            if not selector.select(max(0.0, deadline - time.monotonic())):
+                break
+            byte = os.read(stream.fileno(), 1)  # one at a time: what follows the line is not ours to swallow
+            if not byte:
+                return line, True
+            line += byte
+    return line, False
+
+
+def _private_directory(parents: Sequence[Path]) -> Path:
+    """A fresh 0700 directory whose socket path fits into a sockaddr."""
+    name_bytes = len(f"/infinity-xxxxxxxx/{SOCKET_NAME}")
+    for parent in parents:
+        if len(os.fsencode(parent)) + name_bytes <= SOCKET_PATH_BYTES_MAX and os.access(parent, os.W_OK | os.X_OK):
+            return Path(tempfile.mkdtemp(prefix="infinity-", dir=parent))
+    tried = ", ".join(str(parent) for parent in parents)
+    raise ConfigError(
+        "io_daemon.socket",
+        "auto",
+        f"no writable directory for a socket ({tried}): write a path",
+    )
+
+
+def _end(
+    popen: subprocess.Popen[bytes],
+    stderr: _StderrTail,
+    directory: Path | None,
+    owner_pid: int,
+    timeout_s: float,
+) -> None:
+    if os.getpid() != owner_pid:
+        return  # a forked child must not end its parent's daemon
+    if popen.poll() is None:
+        popen.send_signal(signal.SIGTERM)
+        try:
+            popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            _log.warning(
+                "the I/O daemon (pid %d) did not drain within %g s: killed",
+                popen.pid,
+                timeout_s,
+            )
+            popen.kill()
+            popen.wait(KILL_TIMEOUT_S)
+    if popen.stdout is not None:
+        popen.stdout.close()
+    stderr.join(KILL_TIMEOUT_S)
+    if directory is not None:
+        shutil.rmtree(directory, ignore_errors=True)

@@ -1,0 +1,194 @@
+"""Questions and answers with one rank, from hello to the end of its tenant."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from io_daemon.errors import ProtocolError, WorldError
+from io_daemon.shared.control import (
+    AsyncChannel,
+    Attach,
+    Attached,
+    Detach,
+    Done,
+    Ended,
+    Fault,
+    Hello,
+    Message,
+    Register,
+    Registered,
+    Stats,
+    StatsRequest,
+    Status,
+    StatusRequest,
+    Unregister,
+    UploadTrace,
+    close_all,
+)
+from io_daemon.shared.protocol import PROTOCOL_VERSION
+
+if TYPE_CHECKING:
+    from io_daemon.serve.server import Server
+    from io_daemon.serve.tenant import Tenant
+
+HELLO_TIMEOUT_S: Final = 10.0
+SEND_TIMEOUT_S: Final = 30.0
+"""A rank that takes its answer so slowly is taken for hung."""
+SO_PEERPIDFD: Final = 77
+"""Linux 6.5: the peer's pidfd, with no way for its pid to be reused in between."""
+
+
+@dataclass(eq=False)
+class Peer:
+    """The process at the other end of one connection. ``departure`` is done when its tenant must end: with what to
+    tell it, or with None if there is nobody to tell."""
+
+    pid: int
+    departure: asyncio.Future[Ended | None]
+
+    def depart(self, ended: Ended | None) -> None:
+        if not self.departure.done():
+            self.departure.set_result(ended)
+
+
+class Conversation:
+    """Questions and answers on one connection. A question is answered whole before a departure is looked at, so that
+    nothing is ever taken away under a request that is still being carried out."""
+
+    def __init__(self, server: Server, channel: AsyncChannel, peer: Peer) -> None:
+        self.had_tenant = False
+        self._server = server
+        self._channel = channel
+        self._peer = peer
+        self._tenant: Tenant | None = None
+
+    async def run(self) -> Ended | None:
+        """Until the rank leaves, or must; what to tell it then."""
+        try:
+            await asyncio.wait_for(self._greet(), HELLO_TIMEOUT_S)
+            while (item := await self._next_question()) is not None:
+                await self._answer(*item)
+        except ProtocolError as error:
+            return Ended(reason=str(error), by_fault=True)
+        except (OSError, TimeoutError):
+            return None
+        return self._peer.departure.result() if self._peer.departure.done() else None
+
+    async def end_tenant(self) -> None:
+        """Idempotent."""
+        tenant, self._tenant = self._tenant, None
+        if tenant is not None:
+            try:
+                await tenant.close()
+            finally:
+                self._server.detached(tenant)
+
+    async def _next_question(self) -> tuple[Message, list[int]] | None:
+        """None if the rank hung up or must go."""
+        receiving = asyncio.ensure_future(self._channel.receive())
+        either: set[asyncio.Future[Any]] = {receiving, self._peer.departure}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+        if self._peer.departure.done():
+            receiving.cancel()
+            with contextlib.suppress(asyncio.CancelledError, OSError, ProtocolError):
+                if (item := await receiving) is not None:
+                    close_all(item[1])
+            return None
+        return receiving.result()
+
+    async def _greet(self) -> None:
+        item = await self._channel.receive()
+        if item is None:
+            raise OSError(errno.ECONNRESET, "hung up before hello")
+        hello, fds = item
+        close_all(fds)
+        if not isinstance(hello, Hello):
+            raise ProtocolError("the first message must be hello")
+        if hello.protocol_version != PROTOCOL_VERSION:
+            mismatch = ProtocolError(
+                f"this daemon speaks protocol {PROTOCOL_VERSION}, the rank {hello.protocol_version}: "
+                "run the same version of infinity on both sides"
+            )
+            await self._channel.send(Fault.of(mismatch))
+            raise mismatch
+        await self._channel.send(self._server.welcome())
+
+    async def _answer(self, message: Message, fds: Sequence[int]) -> None:
+        answer: Message
+        answer_fds: Sequence[int] = ()
+        try:
+            if isinstance(message, Attach):
+                answer, answer_fds = await self._attach(message, fds)
+            else:
+                answer = await self._answer_plain(message)
+        except ProtocolError:
+            raise
+        except (WorldError, ValueError, OSError) as error:
+            answer = Fault.of(error)
+        finally:
+            close_all(fds)
+        await asyncio.wait_for(self._channel.send(answer, answer_fds), SEND_TIMEOUT_S)
+
+    async def _attach(self, request: Attach, fds: Sequence[int]) -> tuple[Attached, list[int]]:
+        if self._tenant is not None or len(fds) != 1:
+            raise ProtocolError("attach: once, with exactly one fd")
+        self._tenant = await self._server.attach(request, fds[0], self._peer)
+        self.had_tenant = True
+        self._tenant.serve()
+        return self._tenant.attached()
+
+    async def _answer_plain(self, message: Message) -> Message:
+        if isinstance(message, StatusRequest):
+            return Status(daemon=self._server.status())
+        tenant = self._tenant
+        if tenant is None:
+            raise ProtocolError(f"{type(message).__name__.lower()}: attach first")
+        match message:
+            case Register():
+                chunks = await tenant.register(message.specs())
+                return Registered(start=chunks.start, stop=chunks.stop)
+            case Unregister():
+                tenant.unregister(range(message.start, message.stop))
+                return Done()
+            case UploadTrace():
+                tenant.set_trace(message.trace_id, message.trace())
+                return Done()
+            case StatsRequest():
+                return Stats(tenant=tenant.stats())
+            case Detach():
+                await self.end_tenant()
+                return Done()
+            case _:
+                raise ProtocolError(f"{type(message).__name__.lower()} is nothing that a rank says")
+
+
+@contextlib.contextmanager
+def watching_process(sock: socket.socket, peer: Peer) -> Iterator[None]:
+    """Depart when the process that connected has ended, whoever else still holds its end of the socket: forked
+    DataLoader workers may."""
+    loop = asyncio.get_running_loop()
+    try:
+        pidfd = sock.getsockopt(socket.SOL_SOCKET, SO_PEERPIDFD)
+    except OSError:
+        try:
+            pidfd = os.pidfd_open(peer.pid)
+        except ProcessLookupError:
+            peer.depart(None)
+            yield
+            return
+        except OSError:
+            yield  # another pid namespace: only its hanging up will tell
+            return
+    loop.add_reader(pidfd, peer.depart, None)
+    try:
+        yield
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)

@@ -1,0 +1,147 @@
+"""Everything that a tenant owns and must give back: table, rings, and a seat at every device it uses."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from io_daemon._native import CompletionRing, Region, SubmissionRing
+from io_daemon.disk.swap_file import Owner, SwapFile
+from io_daemon.errors import ProtocolError
+from io_daemon.policy.actions import Complete
+from io_daemon.shared.arena import SEALS, adopt_arena
+from io_daemon.shared.control import Attach
+from io_daemon.shared.protocol import PAGE_BYTES, align_up
+from io_daemon.shared.table import Table, TableGeometry
+
+if TYPE_CHECKING:
+    from io_daemon.serve.swap_device import SwapDevice
+
+NUM_SQES: Final = 1024
+NUM_CQES: Final = 4096
+
+
+class Rings:
+    """Submission and completion ring of one tenant, on one sealed memfd, as the daemon holds them."""
+
+    def __init__(self) -> None:
+        self.cq_offset = align_up(SubmissionRing.bytes_required(NUM_SQES), PAGE_BYTES)
+        self.num_bytes = align_up(self.cq_offset + CompletionRing.bytes_required(NUM_CQES), PAGE_BYTES)
+        with contextlib.ExitStack() as undo:
+            self.fd = os.memfd_create("infinity-rings", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+            undo.callback(os.close, self.fd)
+            os.ftruncate(self.fd, self.num_bytes)
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
+            self.sq_event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self.sq_event_fd)
+            self.cq_event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            undo.callback(os.close, self.cq_event_fd)
+            region = Region(self.fd, self.num_bytes)
+            self.sq = SubmissionRing(region, 0, NUM_SQES, self.sq_event_fd, create=True)
+            self.cq = CompletionRing(region, self.cq_offset, NUM_CQES, self.cq_event_fd, create=True)
+            undo.pop_all()
+
+    def num_completions(self) -> int:
+        """Completions that the rank has not reaped. Raises ProtocolError if the indexes are garbage."""
+        try:
+            return len(self.cq)
+        except ValueError as error:
+            raise ProtocolError(f"completion ring: {error}") from error
+
+    def take(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int]]:
+        """Submissions, at most ``entries_max``. Raises ProtocolError if the indexes are garbage."""
+        try:
+            return self.sq.pop_batch(entries_max)
+        except ValueError as error:
+            raise ProtocolError(f"submission ring: {error}") from error
+
+    def answer(self, completion: Complete) -> None:
+        """Raises ProtocolError if there is no room, although room was kept before the submission was taken."""
+        try:
+            pushed = self.cq.push(
+                completion.seq,
+                completion.status,
+                completion.error_number,
+                completion.chunk,
+                completion.file,
+                completion.kind,
+                completion.born_mask,
+                completion.offset,
+                completion.expected,
+                completion.actual,
+            )
+        except ValueError as error:
+            raise ProtocolError(f"completion ring: {error}") from error
+        if not pushed:
+            raise ProtocolError("completion ring: the room that was kept is gone, so its head was tampered with")
+
+    def close(self) -> None:
+        for fd in (self.fd, self.sq_event_fd, self.cq_event_fd):
+            os.close(fd)
+
+
+@dataclass(eq=False)
+class Seat:
+    """A tenant's place at one device: its swap file there, and the reactor's indexes of file and arena."""
+
+    device: SwapDevice
+    swap_file: SwapFile
+    file: int
+    buffer: int
+
+    @classmethod
+    def take(cls, device: SwapDevice, request: Attach, file_index: int, owner: Owner, arena: Region) -> Seat:
+        """Raises SwapSpaceError, DeviceIOError or OSError, and leaves nothing behind then."""
+        with contextlib.ExitStack() as undo:
+            swap_file = SwapFile.create(
+                device.swap_dir.path,
+                job=request.job,
+                rank=request.rank,
+                frame_bytes=request.frame_bytes,
+                file_index=file_index,
+                owner=owner,
+                direct=device.swap_dir.direct,
+            )
+            undo.callback(swap_file.close)
+            undo.callback(swap_file.unlink)
+            file = device.reactor.add_file(swap_file.fd)
+            undo.callback(device.reactor.remove_file, file)
+            buffer = device.reactor.add_buffer(arena)
+            undo.pop_all()
+        return cls(device, swap_file, file, buffer)
+
+    def leave(self) -> None:
+        """Only when no I/O of the tenant is in flight any more."""
+        self.device.reactor.remove_buffer(self.buffer)
+        self.device.reactor.remove_file(self.file)
+        self.swap_file.unlink()
+        self.swap_file.close()
+
+
+class Holdings:
+    """Everything that a tenant owns and must give back. Making and closing may take seconds (a big arena is registered
+    with every reactor, page by page): both belong in a thread."""
+
+    def __init__(
+        self, request: Attach, arena_fd: int, devices: Sequence[SwapDevice], block_bytes: int, owner: Owner
+    ) -> None:
+        """Raises ProtocolError, ConfigError, SwapSpaceError, DeviceIOError or OSError; nothing is left behind then."""
+        geometry = TableGeometry(request.num_frames, request.frame_bytes, block_bytes, request.chunks_max)
+        arena = adopt_arena(arena_fd, request.num_frames, request.frame_bytes)
+        with contextlib.ExitStack() as resources:
+            self.table = Table(geometry, request.job, request.rank)
+            resources.callback(self.table.close)
+            self.rings = Rings()
+            resources.callback(self.rings.close)
+            self.seats: list[Seat] = []
+            for index, device in enumerate(devices):
+                self.seats.append(Seat.take(device, request, index, owner, arena))
+                resources.callback(self.seats[-1].leave)
+            self._resources = resources.pop_all()
+
+    def close(self) -> None:
+        self._resources.close()

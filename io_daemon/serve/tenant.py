@@ -1,0 +1,391 @@
+"""One attached rank: takes its submissions, asks its scheduler, has done what that decides.
+
+What it owns lies in ``holdings``; ``close`` gives all of it back, once the last I/O in flight has ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from io_daemon.config import ServeConfig
+from io_daemon.disk.swap_file import Owner
+from io_daemon.errors import ProtocolError, SwapSpaceError, WorldError
+from io_daemon.policy.actions import Action, Complete, StartIo
+from io_daemon.policy.counters import Counters
+from io_daemon.policy.extents import ExtentAllocator
+from io_daemon.policy.residency import Plan, PlanRequest
+from io_daemon.policy.scheduler import TenantScheduler
+from io_daemon.policy.window import ahead_bytes, window_frames
+from io_daemon.serve.holdings import NUM_CQES, NUM_SQES, Holdings
+from io_daemon.serve.planner import Planner
+from io_daemon.serve.swap_device import SwapDevice
+from io_daemon.shared.control import Attach, Attached, Ended
+from io_daemon.shared.metrics import IoTotals, TenantStats
+from io_daemon.shared.protocol import Access, ChunkSpec, Opcode, Status
+from io_daemon.shared.states import TENANT_TRANSITIONS, TenantState, transition
+
+log = logging.getLogger(__name__)
+
+BATCH_MAX: Final = 64
+"""Submissions taken in one turn of the loop, so that one busy rank does not keep the others waiting."""
+ROOM_RETRY_S: Final = 0.001
+"""How soon to look again for room in a completion ring that its rank does not empty."""
+
+_tenant_ids = itertools.count(1)
+
+
+class Tenant:
+    """``on_end`` is called with the reason when the tenant cannot go on; whoever gave it then closes the tenant."""
+
+    def __init__(
+        self,
+        request: Attach,
+        holdings: Holdings,
+        pid: int,
+        config: ServeConfig,
+        planner: Planner,
+        on_end: Callable[[Ended], None],
+    ) -> None:
+        self.tenant_id = next(_tenant_ids)
+        self.job, self.rank, self.pid = request.job, request.rank, pid
+        self.frame_bytes = request.frame_bytes
+        self.state = TenantState.ATTACHED
+        self._request = request
+        self._config = config
+        self._on_end = on_end
+        self._listening = False
+        self._loop = asyncio.get_running_loop()
+        self._retry: asyncio.TimerHandle | None = None
+        self._unanswered: set[int] = set()
+        self._rejected = False
+        self._num_chunks = 0
+        self._planner = planner
+        self._planning: dict[int, asyncio.Task[None]] = {}
+        self._plans: dict[int, Plan] = {}
+        """Made and not yet followed."""
+        self._num_plans = 0
+        self._num_in_flight = 0
+        self._quiet = asyncio.Event()
+        self._quiet.set()
+        self._clock = BusyClock()
+        self._holdings = holdings
+        self.table, self.rings, self.seats = holdings.table, holdings.rings, holdings.seats
+        self._extents = [ExtentAllocator(0) for _ in self.seats]
+        ahead = ahead_bytes(config.queue_depth, config.block_bytes, len(self.seats))
+        self._scheduler = TenantScheduler(
+            num_frames=request.num_frames,
+            frame_bytes=request.frame_bytes,
+            block_bytes=config.block_bytes,
+            table=self.table,
+            extents=self._extents,
+            verify=config.verify_checksums,
+            chunks_max=request.chunks_max,
+            in_flight_frames_max=window_frames(request.num_frames, request.frame_bytes, ahead),
+        )
+
+    @classmethod
+    async def attach(
+        cls,
+        request: Attach,
+        arena_fd: int,
+        pid: int,
+        devices: Sequence[SwapDevice],
+        config: ServeConfig,
+        owner: Owner,
+        planner: Planner,
+        on_end: Callable[[Ended], None],
+    ) -> Tenant:
+        """``devices``: those that the rank named, in its order, which is that of file indexes. Raises what
+        ``Holdings`` raises."""
+        holdings = await asyncio.to_thread(Holdings, request, arena_fd, devices, config.block_bytes, owner)
+        return cls(request, holdings, pid, config, planner, on_end)
+
+    def __str__(self) -> str:
+        return f"{self.job} rank {self.rank} (pid {self.pid})"
+
+    @property
+    def num_in_flight(self) -> int:
+        """I/O requests queued at or running on the devices."""
+        return self._num_in_flight
+
+    # --- control plane
+
+    def attached(self) -> tuple[Attached, list[int]]:
+        """The answer to the attach, and the fds that go with it."""
+        answer = Attached(
+            table_bytes=self.table.region.region_bytes,
+            rings_bytes=self.rings.num_bytes,
+            num_sqes=NUM_SQES,
+            num_cqes=NUM_CQES,
+            cq_offset=self.rings.cq_offset,
+            swap_files=tuple(str(seat.swap_file.path) for seat in self.seats),
+        )
+        return answer, [self.table.fd, self.rings.fd, self.rings.sq_event_fd, self.rings.cq_event_fd]
+
+    def serve(self) -> None:
+        """Begin to take submissions."""
+        self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.SERVING)
+        self._listening = True
+        self._loop.add_reader(self.rings.sq_event_fd, self._on_submissions)
+        self._on_submissions()
+
+    async def register(self, specs: Sequence[ChunkSpec]) -> range:
+        """Reserve disk space, then frames and extents. Raises SwapSpaceError, BudgetError or ValueError."""
+        growth_bytes = self._scheduler.swap_bytes_needed(specs)
+        self._check_swap_budget(sum(growth_bytes))
+        await asyncio.to_thread(self._grow_files, growth_bytes)
+        for allocator, num_bytes in zip(self._extents, growth_bytes, strict=True):
+            allocator.grow(num_bytes)
+        chunks = self._scheduler.register(specs)
+        self._num_chunks += len(chunks)
+        self.table.store_num_chunks(self._num_chunks)
+        return chunks
+
+    def unregister(self, chunks: range) -> None:
+        """Raises ValueError if a chunk is unknown or leased."""
+        self._perform(self._scheduler.unregister(chunks))
+        self._num_chunks -= len(chunks)
+        self.table.store_num_chunks(self._num_chunks)
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
+        """Have a plan made for passes marked ``trace_id``; it is followed from the first of them that begins when it
+        is there. Raises ValueError for a trace that does not fit the chunks."""
+        request = self._scheduler.plan_request(accesses)
+        if (earlier := self._planning.pop(trace_id, None)) is not None:
+            earlier.cancel()
+        self._planning[trace_id] = asyncio.ensure_future(self._plan(trace_id, request))
+
+    async def _plan(self, trace_id: int, request: PlanRequest) -> None:
+        try:
+            self._plans[trace_id] = await self._planner.plan(request)
+        except (WorldError, OSError) as error:
+            log.warning("%s: goes on without a plan for trace %d: %s", self, trace_id, error)
+        else:
+            self._num_plans += 1
+        del self._planning[trace_id]
+
+    # --- data plane
+
+    def on_io_done(self, io: StartIo, status: int, error_number: int, offset: int, expected: int, actual: int) -> None:
+        """A request of this tenant has ended."""
+        self._count_in_flight(-1)
+        if self._listening:
+            try:
+                self._perform(self._scheduler.on_io_done(io.io_id, status, error_number, offset, expected, actual))
+            except Exception as error:  # noqa: BLE001 -- whatever it is, it stays with this tenant
+                self.fail(error)
+
+    def abandon(self, io: StartIo, error: Exception) -> None:
+        """A request of this tenant could not even be submitted."""
+        self._count_in_flight(-1)
+        self.fail(error)
+
+    def fail(self, error: Exception) -> None:
+        """Something about this tenant went wrong, its own doing or not; it ends, and nobody else notices."""
+        self._stop_listening()
+        if isinstance(error, ProtocolError):
+            self._on_end(Ended(reason=str(error), by_fault=True))
+        else:
+            log.error("%s: the daemon failed to serve it", self, exc_info=error)
+            self._on_end(Ended(reason=f"the daemon failed: {type(error).__name__}: {error}", by_fault=False))
+
+    def _on_submissions(self) -> None:
+        """The rank has submitted. Takes one batch; comes again by itself while there may be more."""
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self.rings.sq_event_fd)
+        try:
+            # every entry may need one completion: none is taken without room for its answer
+            room = NUM_CQES - self.rings.num_completions() - len(self._unanswered)
+            num_wanted = max(0, min(room, BATCH_MAX))
+            batch = self.rings.take(num_wanted)
+            for entry in batch:
+                self._submit(*entry)
+            if not self._listening:
+                return  # one of them was the end of it
+            if room <= 0:
+                self._come_again(ROOM_RETRY_S)
+            elif len(batch) == num_wanted or not self.rings.sq.prepare_sleep():
+                self._come_again(0.0)
+        except Exception as error:  # noqa: BLE001 -- whatever it is, it stays with this tenant
+            self.fail(error)
+
+    def _submit(self, seq: int, opcode: int, flags: int, read_mask: int, write_mask: int, chunk: int, arg: int) -> None:
+        if opcode == Opcode.ACQUIRE:
+            self._unanswered.add(seq)
+        elif opcode == Opcode.RELEASE:
+            self._unanswered.discard(arg)
+        elif opcode == Opcode.MARK:
+            self._clock.mark()
+            self._adopt_plan(arg)
+        self._perform(self._scheduler.on_sqe(seq, opcode, flags, read_mask, write_mask, chunk, arg))
+
+    def _adopt_plan(self, trace_id: int) -> None:
+        plan = self._plans.pop(trace_id, None)
+        if plan is not None:
+            try:
+                self._perform(self._scheduler.adopt_plan(trace_id, plan))
+            except ValueError as error:  # chunks have come or gone since it was asked for
+                log.warning("%s: the plan for trace %d fits no longer: %s", self, trace_id, error)
+
+    def _perform(self, actions: Sequence[Action]) -> None:
+        devices: set[SwapDevice] = set()
+        for action in actions:
+            if isinstance(action, StartIo):
+                device = self.seats[action.file].device
+                device.enqueue(self, action)
+                devices.add(device)
+                self._count_in_flight(+1)
+            else:
+                self._complete(action)
+        for device in devices:
+            device.pump()
+
+    def _complete(self, answer: Complete) -> None:
+        self._unanswered.discard(answer.seq)
+        if answer.status == Status.BAD_REQUEST and not self._rejected:
+            self._rejected = True
+            log.warning("%s: submission %d is malformed, out of range or names no lease: refused", self, answer.seq)
+        self.rings.answer(answer)
+
+    def _come_again(self, delay_s: float) -> None:
+        if self._retry is not None:
+            self._retry.cancel()
+        self._retry = self._loop.call_later(delay_s, self._on_submissions)
+
+    def _count_in_flight(self, change: int) -> None:
+        self._num_in_flight += change
+        if self._num_in_flight:
+            self._quiet.clear()
+            self._clock.start()
+        else:
+            self._quiet.set()
+            self._clock.stop()
+
+    # --- the end
+
+    async def drain(self) -> None:
+        """Refuse new leases and wait until the I/O of those granted has ended."""
+        if self.state is TenantState.SERVING:
+            self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.DRAINING)
+            self._perform(self._scheduler.drain())
+        await self._quiet.wait()
+
+    def unlink_files(self) -> None:
+        """Remove the names of the swap files; their space follows when the last I/O has let go of them."""
+        for seat in self.seats:
+            seat.swap_file.unlink()
+
+    async def close(self) -> None:
+        """Drop what is queued, wait for what is in flight, give everything back. Idempotent."""
+        if self.state in (TenantState.GONE, TenantState.RECLAIMED):
+            return
+        self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.GONE)
+        self._stop_listening()
+        for planning in self._planning.values():
+            planning.cancel()
+        self.unlink_files()
+        for seat in self.seats:
+            self._count_in_flight(-seat.device.forget(self))
+        await self._quiet.wait()
+        await asyncio.to_thread(self._holdings.close)
+        self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.RECLAIMED)
+
+    def _stop_listening(self) -> None:
+        self._listening = False
+        self._loop.remove_reader(self.rings.sq_event_fd)
+        if self._retry is not None:
+            self._retry.cancel()
+            self._retry = None
+
+    # --- space
+
+    def _check_swap_budget(self, growth_bytes: int) -> None:
+        used_bytes = sum(seat.swap_file.file_bytes for seat in self.seats)
+        if used_bytes + growth_bytes > self._config.swap_budget_bytes:
+            raise SwapSpaceError(
+                path=", ".join(str(seat.device.swap_dir.path) for seat in self.seats),
+                needed_bytes=growth_bytes,
+                free_bytes=max(0, self._config.swap_budget_bytes - used_bytes),
+                remedy="the daemon grants one rank no more: raise its --swap-budget-bytes",
+            )
+
+    def _grow_files(self, growth_bytes: Sequence[int]) -> None:
+        """All or none."""
+        with contextlib.ExitStack() as undo:
+            for seat, num_bytes in zip(self.seats, growth_bytes, strict=True):
+                before_bytes = seat.swap_file.file_bytes
+                seat.swap_file.grow(before_bytes + num_bytes)
+                undo.callback(seat.swap_file.shrink, before_bytes)
+            undo.pop_all()
+
+    # --- figures
+
+    def stats(self) -> TenantStats:
+        counters = self._scheduler.counters
+        return TenantStats(
+            job=self.job,
+            rank=self.rank,
+            pid=self.pid,
+            page_locked=self._request.page_locked,
+            arena_bytes=self._request.num_frames * self.frame_bytes,
+            num_frames=self._request.num_frames,
+            frames_free=self._scheduler.num_free_frames,
+            resident_bytes=tuple(self._scheduler.resident_bytes),
+            num_chunks=self._num_chunks,
+            num_plans=self._num_plans,
+            num_leases=self._scheduler.num_leases,
+            num_in_flight=self._num_in_flight,
+            swap_bytes=sum(seat.swap_file.file_bytes for seat in self.seats),
+            swap_files=tuple(str(seat.swap_file.path) for seat in self.seats),
+            total=_totals(counters.totals, self._clock.total_s()),
+            last_step=_totals(counters.last_step, self._clock.last_step_s) if counters.last_step is not None else None,
+        )
+
+
+class BusyClock:
+    """Wall-clock seconds in which something was running; in all, and between the last two marks."""
+
+    def __init__(self) -> None:
+        self.last_step_s = 0.0
+        self._total_s = 0.0
+        self._at_mark_s = 0.0
+        self._since: float | None = None
+
+    def start(self) -> None:
+        if self._since is None:
+            self._since = time.monotonic()
+
+    def stop(self) -> None:
+        if self._since is not None:
+            self._total_s += time.monotonic() - self._since
+            self._since = None
+
+    def total_s(self) -> float:
+        return self._total_s + (0.0 if self._since is None else time.monotonic() - self._since)
+
+    def mark(self) -> None:
+        now_s = self.total_s()
+        self.last_step_s = now_s - self._at_mark_s
+        self._at_mark_s = now_s
+
+
+def _totals(counters: Counters, io_s: float) -> IoTotals:
+    return IoTotals(
+        bytes_read=tuple(counters.bytes_read),
+        bytes_written=tuple(counters.bytes_written),
+        hits=counters.hits,
+        prefetch_hits=counters.prefetch_hits,
+        misses=counters.misses,
+        evictions=counters.evictions,
+        waits=counters.waits,
+        rejected=counters.rejected,
+        io_errors=counters.io_errors,
+        io_s=io_s,
+    )

@@ -1,0 +1,362 @@
+"""The control plane: length-prefixed JSON messages over a Unix stream socket, with fds beside them.
+
+One message is 4 bytes of little-endian length and that many bytes of JSON; the fds that belong to it travel by
+SCM_RIGHTS with its first byte. A rank asks and the daemon answers, in order; only ``Ended`` comes unasked, as the
+last message before the daemon hangs up. ``Channel`` is the blocking end (ranks, command line), ``AsyncChannel`` the
+daemon's.
+"""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import os
+import socket
+import struct
+import time
+from collections.abc import Sequence
+from typing import Annotated, Any, Final, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+
+from io_daemon import errors
+from io_daemon.shared.metrics import DaemonStatus, TenantStats
+from io_daemon.shared.protocol import KINDS_MAX, Access, ChunkSpec
+
+MESSAGE_BYTES_MAX: Final = 64 << 20
+FDS_MAX: Final = 8
+RECEIVE_BYTES: Final = 256 << 10
+ANCILLARY_BYTES: Final = socket.CMSG_SPACE(FDS_MAX * array.array("i").itemsize)
+LENGTH: Final = struct.Struct("<I")
+
+Uint8 = Annotated[int, Field(ge=0, lt=1 << 8)]
+Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+Uint63 = Annotated[int, Field(ge=0, lt=1 << 63)]
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+# --- rank -> daemon
+
+
+class Hello(Message):
+    """Always the first message. Its shape never changes, so that any two versions can tell each other apart."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+    type: Literal["hello"] = "hello"
+    protocol_version: int
+
+
+class Attach(Message):
+    """Comes with one fd: the sealed arena."""
+
+    type: Literal["attach"] = "attach"
+    job: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    rank: Uint32
+    num_frames: Annotated[int, Field(ge=1, lt=1 << 31)]
+    frame_bytes: Annotated[int, Field(ge=1, lt=1 << 40)]
+    page_locked: bool
+    swap_dirs: Annotated[tuple[str, ...], Field(min_length=1, max_length=256)]
+    chunks_max: Annotated[int, Field(ge=1, le=1 << 22)]
+
+
+class Register(Message):
+    type: Literal["register"] = "register"
+    object_bytes: tuple[Annotated[tuple[Uint63, ...], Field(max_length=KINDS_MAX)], ...]
+    """One row a chunk: ``ChunkSpec.object_bytes``."""
+    pinned_masks: tuple[Uint8, ...]
+
+    @classmethod
+    def of(cls, specs: Sequence[ChunkSpec]) -> Register:
+        return cls(
+            object_bytes=tuple(tuple(spec.object_bytes) for spec in specs),
+            pinned_masks=tuple(spec.pinned_mask for spec in specs),
+        )
+
+    def specs(self) -> list[ChunkSpec]:
+        if len(self.object_bytes) != len(self.pinned_masks):
+            raise errors.ProtocolError("register: as many pinned masks as chunks are needed")
+        return [ChunkSpec(*row) for row in zip(self.object_bytes, self.pinned_masks, strict=True)]
+
+
+class Unregister(Message):
+    type: Literal["unregister"] = "unregister"
+    start: Uint32
+    stop: Uint32
+
+
+class UploadTrace(Message):
+    type: Literal["upload_trace"] = "upload_trace"
+    trace_id: Uint63
+    accesses: tuple[tuple[Uint32, Uint8, Uint8, Uint8], ...]
+    """``Access`` rows: chunk, read mask, write mask, dead mask."""
+
+    def trace(self) -> list[Access]:
+        return [Access(*row) for row in self.accesses]
+
+
+class StatsRequest(Message):
+    type: Literal["stats_request"] = "stats_request"
+
+
+class StatusRequest(Message):
+    type: Literal["status_request"] = "status_request"
+
+
+class Detach(Message):
+    type: Literal["detach"] = "detach"
+
+
+# --- daemon -> rank
+
+
+class Welcome(Message):
+    type: Literal["welcome"] = "welcome"
+    protocol_version: int
+    swap_dirs: tuple[str, ...]
+
+
+class Attached(Message):
+    """Comes with four fds: table (read-only), rings, submission eventfd, completion eventfd."""
+
+    type: Literal["attached"] = "attached"
+    table_bytes: int
+    rings_bytes: int
+    num_sqes: int
+    num_cqes: int
+    cq_offset: int
+    swap_files: tuple[str, ...]
+    """Paths, by the file index that completions name."""
+
+
+class Registered(Message):
+    type: Literal["registered"] = "registered"
+    start: int
+    stop: int
+
+
+class Done(Message):
+    type: Literal["done"] = "done"
+
+
+class Stats(Message):
+    type: Literal["stats"] = "stats"
+    tenant: TenantStats
+
+
+class Status(Message):
+    type: Literal["status"] = "status"
+    daemon: DaemonStatus
+
+
+ERRORS: Final[dict[str, type[Exception]]] = {
+    error.__name__: error
+    for error in (
+        ValueError,
+        errors.ConfigError,
+        errors.WorldError,
+        errors.DeviceIOError,
+        errors.IntegrityError,
+        errors.SwapSpaceError,
+        errors.BudgetError,
+        errors.DaemonLostError,
+        errors.ProtocolError,
+    )
+}
+
+
+class Fault(Message):
+    """The answer to a request that failed: a typed error of ``errors.py``, attributes and all."""
+
+    type: Literal["fault"] = "fault"
+    error: str
+    text: str
+    attributes: dict[str, int | str]
+
+    @classmethod
+    def of(cls, error: Exception) -> Fault:
+        if type(error).__name__ not in ERRORS:
+            return cls(error="WorldError", text=f"{type(error).__name__}: {error}", attributes={})
+        attributes = {name: value if isinstance(value, int) else str(value) for name, value in vars(error).items()}
+        return cls(error=type(error).__name__, text=str(error), attributes=attributes)
+
+    def exception(self) -> Exception:
+        kind = ERRORS.get(self.error, errors.WorldError)
+        exception = kind.__new__(kind, self.text)  # the text is whole already: no constructor may format it again
+        vars(exception).update(self.attributes)
+        return exception
+
+
+class Ended(Message):
+    """The daemon ends this tenant. The last message; the socket closes behind it."""
+
+    type: Literal["ended"] = "ended"
+    reason: str
+    by_fault: bool
+    """True if the rank broke the protocol, False if the daemon shuts down."""
+
+
+AnyMessage = Annotated[
+    Hello
+    | Attach
+    | Register
+    | Unregister
+    | UploadTrace
+    | StatsRequest
+    | StatusRequest
+    | Detach
+    | Welcome
+    | Attached
+    | Registered
+    | Done
+    | Stats
+    | Status
+    | Fault
+    | Ended,
+    Field(discriminator="type"),
+]
+MESSAGES: Final[TypeAdapter[Any]] = TypeAdapter(AnyMessage)
+
+
+def encode(message: Message) -> bytes:
+    body = message.model_dump_json().encode()
+    if len(body) > MESSAGE_BYTES_MAX:
+        raise errors.ProtocolError(f"message of {len(body)} bytes is longer than {MESSAGE_BYTES_MAX}")
+    return LENGTH.pack(len(body)) + body
+
+
+class Assembler:
+    """Bytes and fds in, messages out. Owns the fds until ``take`` hands them over."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._fds: list[int] = []
+
+    def feed(self, data: bytes, fds: Sequence[int]) -> None:
+        self._data += data
+        self._fds += fds
+        if len(self._fds) > FDS_MAX:
+            raise errors.ProtocolError(f"more than {FDS_MAX} fds came with one message")
+
+    def take(self) -> tuple[Message, list[int]] | None:
+        """The next whole message and the fds that came with it; None if bytes are missing."""
+        if len(self._data) < LENGTH.size:
+            return None
+        (body_bytes,) = LENGTH.unpack_from(self._data)
+        if body_bytes > MESSAGE_BYTES_MAX:
+            raise errors.ProtocolError(f"message of {body_bytes} bytes is longer than {MESSAGE_BYTES_MAX}")
+        end = LENGTH.size + body_bytes
+        if len(self._data) < end:
+            return None
+        try:
+            message: Message = MESSAGES.validate_json(bytes(self._data[LENGTH.size : end]))
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            where = ".".join(str(part) for part in first["loc"]) or "message"
+            raise errors.ProtocolError(f"malformed message: {where}: {first['msg']}") from error
+        del self._data[:end]
+        fds, self._fds = self._fds, []
+        return message, fds
+
+    def close(self) -> None:
+        close_all(self._fds)
+        self._fds = []
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)
+
+
+def _receive(sock: socket.socket, assembler: Assembler) -> bool:
+    """One recvmsg into the assembler; False at the end of the stream. Raises BlockingIOError or TimeoutError."""
+    # not socket.recv_fds: it drops its flags argument, and the fds would be inherited across exec
+    data, ancillary, flags, _ = sock.recvmsg(RECEIVE_BYTES, ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    assembler.feed(data, fds)
+    if flags & socket.MSG_CTRUNC:
+        raise errors.ProtocolError("fds were lost in transit: too many, or this process may open no more")
+    return bool(data)
+
+
+class Channel:
+    """The blocking end. Not thread-safe: its owner serialises requests."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.socket = sock
+        self._assembler = Assembler()
+
+    def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
+        """Raises TimeoutError, or OSError if the other side is gone."""
+        data = encode(message)
+        self.socket.settimeout(timeout_s)
+        sent = socket.send_fds(self.socket, [data], list(fds), socket.MSG_NOSIGNAL)
+        if sent < len(data):  # sending nothing to a socket that was closed meanwhile is an error
+            self.socket.sendall(data[sent:], socket.MSG_NOSIGNAL)
+
+    def receive(self, *, timeout_s: float) -> tuple[Message, list[int]] | None:
+        """The next message; None at the end of the stream. Raises TimeoutError or OSError."""
+        deadline = time.monotonic() + timeout_s
+        while (item := self._assembler.take()) is None:
+            self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
+            if not _receive(self.socket, self._assembler):
+                return None
+            if time.monotonic() > deadline:
+                raise TimeoutError
+        return item
+
+    def close(self) -> None:
+        self._assembler.close()
+        self.socket.close()
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class AsyncChannel:
+    """The daemon's end of one connection, on the running loop."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self.socket = sock
+        self._assembler = Assembler()
+        self._loop = asyncio.get_running_loop()
+
+    async def send(self, message: Message, fds: Sequence[int] = ()) -> None:
+        """Raises OSError if the rank is gone. The fds stay the caller's."""
+        data = encode(message)
+        if fds:
+            # fds go only with the short answer to an attach, on a socket whose buffer is then empty
+            sent = socket.send_fds(self.socket, [data], list(fds), socket.MSG_NOSIGNAL)
+            data = data[sent:]
+        if data:
+            await self._loop.sock_sendall(self.socket, data)
+
+    async def receive(self) -> tuple[Message, list[int]] | None:
+        """The next message; None at the end of the stream. Raises ProtocolError or OSError."""
+        while (item := self._assembler.take()) is None:
+            try:
+                if not _receive(self.socket, self._assembler):
+                    return None
+            except BlockingIOError:
+                await self._readable()
+        return item
+
+    async def _readable(self) -> None:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_reader(self.socket, _resolve, ready)
+        try:
+            await ready
+        finally:
+            self._loop.remove_reader(self.socket)
+
+    def close(self) -> None:
+        self._assembler.close()
+        self.socket.close()

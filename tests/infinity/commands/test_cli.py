@@ -1,0 +1,247 @@
+"""The ``infinity`` command: exit codes, what it prints, and that ``run`` leaves neither ranks nor daemon behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from infinity.commands.cli import main, split_run_words
+from tests.support.signals import heed_signals
+
+ROOT = Path(__file__).resolve().parents[3]
+TIMEOUT_S = 120.0
+GOOD: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3, "overlap_comm": True}}
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps(GOOD))
+    return file
+
+
+# --- help and usage
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["run", "--help"], ["doctor", "--help"], ["config", "--help"], ["config", "check", "--help"],
+              ["config", "keys", "--help"], ["demo", "--help"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_every_command_has_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 0
+    assert "usage: infinity" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["unheard-of"],
+        ["config"],
+        ["config", "check"],
+        ["config", "check", "x.json", "--world-size", "0"],
+        ["run"],
+        ["run", "--swap-dir", "/tmp"],
+        ["run", "--queue-depth", "8", "script.py"],
+    ],
+    ids=" ".join,
+)
+def test_wrong_usage_exits_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    assert ended.value.code == 2
+    assert "usage: infinity" in capsys.readouterr().err
+
+
+# --- config
+
+
+def test_config_check_says_what_it_found(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", str(config_file), "--world-size", "2"]) == 0
+    shown = capsys.readouterr().out
+    assert "8 samples = 4 x 1 micro-batches x 2 ranks" in shown
+    assert "zero_optimization.overlap_comm needs no setting" in shown
+
+
+def test_config_check_prints_the_resolved_configuration(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", str(config_file), "--json"]) == 0
+    resolved = json.loads(capsys.readouterr().out)
+    assert resolved["train_micro_batch_size_per_gpu"] == 8
+    assert resolved["zero_optimization"]["sub_group_size"] == 10**9
+
+
+def test_config_check_refuses_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**GOOD, "gradient_cliping": 1.0}))
+    assert main(["config", "check", str(file)]) == 2
+    assert "did you mean gradient_clipping?" in capsys.readouterr().err
+
+
+def test_config_check_can_leave_this_machine_out(tmp_path: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": "/not/on/this/machine"}
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**GOOD, "zero_optimization": {"stage": 3, "offload_param": offload}}))
+    assert main(["config", "check", str(file)]) == 2
+    assert main(["config", "check", str(file), "--skip-paths"]) == 0
+
+
+def test_config_keys(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "keys"]) == 0
+    assert "| `io_daemon.host_budget_bytes` | works |" in capsys.readouterr().out
+    assert main(["config", "keys", "--json"]) == 0
+    assert {row["standing"] for row in json.loads(capsys.readouterr().out)} == {"works", "subsumed", "refused"}
+
+
+# --- run
+
+
+@pytest.mark.parametrize(
+    ("words", "own", "rest"),
+    [
+        (["train.py", "--swap-dir", "x"], [], ["train.py", "--swap-dir", "x"]),
+        (["--swap-dir", "/a", "--swap-dir=/b", "t.py"], ["--swap-dir", "/a", "--swap-dir=/b"], ["t.py"]),
+        (["--no-verify-checksums", "--nnodes", "2", "t.py"], ["--no-verify-checksums"], ["--nnodes", "2", "t.py"]),
+        (["--nproc-per-node", "2", "--engine", "e", "t.py"], [], ["--nproc-per-node", "2", "--engine", "e", "t.py"]),
+        (["--swap-dir"], ["--swap-dir"], []),
+    ],
+)
+def test_torchrun_gets_everything_from_the_first_foreign_word(
+    words: list[str], own: list[str], rest: list[str]
+) -> None:
+    assert split_run_words(words) == (own, rest)
+
+
+def test_run_refuses_a_swap_directory_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--swap-dir", str(tmp_path / "missing"), "train.py"]) == 2
+    assert "is no directory" in capsys.readouterr().err
+
+
+def _script(tmp_path: Path, code: str) -> Path:
+    script = tmp_path / "train.py"
+    script.write_text("import json, os, signal, socket, sys\n" + textwrap.dedent(code))
+    return script
+
+
+def _infinity(*words: str | Path, torchrun: bool = False) -> subprocess.Popen[str]:
+    """``infinity`` in a process of its own; without ``torchrun`` the script runs directly, which is quicker."""
+    code = "import sys; from infinity import cli\n"
+    if not torchrun:
+        code += "cli.TORCHRUN_COMMAND = (sys.executable,)\n"
+    code += "sys.exit(cli.main(sys.argv[1:]))"
+    return subprocess.Popen(
+        [sys.executable, "-c", code, *map(str, words)],
+        cwd=ROOT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=heed_signals,
+    )
+
+
+CONNECTS = """
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(os.environ["INFINITY_IO_SOCKET"])
+"""
+
+
+def test_run_starts_a_daemon_for_all_ranks(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path,
+        CONNECTS
+        + f"""
+    with open({str(tmp_path)!r} + "/rank" + os.environ["RANK"], "w") as file:
+        json.dump([os.environ["INFINITY_IO_SOCKET"], sys.argv[1:]], file)
+    """,
+    )
+    swap_dir = tmp_path / "swap"
+    swap_dir.mkdir()
+    words = ["--swap-dir", str(swap_dir), "--queue-depth", "8", "--nproc-per-node", "2", str(script), "--engine", "x"]
+    run = _infinity("run", *words, torchrun=True)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, errors
+    reports = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(2)]
+    assert reports[0] == reports[1]
+    socket_path, arguments = reports[0]
+    assert arguments == ["--engine", "x"]
+    assert not Path(socket_path).parent.exists()
+    assert list(swap_dir.iterdir()) == []
+
+
+@pytest.mark.parametrize("swap_dir", [True, False])
+def test_run_passes_the_exit_code_on(swap_dir: bool, tmp_path: Path) -> None:
+    script = _script(tmp_path, "sys.exit(7)")
+    run = _infinity("run", *(["--swap-dir", str(tmp_path)] if swap_dir else []), script)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 7, errors
+
+
+def test_run_counts_a_signal_as_a_shell_does(tmp_path: Path) -> None:
+    run = _infinity("run", _script(tmp_path, "os.kill(os.getpid(), signal.SIGKILL)"))
+    run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 128 + signal.SIGKILL
+
+
+WAITS = """
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.connect(os.environ["INFINITY_IO_SOCKET"])
+    print(os.getpid(), flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_signals_go_on_to_the_ranks_and_end_everything(number: signal.Signals, tmp_path: Path) -> None:
+    run = _infinity("run", "--swap-dir", tmp_path, "--socket", tmp_path / "io.sock", _script(tmp_path, WAITS))
+    assert run.stdout is not None
+    rank_pid = int(run.stdout.readline())
+    run.send_signal(number)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    # Python turns SIGINT into a KeyboardInterrupt, ends itself by the signal, and is seen as ended by it
+    assert run.returncode == 128 + number, errors
+    assert _gone(rank_pid)
+    assert not (tmp_path / "io.sock").exists()
+
+
+def test_run_fails_if_the_daemon_ends_first(tmp_path: Path) -> None:
+    script = _script(
+        tmp_path,
+        """
+    from io_daemon.config import default_socket_path
+    from io_daemon.shared.control import Status, StatusRequest
+    from io_daemon.rank.connection import Connection
+    connection, _ = Connection.open(str(default_socket_path()), timeout_s=10.0)
+    answer, _ = connection.request(StatusRequest(), Status, timeout_s=10.0)
+    pidfd = os.pidfd_open(answer.daemon.pid)
+    os.kill(answer.daemon.pid, signal.SIGKILL)
+    import select
+    select.select([pidfd], [], [])
+    """,
+    )
+    run = _infinity("run", "--swap-dir", tmp_path, script)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 1
+    assert "ended before the ranks did, with status -9" in errors
+
+
+def _gone(pid: int) -> bool:
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return True
+    try:
+        return bool(select.select([pidfd], [], [], 30.0)[0])
+    finally:
+        os.close(pidfd)

@@ -1,0 +1,73 @@
+"""Param groups: each parameter once, lists never merged, small and frozen parameters apart."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infinity.plan.grouping import group_params
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.up = nn.Linear(8, 32)
+        self.down = nn.Linear(32, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(100, 8)
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.head = nn.Linear(8, 100, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def test_each_parameter_is_in_exactly_one_group() -> None:
+    model = Model()
+    for numel_max in (1, 300, 10**9):
+        for persistent in (0, 50, 10**9):
+            groups = group_params(model, numel_max=numel_max, persistent_numel_max=persistent)
+            ids = [id(p) for group in groups for p in group.params]
+            assert len(ids) == len(set(ids))
+            assert set(ids) == {id(p) for p in model.parameters()}
+
+
+def test_elements_of_a_list_stay_apart() -> None:
+    model = Model()
+    groups = group_params(model, numel_max=10**9, persistent_numel_max=0)
+    anchors = [group.anchor for group in groups]
+    assert anchors == [model.embedding, *model.blocks]
+
+
+def test_subtrees_above_the_limit_are_opened() -> None:
+    model = Model()
+    groups = group_params(model, numel_max=300, persistent_numel_max=0)
+    anchors = [group.anchor for group in groups]
+    assert model.blocks[0] not in anchors
+    assert model.blocks[0].get_submodule("up") in anchors
+
+
+def test_small_parameters_are_persistent() -> None:
+    model = Model()
+    groups = group_params(model, numel_max=10**9, persistent_numel_max=32)
+    assert groups[0].persistent
+    assert groups[0].anchor is None
+    assert all(p.numel() <= 32 for p in groups[0].params)
+    assert all(p.numel() > 32 for group in groups[1:] for p in group.params)
+
+
+def test_frozen_parameters_have_groups_of_their_own() -> None:
+    model = Model()
+    model.blocks[0].get_submodule("up").requires_grad_(False)
+    groups = group_params(model, numel_max=10**9, persistent_numel_max=0)
+    for group in groups:
+        assert {p.requires_grad for p in group.params} == {group.trainable}

@@ -1,0 +1,90 @@
+"""The budget's arithmetic: a plan fits, and the smallest budget named by the error is the smallest that works."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from infinity.errors import BudgetError
+from infinity.plan.memory_plan import DEMAND_SETS_MIN, MemoryPlan, StateShape, plan_memory
+from infinity.plan.sharding import NORM_BLOCK
+from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind
+
+BF16: Mapping[int, int] = {
+    ObjectKind.WEIGHT: 2,
+    ObjectKind.GRAD: 2,
+    ObjectKind.MASTER: 4,
+    ObjectKind.EXP_AVG: 4,
+    ObjectKind.EXP_AVG_SQ: 4,
+}
+WEIGHT_ONLY: Mapping[int, int] = {ObjectKind.WEIGHT: 2}
+
+
+def shape(numels: list[int], itemsizes: Mapping[int, int], pinned_mask: int = 0) -> StateShape:
+    return StateShape(
+        group_shard_numels=numels,
+        group_trainable=[True] * len(numels),
+        itemsizes=itemsizes,
+        trained_mask=~ObjectKind.WEIGHT.mask,
+        pinned_mask=pinned_mask,
+    )
+
+
+def plan(state: StateShape, budget_bytes: int | None, *, ranks: int = 1) -> MemoryPlan:
+    return plan_memory(
+        state, budget_bytes=budget_bytes, chunk_numel_max=10**9, local_world_size=ranks, budget_key="host_budget_bytes"
+    )
+
+
+@given(
+    st.lists(st.integers(64, 5_000_000), min_size=1, max_size=5),
+    st.integers(1 << 20, 1 << 30),
+    st.sampled_from([0, ObjectKind.WEIGHT.mask, ObjectKind.EXP_AVG.mask]),
+    st.integers(1, 4),
+)
+def test_a_plan_fits_its_budget_or_names_the_smallest(
+    numels: list[int], budget_bytes: int, pinned_mask: int, ranks: int
+) -> None:
+    state = shape(numels, BF16, pinned_mask)
+    try:
+        made = plan(state, budget_bytes, ranks=ranks)
+    except BudgetError as error:
+        assert error.smallest_bytes > budget_bytes
+        assert "host_budget_bytes" in str(error)
+        made = plan(state, error.smallest_bytes, ranks=ranks)
+        assert ranks * made.arena_bytes <= error.smallest_bytes
+        with pytest.raises(BudgetError):
+            plan(state, error.smallest_bytes - ranks * PAGE_BYTES - ranks, ranks=ranks)
+    else:
+        assert ranks * made.arena_bytes <= budget_bytes
+    assert made.num_frames - made.pinned_frames >= DEMAND_SETS_MIN * made.demand_frames
+    assert made.chunk_numel % NORM_BLOCK == 0
+    assert made.frame_bytes % PAGE_BYTES == 0
+
+
+def test_fp32_objects_of_a_bf16_model_take_two_frames() -> None:
+    made = plan(shape([1 << 24], BF16), 512 << 20)
+    assert made.frame_bytes == 2 * made.chunk_numel
+    assert made.demand_frames == 1 + 1 + 2 + 2 + 2
+
+
+def test_pinned_kinds_need_no_streaming_frames() -> None:
+    made = plan(shape([1 << 20], WEIGHT_ONLY, ObjectKind.WEIGHT.mask), None)
+    assert made.demand_frames == 0
+    assert made.swap_bytes == 0
+    assert made.pinned_frames * made.frame_bytes == 2 << 20
+
+
+def test_the_arena_is_no_larger_than_the_state_needs() -> None:
+    made = plan(shape([1 << 20], BF16), 1 << 40)
+    assert made.arena_bytes < 3 * (16 << 20)
+
+
+def test_a_chunk_never_exceeds_the_sub_group() -> None:
+    made = plan_memory(
+        shape([1 << 26], BF16), budget_bytes=1 << 32, chunk_numel_max=40_000, local_world_size=1, budget_key="k"
+    )
+    assert made.chunk_numel == 2 * NORM_BLOCK
