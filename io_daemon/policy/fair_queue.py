@@ -3,27 +3,39 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Final
-
-from io_daemon.policy.actions import StartIo
+from typing import Final, Generic, Protocol, TypeVar
 
 QUANTUM_BYTES: Final = 1 << 20
 
 
-class _Backlog:
+class Transfer(Protocol):
+    """What the queue needs to know of a request; a StartIo is one."""
+
+    @property
+    def num_bytes(self) -> int: ...
+    @property
+    def write(self) -> bool: ...
+    @property
+    def demand(self) -> bool: ...
+
+
+Request = TypeVar("Request", bound=Transfer)
+
+
+class _Backlog(Generic[Request]):
     """I/O of one tenant that has not been started: demand, prefetch and write-behind, each in order of arrival."""
 
     __slots__ = ("deficit_bytes", "queues")
 
     def __init__(self) -> None:
-        self.queues: tuple[deque[StartIo], deque[StartIo], deque[StartIo]] = (deque(), deque(), deque())
+        self.queues: tuple[deque[Request], deque[Request], deque[Request]] = (deque(), deque(), deque())
         self.deficit_bytes = 0
 
-    def first(self) -> deque[StartIo] | None:
+    def first(self) -> deque[Request] | None:
         return next((queue for queue in self.queues if queue), None)
 
 
-class FairQueue:
+class FairQueue(Generic[Request]):
     """Deficit round robin by bytes between tenants; within a tenant demand, then prefetch, then write-behind.
 
     Over any time in which two tenants both have a backlog, the bytes started for them differ by less than one
@@ -40,7 +52,7 @@ class FairQueue:
         self.in_flight_bytes_max = in_flight_bytes_max
         self.in_flight_bytes = 0
         self._quantum_bytes = quantum_bytes
-        self._backlogs: dict[int, _Backlog] = {}
+        self._backlogs: dict[int, _Backlog[Request]] = {}
         self._turns: deque[int] = deque()
         """Tenants with a backlog; the first one's turn it is."""
         self._num_waiting = 0
@@ -49,7 +61,7 @@ class FairQueue:
         """Requests that wait."""
         return self._num_waiting
 
-    def push(self, tenant: int, action: StartIo) -> None:
+    def push(self, tenant: int, action: Request) -> None:
         backlog = self._backlogs.get(tenant)
         if backlog is None:
             backlog = self._backlogs[tenant] = _Backlog()
@@ -57,7 +69,7 @@ class FairQueue:
         backlog.queues[0 if action.demand else 2 if action.write else 1].append(action)
         self._num_waiting += 1
 
-    def pop(self) -> tuple[int, StartIo] | None:
+    def pop(self) -> tuple[int, Request] | None:
         """(tenant, request) to start now; None if none waits or enough are in flight."""
         while self._turns:
             tenant = self._turns[0]
@@ -86,7 +98,7 @@ class FairQueue:
             raise ValueError(f"{num_bytes} bytes completed, {self.in_flight_bytes} are in flight")
         self.in_flight_bytes -= num_bytes
 
-    def remove(self, tenant: int) -> list[StartIo]:
+    def remove(self, tenant: int) -> list[Request]:
         """Forget a tenant that has left: what of it had not been started."""
         backlog = self._backlogs.pop(tenant, None)
         if backlog is None:

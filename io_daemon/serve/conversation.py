@@ -9,9 +9,11 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from io_daemon.errors import ProtocolError, WorldError
+from io_daemon.serve.node import Node
+from io_daemon.serve.tenant import Tenant
 from io_daemon.shared.control import (
     AsyncChannel,
     Attach,
@@ -33,10 +35,6 @@ from io_daemon.shared.control import (
     close_all,
 )
 from io_daemon.shared.protocol import PROTOCOL_VERSION
-
-if TYPE_CHECKING:
-    from io_daemon.serve.server import Server
-    from io_daemon.serve.tenant import Tenant
 
 HELLO_TIMEOUT_S: Final = 10.0
 SEND_TIMEOUT_S: Final = 30.0
@@ -62,9 +60,9 @@ class Conversation:
     """Questions and answers on one connection. A question is answered whole before a departure is looked at, so that
     nothing is ever taken away under a request that is still being carried out."""
 
-    def __init__(self, server: Server, channel: AsyncChannel, peer: Peer) -> None:
+    def __init__(self, node: Node, channel: AsyncChannel, peer: Peer) -> None:
         self.had_tenant = False
-        self._server = server
+        self._node = node
         self._channel = channel
         self._peer = peer
         self._tenant: Tenant | None = None
@@ -88,7 +86,7 @@ class Conversation:
             try:
                 await tenant.close()
             finally:
-                self._server.detached(tenant)
+                self._node.detached(tenant)
 
     async def _next_question(self) -> tuple[Message, list[int]] | None:
         """None if the rank hung up or must go."""
@@ -118,7 +116,7 @@ class Conversation:
             )
             await self._channel.send(Fault.of(mismatch))
             raise mismatch
-        await self._channel.send(self._server.welcome())
+        await self._channel.send(self._node.welcome())
 
     async def _answer(self, message: Message, fds: Sequence[int]) -> None:
         answer: Message
@@ -139,14 +137,14 @@ class Conversation:
     async def _attach(self, request: Attach, fds: Sequence[int]) -> tuple[Attached, list[int]]:
         if self._tenant is not None or len(fds) != 1:
             raise ProtocolError("attach: once, with exactly one fd")
-        self._tenant = await self._server.attach(request, fds[0], self._peer)
+        self._tenant = await self._node.attach(request, fds[0], self._peer.pid, self._peer.depart)
         self.had_tenant = True
         self._tenant.serve()
         return self._tenant.attached()
 
     async def _answer_plain(self, message: Message) -> Message:
         if isinstance(message, StatusRequest):
-            return Status(daemon=self._server.status())
+            return Status(daemon=self._node.status())
         tenant = self._tenant
         if tenant is None:
             raise ProtocolError(f"{type(message).__name__.lower()}: attach first")

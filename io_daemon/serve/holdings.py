@@ -7,19 +7,17 @@ import fcntl
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from io_daemon._native import CompletionRing, Region, SubmissionRing
 from io_daemon.disk.swap_file import Owner, SwapFile
 from io_daemon.errors import ProtocolError
-from io_daemon.policy.actions import Complete
-from io_daemon.shared.arena import SEALS, adopt_arena
+from io_daemon.policy.actions import Complete, StartIo
+from io_daemon.serve.swap_device import Requester, SwapDevice, SwapRequest
+from io_daemon.shared.arena import SEALS, adopt_arena, frame_offset
 from io_daemon.shared.control import Attach
 from io_daemon.shared.protocol import PAGE_BYTES, align_up
 from io_daemon.shared.table import Table, TableGeometry
-
-if TYPE_CHECKING:
-    from io_daemon.serve.swap_device import SwapDevice
 
 NUM_SQES: Final = 1024
 NUM_CQES: Final = 4096
@@ -113,6 +111,18 @@ class Seat:
             buffer = device.reactor.add_buffer(arena)
             undo.pop_all()
         return cls(device, swap_file, file, buffer)
+
+    def request(self, io: StartIo, table: Table, requester: Requester) -> SwapRequest:
+        """``io`` as this device takes it."""
+        return SwapRequest(
+            io=io,
+            requester=requester,
+            file=self.file,
+            buffer=self.buffer,
+            buffer_offset=frame_offset(io.frame, table.geometry.frame_bytes),
+            checksums=table.region,
+            checksums_offset=table.checksum_offset(io.checksum_index),
+        )
 
     def leave(self) -> None:
         """Only when no I/O of the tenant is in flight any more."""

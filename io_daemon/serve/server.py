@@ -10,17 +10,13 @@ import logging
 import os
 import signal
 import socket
-import time
-from collections.abc import Sequence
 from typing import Any, Final
 
 from io_daemon.config import ServeConfig
 from io_daemon.disk.swap_dir import check_swap_dir
-from io_daemon.disk.swap_file import Owner
-from io_daemon.errors import BudgetError, ConfigError
 from io_daemon.rank.connection import peer_credentials
 from io_daemon.serve.conversation import Conversation, Peer, watching_process
-from io_daemon.serve.planner import Planner
+from io_daemon.serve.node import Node
 from io_daemon.serve.startup import (
     announce_ready,
     choose_engine,
@@ -30,11 +26,7 @@ from io_daemon.serve.startup import (
     watching_parent,
 )
 from io_daemon.serve.swap_device import SwapDevice
-from io_daemon.serve.tenant import Tenant
-from io_daemon.shared.arena import arena_bytes
-from io_daemon.shared.control import AsyncChannel, Attach, Ended, Welcome
-from io_daemon.shared.metrics import DaemonStatus
-from io_daemon.shared.protocol import PROTOCOL_VERSION
+from io_daemon.shared.control import AsyncChannel, Ended
 
 log = logging.getLogger(__name__)
 
@@ -65,22 +57,20 @@ async def serve(config: ServeConfig) -> int:
             devices.append(SwapDevice.start(swap_dir, engine, config))
             resources.callback(devices[-1].close, int(config.drain_timeout_s * 1000))
         listener = resources.enter_context(listening(config.socket_path))
-        server = Server(config, devices, stop)
+        server = Server(config, Node(config, devices), stop)
         log.info("serving %s with %s on %s", ", ".join(map(str, config.swap_dirs)), engine, config.socket_path)
         announce_ready(config, engine, swap_dirs)
         return await server.run(listener)
 
 
 class Server:
-    def __init__(self, config: ServeConfig, devices: Sequence[SwapDevice], stop: asyncio.Event) -> None:
+    """Accepts connections and sees each through to its end; ends all of them when told to stop."""
+
+    def __init__(self, config: ServeConfig, node: Node, stop: asyncio.Event) -> None:
         self._config = config
-        self._devices = {str(device.swap_dir.path): device for device in devices}
+        self._node = node
         self._stop = stop
-        self._owner = Owner.this_process()
-        self._planner = Planner()
-        self._started_s = time.monotonic()
         self._peers: dict[Peer, asyncio.Task[None]] = {}
-        self._tenants: set[Tenant] = set()
 
     async def run(self, listener: socket.socket) -> int:
         """Serve until stopped, then drain; the exit code: 0, or 1 if the drain's deadline passed."""
@@ -96,15 +86,14 @@ class Server:
 
     async def _shut_down(self) -> int:
         """Refuse new leases, let I/O in flight end, tell tenants, give everything back."""
-        log.info("draining %d tenants", len(self._tenants))
-        ending = asyncio.gather(*(tenant.drain() for tenant in self._tenants))
-        drained = await self._within_deadline(ending)
+        log.info("draining %d tenants", len(self._node.tenants))
+        drained = await self._within_deadline(asyncio.gather(*self._node.drain()))
         for peer in self._peers:
             peer.depart(Ended(reason="the daemon is shutting down", by_fault=False))
         drained &= await self._within_deadline(asyncio.gather(*self._peers.values(), return_exceptions=True))
         if not drained:
             log.error("I/O is still in flight after %g s: giving up", self._config.drain_timeout_s)
-            for tenant in self._tenants:
+            for tenant in self._node.tenants:
                 tenant.unlink_files()
         return 0 if drained else 1
 
@@ -116,7 +105,7 @@ class Server:
         return True
 
     def _stop_if_alone(self) -> None:
-        if not self._tenants:
+        if not self._node.tenants:
             self._stop.set()
 
     # --- connections
@@ -146,7 +135,7 @@ class Server:
     async def _converse(self, sock: socket.socket, peer: Peer) -> None:
         """One connection, from hello to the end of its tenant."""
         channel = AsyncChannel(sock)
-        conversation = Conversation(self, channel, peer)
+        conversation = Conversation(self._node, channel, peer)
         try:
             with watching_process(sock, peer):
                 ended = await conversation.run()
@@ -162,63 +151,5 @@ class Server:
         finally:
             channel.close()
             del self._peers[peer]
-            if self._config.private and conversation.had_tenant and not self._tenants:
+            if self._config.private and conversation.had_tenant and not self._node.tenants:
                 self._stop.set()
-
-    # --- what conversations ask
-
-    def welcome(self) -> Welcome:
-        return Welcome(protocol_version=PROTOCOL_VERSION, swap_dirs=tuple(self._devices))
-
-    async def attach(self, request: Attach, arena_fd: int, peer: Peer) -> Tenant:
-        """Raises ConfigError, BudgetError, SwapSpaceError, DeviceIOError, ProtocolError."""
-        if self._stop.is_set():
-            raise ConfigError("io_daemon.socket", str(self._config.socket_path), "the daemon there is shutting down")
-        unknown = [path for path in request.swap_dirs if path not in self._devices]
-        if unknown or len(set(request.swap_dirs)) != len(request.swap_dirs):
-            raise ConfigError(
-                "io_daemon.swap_dirs",
-                list(request.swap_dirs),
-                f"this daemon serves {', '.join(self._devices)}: name some of these, each once, "
-                "or start it with another --swap-dir",
-            )
-        num_bytes = arena_bytes(request.num_frames, request.frame_bytes)
-        if num_bytes > self._config.host_budget_bytes:
-            raise BudgetError(
-                key="--host-budget-bytes",
-                budget_bytes=self._config.host_budget_bytes,
-                smallest_bytes=num_bytes,
-                reason=f"rank {request.rank} of {request.job} brings an arena of {num_bytes} bytes",
-            )
-        tenant = await Tenant.attach(
-            request,
-            arena_fd,
-            peer.pid,
-            [self._devices[path] for path in request.swap_dirs],
-            self._config,
-            self._owner,
-            self._planner,
-            peer.depart,
-        )
-        self._tenants.add(tenant)
-        log.info("%s: attached with %d frames of %d bytes", tenant, request.num_frames, request.frame_bytes)
-        return tenant
-
-    def detached(self, tenant: Tenant) -> None:
-        self._tenants.discard(tenant)
-        log.info("%s: gone", tenant)
-
-    def status(self) -> DaemonStatus:
-        config = self._config
-        return DaemonStatus(
-            protocol_version=PROTOCOL_VERSION,
-            pid=os.getpid(),
-            socket_path=str(config.socket_path),
-            uptime_s=time.monotonic() - self._started_s,
-            block_bytes=config.block_bytes,
-            queue_depth=config.queue_depth,
-            verify_checksums=config.verify_checksums,
-            private=config.private,
-            devices=tuple(device.status() for device in self._devices.values()),
-            tenants=tuple(tenant.stats() for tenant in sorted(self._tenants, key=lambda each: each.tenant_id)),
-        )

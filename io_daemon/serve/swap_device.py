@@ -5,19 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import Final, Protocol
 
-from io_daemon._native import Reactor
+from io_daemon._native import Reactor, Region
 from io_daemon.config import ServeConfig
 from io_daemon.disk.swap_dir import SwapDir
 from io_daemon.policy.actions import StartIo
 from io_daemon.policy.fair_queue import FairQueue
-from io_daemon.shared.arena import frame_offset
 from io_daemon.shared.metrics import DeviceStatus
 from io_daemon.shared.protocol import PAGE_BYTES
-
-if TYPE_CHECKING:
-    from io_daemon.serve.tenant import Tenant
 
 log = logging.getLogger(__name__)
 
@@ -27,13 +24,50 @@ DEPTHS_IN_FLIGHT: Final = 2
 that waits here, where tenants take turns."""
 
 
+class Requester(Protocol):
+    """Whoever queued a request is told how it ended, by exactly one of these, unless it had the request forgotten."""
+
+    def on_io_done(
+        self, io: StartIo, status: int, error_number: int, offset: int, expected: int, actual: int
+    ) -> None: ...
+
+    def abandon(self, io: StartIo, error: Exception) -> None:
+        """It could not even be submitted."""
+
+
+@dataclass(frozen=True, slots=True)
+class SwapRequest:
+    """One StartIo with what the reactor needs to know beside it, and whom to tell when it has ended."""
+
+    io: StartIo
+    requester: Requester
+    file: int
+    """The reactor's index of the swap file."""
+    buffer: int
+    """The reactor's index of the arena."""
+    buffer_offset: int
+    checksums: Region
+    checksums_offset: int
+
+    @property
+    def num_bytes(self) -> int:
+        return self.io.num_bytes
+
+    @property
+    def write(self) -> bool:
+        return self.io.write
+
+    @property
+    def demand(self) -> bool:
+        return self.io.demand
+
+
 class SwapDevice:
     def __init__(self, swap_dir: SwapDir, reactor: Reactor, config: ServeConfig) -> None:
         self.swap_dir = swap_dir
         self.reactor = reactor
-        self._queue = FairQueue(DEPTHS_IN_FLIGHT * config.queue_depth * config.block_bytes)
-        self._tenants: dict[int, Tenant] = {}
-        self._in_flight: dict[int, tuple[Tenant, StartIo]] = {}
+        self._queue: FairQueue[SwapRequest] = FairQueue(DEPTHS_IN_FLIGHT * config.queue_depth * config.block_bytes)
+        self._in_flight: dict[int, SwapRequest] = {}
         self._next_tag = 1
         self._checksums = config.verify_checksums
         self._loop = asyncio.get_running_loop()
@@ -45,49 +79,45 @@ class SwapDevice:
         reactor = Reactor(engine, config.queue_depth, config.block_bytes, faults=config.faults)
         return cls(swap_dir, reactor, config)
 
-    def enqueue(self, tenant: Tenant, io: StartIo) -> None:
-        """Queue one request; ``pump`` starts it in its turn."""
-        self._tenants[tenant.tenant_id] = tenant
-        self._queue.push(tenant.tenant_id, io)
+    def enqueue(self, tenant_id: int, request: SwapRequest) -> None:
+        """Queue one request; ``pump`` starts it in its tenant's turn."""
+        self._queue.push(tenant_id, request)
 
-    def forget(self, tenant: Tenant) -> int:
+    def forget(self, tenant_id: int) -> int:
         """Drop what the tenant has queued and not started; how many requests that was."""
-        self._tenants.pop(tenant.tenant_id, None)
-        return len(self._queue.remove(tenant.tenant_id))
+        return len(self._queue.remove(tenant_id))
 
     def pump(self) -> None:
         """Start queued requests while the reactor has room for them."""
         while (item := self._queue.pop()) is not None:
-            tenant_id, io = item
-            tenant = self._tenants[tenant_id]
+            _, request = item
             tag = self._next_tag
             self._next_tag += 1
-            self._in_flight[tag] = (tenant, io)
+            self._in_flight[tag] = request
             try:
-                self._submit(tag, tenant, io)
+                self._submit(tag, request)
             except Exception as error:  # noqa: BLE001 -- the defect of one tenant's policy
-                self._finish(tag)
-                tenant.abandon(io, error)
+                self._finish(tag).requester.abandon(request.io, error)
 
-    def _submit(self, tag: int, tenant: Tenant, io: StartIo) -> None:
-        seat = tenant.seats[io.file]
+    def _submit(self, tag: int, request: SwapRequest) -> None:
+        io = request.io
         self.reactor.submit(
             tag,
             Reactor.WRITE if io.write else Reactor.READ,
-            seat.file,
+            request.file,
             PAGE_BYTES + io.offset,
-            seat.buffer,
-            frame_offset(io.frame, tenant.frame_bytes),
+            request.buffer,
+            request.buffer_offset,
             io.num_bytes,
-            tenant.table.region if self._checksums else None,
-            tenant.table.checksum_offset(io.checksum_index) if self._checksums else 0,
+            request.checksums if self._checksums else None,
+            request.checksums_offset if self._checksums else 0,
             io.verify,
         )
 
-    def _finish(self, tag: int) -> tuple[Tenant, StartIo]:
-        tenant, io = self._in_flight.pop(tag)
-        self._queue.complete(io.num_bytes)
-        return tenant, io
+    def _finish(self, tag: int) -> SwapRequest:
+        request = self._in_flight.pop(tag)
+        self._queue.complete(request.io.num_bytes)
+        return request
 
     def status(self) -> DeviceStatus:
         stats = self.reactor.stats()
@@ -118,6 +148,6 @@ class SwapDevice:
             pass  # reaped with an earlier batch
         while batch := self.reactor.reap(REAP_MAX):
             for tag, status, error_number, offset, expected, actual in batch:
-                tenant, io = self._finish(tag)
-                tenant.on_io_done(io, status, error_number, offset, expected, actual)
+                request = self._finish(tag)
+                request.requester.on_io_done(request.io, status, error_number, offset, expected, actual)
         self.pump()

@@ -238,9 +238,9 @@ class Tenant:
         devices: set[SwapDevice] = set()
         for action in actions:
             if isinstance(action, StartIo):
-                device = self.seats[action.file].device
-                device.enqueue(self, action)
-                devices.add(device)
+                seat = self.seats[action.file]
+                seat.device.enqueue(self.tenant_id, seat.request(action, self.table, self))
+                devices.add(seat.device)
                 self._count_in_flight(+1)
             else:
                 self._complete(action)
@@ -292,7 +292,7 @@ class Tenant:
             planning.cancel()
         self.unlink_files()
         for seat in self.seats:
-            self._count_in_flight(-seat.device.forget(self))
+            self._count_in_flight(-seat.device.forget(self.tenant_id))
         await self._quiet.wait()
         await asyncio.to_thread(self._holdings.close)
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.RECLAIMED)

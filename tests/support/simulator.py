@@ -195,7 +195,7 @@ class Simulator:
         self.now_us = 0.0
         self.ranks: list[Rank] = []
         self._disk = disk
-        self._queue = FairQueue(disk.in_flight_bytes_max)
+        self._queue: FairQueue[StartIo] = FairQueue(disk.in_flight_bytes_max)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._channel_free_us = {False: 0.0, True: 0.0}

@@ -18,7 +18,7 @@ def io(io_id: int, num_bytes: int = 4096, *, write: bool = False, demand: bool =
     return StartIo(io_id, write, 0, 0, 0, 0, 0, num_bytes, 0, False, demand)
 
 
-def drain(queue: FairQueue) -> list[tuple[int, StartIo]]:
+def drain(queue: FairQueue[StartIo]) -> list[tuple[int, StartIo]]:
     popped = []
     while (each := queue.pop()) is not None:
         popped.append(each)
@@ -27,7 +27,7 @@ def drain(queue: FairQueue) -> list[tuple[int, StartIo]]:
 
 
 def test_demand_goes_before_prefetch_before_write_behind() -> None:
-    queue = FairQueue(1 << 30)
+    queue: FairQueue[StartIo] = FairQueue(1 << 30)
     queue.push(0, io(1, write=True))
     queue.push(0, io(2))
     queue.push(0, io(3, write=True, demand=True))
@@ -38,7 +38,7 @@ def test_demand_goes_before_prefetch_before_write_behind() -> None:
 
 
 def test_bytes_in_flight_are_bounded_and_one_is_always_allowed() -> None:
-    queue = FairQueue(10_000)
+    queue: FairQueue[StartIo] = FairQueue(10_000)
     for io_id in range(3):
         queue.push(0, io(io_id, 4096))
     queue.push(0, io(9, 50_000))
@@ -66,7 +66,7 @@ def test_bytes_in_flight_are_bounded_and_one_is_always_allowed() -> None:
 def test_tenants_with_a_backlog_get_equal_bytes(sizes: list[int], seed: int) -> None:
     """However large each one's requests are, and whichever class they are in."""
     rng = random.Random(seed)
-    queue = FairQueue(1 << 40, quantum_bytes=QUANTUM)
+    queue: FairQueue[StartIo] = FairQueue(1 << 40, quantum_bytes=QUANTUM)
     total = 20 * QUANTUM
     for tenant, size in enumerate(sizes):
         for _ in range(total // size + 1):
@@ -81,7 +81,7 @@ def test_tenants_with_a_backlog_get_equal_bytes(sizes: list[int], seed: int) -> 
 
 
 def test_a_small_tenant_does_not_wait_behind_a_large_one() -> None:
-    queue = FairQueue(1 << 40, quantum_bytes=QUANTUM)
+    queue: FairQueue[StartIo] = FairQueue(1 << 40, quantum_bytes=QUANTUM)
     for io_id in range(1000):
         queue.push(0, io(io_id, QUANTUM))
     queue.push(1, io(5000, 4096))
@@ -90,7 +90,7 @@ def test_a_small_tenant_does_not_wait_behind_a_large_one() -> None:
 
 
 def test_a_tenant_that_leaves_takes_its_backlog_along() -> None:
-    queue = FairQueue(1 << 30)
+    queue: FairQueue[StartIo] = FairQueue(1 << 30)
     for io_id in range(6):
         queue.push(io_id % 2, io(io_id, demand=io_id < 2))
     assert [action.io_id for action in queue.remove(0)] == [0, 2, 4]
@@ -101,7 +101,7 @@ def test_a_tenant_that_leaves_takes_its_backlog_along() -> None:
 
 
 def test_an_idle_tenant_saves_up_nothing() -> None:
-    queue = FairQueue(1 << 40, quantum_bytes=QUANTUM)
+    queue: FairQueue[StartIo] = FairQueue(1 << 40, quantum_bytes=QUANTUM)
     queue.push(0, io(0, QUANTUM))
     assert len(drain(queue)) == 1
     for io_id in range(40):

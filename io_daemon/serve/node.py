@@ -1,0 +1,94 @@
+"""What one daemon has to give, and the tenants that share it: swap devices, memory, a planner."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from io_daemon.config import ServeConfig
+from io_daemon.disk.swap_file import Owner
+from io_daemon.errors import BudgetError, ConfigError
+from io_daemon.serve.planner import Planner
+from io_daemon.serve.swap_device import SwapDevice
+from io_daemon.serve.tenant import Tenant
+from io_daemon.shared.arena import arena_bytes
+from io_daemon.shared.control import Attach, Ended, Welcome
+from io_daemon.shared.metrics import DaemonStatus
+from io_daemon.shared.protocol import PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
+
+
+class Node:
+    def __init__(self, config: ServeConfig, devices: Sequence[SwapDevice]) -> None:
+        self.tenants: set[Tenant] = set()
+        self._config = config
+        self._devices = {str(device.swap_dir.path): device for device in devices}
+        self._owner = Owner.this_process()
+        self._planner = Planner()
+        self._started_s = time.monotonic()
+        self._draining = False
+
+    def welcome(self) -> Welcome:
+        return Welcome(protocol_version=PROTOCOL_VERSION, swap_dirs=tuple(self._devices))
+
+    async def attach(self, request: Attach, arena_fd: int, pid: int, on_end: Callable[[Ended], None]) -> Tenant:
+        """Raises ConfigError, BudgetError, SwapSpaceError, DeviceIOError, ProtocolError."""
+        if self._draining:
+            raise ConfigError("io_daemon.socket", str(self._config.socket_path), "the daemon there is shutting down")
+        unknown = [path for path in request.swap_dirs if path not in self._devices]
+        if unknown or len(set(request.swap_dirs)) != len(request.swap_dirs):
+            raise ConfigError(
+                "io_daemon.swap_dirs",
+                list(request.swap_dirs),
+                f"this daemon serves {', '.join(self._devices)}: name some of these, each once, "
+                "or start it with another --swap-dir",
+            )
+        num_bytes = arena_bytes(request.num_frames, request.frame_bytes)
+        if num_bytes > self._config.host_budget_bytes:
+            raise BudgetError(
+                key="--host-budget-bytes",
+                budget_bytes=self._config.host_budget_bytes,
+                smallest_bytes=num_bytes,
+                reason=f"rank {request.rank} of {request.job} brings an arena of {num_bytes} bytes",
+            )
+        tenant = await Tenant.attach(
+            request,
+            arena_fd,
+            pid,
+            [self._devices[path] for path in request.swap_dirs],
+            self._config,
+            self._owner,
+            self._planner,
+            on_end,
+        )
+        self.tenants.add(tenant)
+        log.info("%s: attached with %d frames of %d bytes", tenant, request.num_frames, request.frame_bytes)
+        return tenant
+
+    def drain(self) -> list[Coroutine[Any, Any, None]]:
+        """Refuse new tenants and new leases; what to await until the last I/O of each tenant has ended."""
+        self._draining = True
+        return [tenant.drain() for tenant in self.tenants]
+
+    def detached(self, tenant: Tenant) -> None:
+        self.tenants.discard(tenant)
+        log.info("%s: gone", tenant)
+
+    def status(self) -> DaemonStatus:
+        config = self._config
+        return DaemonStatus(
+            protocol_version=PROTOCOL_VERSION,
+            pid=os.getpid(),
+            socket_path=str(config.socket_path),
+            uptime_s=time.monotonic() - self._started_s,
+            block_bytes=config.block_bytes,
+            queue_depth=config.queue_depth,
+            verify_checksums=config.verify_checksums,
+            private=config.private,
+            devices=tuple(device.status() for device in self._devices.values()),
+            tenants=tuple(tenant.stats() for tenant in sorted(self.tenants, key=lambda each: each.tenant_id)),
+        )
