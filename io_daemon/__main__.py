@@ -1,8 +1,8 @@
 """The entry point of ``io-daemon``: the commands of the daemon, and the benchmark above them."""
 
-import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from io_daemon.command.interrupt import quiet_interrupt
 
@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return run(argv, add_bench=_add_bench)
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
+def _add_bench(parser: Any) -> None:
     from io_daemon.bench.cli import add_bench  # only now: a daemon needs none of it
 
     add_bench(parser)

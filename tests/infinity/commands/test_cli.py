@@ -136,7 +136,7 @@ def _script(tmp_path: Path, code: str) -> Path:
 
 def _infinity(*words: str | Path, torchrun: bool = False) -> subprocess.Popen[str]:
     """``infinity`` in a process of its own; without ``torchrun`` the script runs directly, which is quicker."""
-    code = "import sys; from infinity import cli\n"
+    code = "import sys; from infinity.commands import cli\n"
     if not torchrun:
         code += "cli.TORCHRUN_COMMAND = (sys.executable,)\n"
     code += "sys.exit(cli.main(sys.argv[1:]))"

@@ -149,7 +149,7 @@ def test_a_torch_that_is_too_old_fails(version: str, monkeypatch: pytest.MonkeyP
 def test_an_io_core_that_cannot_be_loaded_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # the package keeps a reference of its own to the module
     monkeypatch.delattr("io_daemon._native")
-    for name in ("_native", "swap_dir", "swap_file"):
+    for name in ("_native", "disk.swap_dir", "disk.swap_file"):
         monkeypatch.delitem(sys.modules, f"io_daemon.{name}", raising=False)
     monkeypatch.setitem(sys.modules, "io_daemon._native", None)
     findings = _by_subject(examine([str(tmp_path)]))
