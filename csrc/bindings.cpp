@@ -85,13 +85,14 @@ nb::object region_array(const std::shared_ptr<Region>& region) {
 }
 
 using SqeTuple = std::tuple<std::uint64_t, std::uint8_t, std::uint8_t, std::uint8_t, std::uint8_t,
-                            std::uint32_t, std::uint64_t>;
+                            std::uint32_t, std::uint64_t, std::uint8_t, std::uint8_t>;
 using CqeTuple =
     std::tuple<std::uint64_t, std::uint32_t, std::int32_t, std::uint32_t, std::uint16_t,
                std::uint8_t, std::uint8_t, std::uint64_t, std::uint64_t, std::uint64_t>;
 
 SqeTuple as_tuple(const wire::Sqe& e) {
-  return {e.seq, e.opcode, e.flags, e.read_mask, e.write_mask, e.chunk, e.arg};
+  return {e.seq,   e.opcode, e.flags,      e.read_mask, e.write_mask,
+          e.chunk, e.arg,    e.dirty_mask, e.dead_mask};
 }
 
 CqeTuple as_tuple(const wire::Cqe& e) {
@@ -160,11 +161,13 @@ void bind_rings(nb::module_& module) {
           "push",
           [](SubmissionRing& self, std::uint64_t seq, std::uint8_t opcode, std::uint8_t flags,
              std::uint8_t read_mask, std::uint8_t write_mask, std::uint32_t chunk,
-             std::uint64_t arg) {
-            const wire::Sqe entry{seq, opcode, flags, read_mask, write_mask, chunk, arg, 0};
+             std::uint64_t arg, std::uint8_t dirty_mask, std::uint8_t dead_mask) {
+            const wire::Sqe entry{seq,   opcode, flags,      read_mask, write_mask,
+                                  chunk, arg,    dirty_mask, dead_mask, {}};
             return self.push({&entry, 1});
           },
-          "seq"_a, "opcode"_a, "flags"_a, "read_mask"_a, "write_mask"_a, "chunk"_a, "arg"_a);
+          "seq"_a, "opcode"_a, "flags"_a, "read_mask"_a = 0, "write_mask"_a = 0, "chunk"_a = 0,
+          "arg"_a = 0, "dirty_mask"_a = 0, "dead_mask"_a = 0);
   bind_ring<wire::Cqe>(module, "CompletionRing")
       .def(
           "push",

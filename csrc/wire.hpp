@@ -1,7 +1,7 @@
 // The shared-memory contract between ranks and the I/O daemon: ring entries, ring header,
 // residency table, arena header, swap-file header.  Every struct is plain data with a fixed
-// layout; io_daemon/shared/protocol.py and io_daemon/shared/table.py are its Python twins and a test holds
-// the two sides together.  Changing anything here means raising kProtocolVersion.
+// layout; io_daemon/shared/protocol.py and io_daemon/shared/table.py are its Python twins and a
+// test holds the two sides together.  Changing anything here means raising kProtocolVersion.
 #pragma once
 
 #include <cstddef>
@@ -9,7 +9,7 @@
 
 namespace infinity::wire {
 
-inline constexpr std::uint32_t kProtocolVersion = 1;
+inline constexpr std::uint32_t kProtocolVersion = 2;
 inline constexpr std::uint64_t kRingMagic = 0x31474e5249464e49;   // "INFIRNG1", little endian
 inline constexpr std::uint64_t kTableMagic = 0x314c425449464e49;  // "INFITBL1"
 inline constexpr std::uint64_t kArenaMagic = 0x314e524149464e49;  // "INFIARN1"
@@ -24,14 +24,16 @@ inline constexpr std::uint64_t kNoExtent = ~std::uint64_t{0};
 
 // Rank -> daemon.
 struct Sqe {
-  std::uint64_t seq;        // strictly increasing per tenant; names the lease an ACQUIRE asks for
-  std::uint8_t opcode;      // protocol.Opcode
-  std::uint8_t flags;       // reserved, must be 0
-  std::uint8_t read_mask;   // ACQUIRE: kinds whose contents are needed; RELEASE: kinds now dead
-  std::uint8_t write_mask;  // ACQUIRE: kinds that will be written; RELEASE: kinds that are dirty
-  std::uint32_t chunk;      // chunk id
-  std::uint64_t arg;        // RELEASE: seq of the lease; MARK: trace id
-  std::uint64_t reserved;   // must be 0
+  std::uint64_t seq;         // strictly increasing per tenant; names the lease an ACQUIRE asks for
+  std::uint8_t opcode;       // protocol.Opcode
+  std::uint8_t flags;        // reserved, must be 0
+  std::uint8_t read_mask;    // ACQUIRE: kinds whose contents are needed
+  std::uint8_t write_mask;   // ACQUIRE: kinds that will be written
+  std::uint32_t chunk;       // chunk id
+  std::uint64_t arg;         // RELEASE: seq of the lease; MARK: trace id
+  std::uint8_t dirty_mask;   // RELEASE: kinds that have new contents
+  std::uint8_t dead_mask;    // RELEASE: kinds whose contents nobody needs again
+  std::uint8_t reserved[6];  // must be 0
 };
 
 // Daemon -> rank.

@@ -37,7 +37,8 @@ struct Constant {
 inline constexpr std::array kSqeFields{
     INFINITY_FIELD(Sqe, seq),       INFINITY_FIELD(Sqe, opcode),     INFINITY_FIELD(Sqe, flags),
     INFINITY_FIELD(Sqe, read_mask), INFINITY_FIELD(Sqe, write_mask), INFINITY_FIELD(Sqe, chunk),
-    INFINITY_FIELD(Sqe, arg),       INFINITY_FIELD(Sqe, reserved)};
+    INFINITY_FIELD(Sqe, arg),       INFINITY_FIELD(Sqe, dirty_mask), INFINITY_FIELD(Sqe, dead_mask),
+    INFINITY_FIELD(Sqe, reserved)};
 
 inline constexpr std::array kCqeFields{
     INFINITY_FIELD(Cqe, seq),       INFINITY_FIELD(Cqe, status),  INFINITY_FIELD(Cqe, error_number),

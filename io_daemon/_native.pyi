@@ -58,10 +58,21 @@ class SubmissionRing:
     @staticmethod
     def bytes_required(num_entries: int) -> int: ...
     def __init__(self, region: Region, offset: int, num_entries: int, event_fd: int, *, create: bool) -> None: ...
-    def push(self, seq: int, opcode: int, flags: int, read_mask: int, write_mask: int, chunk: int, arg: int) -> bool:
+    def push(
+        self,
+        seq: int,
+        opcode: int,
+        flags: int,
+        read_mask: int = 0,
+        write_mask: int = 0,
+        chunk: int = 0,
+        arg: int = 0,
+        dirty_mask: int = 0,
+        dead_mask: int = 0,
+    ) -> bool:
         """False if the ring is full. Wakes a sleeping consumer through event_fd."""
-    def pop(self) -> tuple[int, int, int, int, int, int, int] | None: ...
-    def pop_batch(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int]]: ...
+    def pop(self) -> tuple[int, int, int, int, int, int, int, int, int] | None: ...
+    def pop_batch(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int, int, int]]: ...
     def prepare_sleep(self) -> bool:
         """Arm the wake-up; True if the ring is still empty and the caller may sleep on event_fd."""
     def wait(self, timeout_ms: int, other_fd: int = -1) -> int:

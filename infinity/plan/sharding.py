@@ -48,14 +48,12 @@ class Segment:
     chunk_offset: int
     numel: int
 
-    def norm_ranges(self, chunk_start: int) -> Iterator[tuple[int, int]]:
-        """(chunk offset, numel) of the segment's parts, cut at the group shard's norm blocks.
-
-        ``chunk_start`` is the chunk's first element in the group shard.
-        """
+    def norm_ranges(self) -> Iterator[tuple[int, int]]:
+        """(chunk offset, numel) of the segment's parts, cut at the group shard's norm blocks, at one of which every
+        chunk begins."""
         position, end = self.chunk_offset, self.chunk_offset + self.numel
         while position < end:
-            block_end = ((chunk_start + position) // NORM_BLOCK + 1) * NORM_BLOCK - chunk_start
+            block_end = (position // NORM_BLOCK + 1) * NORM_BLOCK
             stop = min(end, block_end)
             yield position, stop - position
             position = stop

@@ -78,15 +78,14 @@ class GradientChunks:
         if norms:
             segments = self._chunks[chunk].segments
             held = [s for s in segments if self._written[s.param] or gradient_of(s) is not None]
-            self._block_norms[chunk] = self._norms(chunk, pieces, held)
+            self._block_norms[chunk] = self._norms(pieces, held)
         lease.release(dirty=ObjectKind.GRAD.mask)
 
-    def _norms(self, chunk: int, pieces: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
-        start = self._chunks[chunk].start
+    def _norms(self, pieces: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
         blocks = [
             torch.cat([part.float() for _, part in parts]) if len(parts) > 1 else parts[0][1].float()
             for segment in segments
-            for offset, numel in segment.norm_ranges(start)
+            for offset, numel in segment.norm_ranges()
             for parts in [list(spans(pieces, offset, numel))]
         ]
         return list(torch._foreach_norm(blocks)) if blocks else []
@@ -108,6 +107,6 @@ class GradientChunks:
     def _read_norms(self, chunk: int, segments: Sequence[Segment]) -> list[torch.Tensor]:
         lease = self._store.acquire(chunk, read=ObjectKind.GRAD.mask)
         lease.wait()
-        norms = self._norms(chunk, lease.pieces(ObjectKind.GRAD), segments)
+        norms = self._norms(lease.pieces(ObjectKind.GRAD), segments)
         lease.release()
         return norms

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final
+from dataclasses import dataclass
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon.errors import BudgetError, SwapSpaceError
 from io_daemon.policy.extents import ExtentAllocator
+from io_daemon.policy.swap_object import SwapObject
 from io_daemon.policy.trace import Geometry
 from io_daemon.shared.protocol import (
     FRAMES_PER_OBJECT_MAX,
@@ -22,37 +23,10 @@ from io_daemon.shared.protocol import (
     checksums_per_object,
     kinds_of,
 )
-from io_daemon.shared.states import ObjectFlags, ObjectRecord
-
-if TYPE_CHECKING:
-    from io_daemon.policy.leases import Lease
+from io_daemon.shared.states import ObjectFlags
 
 KINDS_OF: Final = tuple(kinds_of(mask) for mask in range(1 << KINDS_MAX))
 """``kinds_of`` as a table."""
-
-
-@dataclass(slots=True, eq=False)
-class SwapObject(ObjectRecord):
-    """An ``ObjectRecord`` and what only the policy knows of it."""
-
-    object_id: int = 0
-    chunk: int = 0
-    kind: int = 0
-    extent_offset: int = NO_EXTENT
-    """Where it lives on disk, whether or not anything has been written there."""
-    holds: int = 0
-    """Leases that hold its frames; while there are any it is not evicted."""
-    leases: list[Lease] = field(default_factory=list)
-    """Outstanding leases on it, granted or not, in order of issue."""
-    next_use: int = 0
-    """Tick of its next use (see cursor.Cursor)."""
-    overwritten: bool = False
-    """The next use is write-only: today's contents are worth nothing then."""
-    kept: bool = True
-    """The plan wants it resident until its next use."""
-    last_use: int = -1
-    epoch: int = -1
-    stamp: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -235,14 +209,15 @@ class Catalog:
                 num_frames=self.num_frames_of(size),
                 file=file,
                 checksum_index=object_id * self._checksums,
-                flags=ObjectFlags.BORN | (ObjectFlags.PINNED if pinned else 0),
                 object_id=object_id,
                 chunk=chunk_id,
                 kind=kind,
                 extent_offset=NO_EXTENT if pinned else offset,
             )
             objects[kind] = record
-            if not pinned:
+            if pinned:
+                record.pin()
+            else:
                 offset += record.object_bytes
         kind_mask = sum(1 << kind for kind, item in enumerate(objects) if item is not None)
         return Chunk(chunk_id, spec, tuple(objects), kind_mask, file, extent_offset, _extent_bytes(spec))

@@ -11,8 +11,8 @@ from typing import Final
 
 import numpy as np
 
-from io_daemon.policy.catalog import SwapObject
 from io_daemon.policy.residency import Plan
+from io_daemon.policy.swap_object import SwapObject
 from io_daemon.shared.protocol import KINDS_MAX
 
 RESYNC_LOOK_AHEAD: Final = 16

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from io_daemon.policy.catalog import SwapObject
 from io_daemon.policy.cursor import UNKNOWN_USE
+from io_daemon.policy.swap_object import SwapObject
 from io_daemon.shared.states import ObjectFlags
 
 STREAMING: Final = 1 << 59
@@ -19,7 +19,7 @@ WORTHLESS: Final = 1 << 61
 def rank_of(item: SwapObject, now: int) -> int:
     """How gladly ``item`` is evicted: a tick, the greater the sooner. Its next use, made nearer for a dirty object
     (evicting it costs a write besides the read), made far for what the plan does not keep."""
-    if item.leases:
+    if item.claims:
         return now
     dirty = item.flags & ObjectFlags.DIRTY
     if item.overwritten and not dirty:

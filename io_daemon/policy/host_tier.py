@@ -17,14 +17,15 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from io_daemon.policy.actions import TableWriter
-from io_daemon.policy.catalog import KINDS_OF, Catalog, SwapObject
+from io_daemon.policy.actions import StartIo, TableWriter
+from io_daemon.policy.catalog import KINDS_OF, Catalog, Chunk
 from io_daemon.policy.counters import StepCounters
 from io_daemon.policy.cursor import Cursor
 from io_daemon.policy.eviction import STREAMING, EvictionOrder, rank_of
 from io_daemon.policy.leases import Lease
 from io_daemon.policy.residency import Plan
-from io_daemon.policy.transfers import Transfers
+from io_daemon.policy.swap_object import SwapObject
+from io_daemon.policy.transfers import Transfer, Transfers
 from io_daemon.shared.states import ObjectFlags, ObjectState
 
 LOOK_AHEAD_STEPS_MAX: Final = 32
@@ -32,16 +33,16 @@ LOOK_AHEAD_STEPS_MAX: Final = 32
 
 _ABSENT, _RESIDENT, _SWAPPING_IN = ObjectState.ABSENT, ObjectState.RESIDENT, ObjectState.SWAPPING_IN
 _BORN, _DIRTY, _PINNED = ObjectFlags.BORN, ObjectFlags.DIRTY, ObjectFlags.PINNED
-_UNFILLED, _PREFETCHED = ObjectFlags.UNFILLED, ObjectFlags.PREFETCHED
+_UNFILLED, _DYING, _PREFETCHED = ObjectFlags.UNFILLED, ObjectFlags.DYING, ObjectFlags.PREFETCHED
 
 
 class HostTier:
     def __init__(
         self, catalog: Catalog, block_bytes: int, table: TableWriter, *, verify: bool, in_flight_frames_max: int
     ) -> None:
-        self.transfers = Transfers(catalog.num_frames, catalog.frame_bytes, block_bytes, table, verify=verify)
         self.counters = StepCounters()
-        self.ahead = True
+        self._transfers = Transfers(catalog.num_frames, catalog.frame_bytes, block_bytes, table, verify=verify)
+        self._working_ahead = True
         """Prefetch and write-behind are on."""
         self._catalog = catalog
         self._cursor = Cursor()
@@ -84,7 +85,7 @@ class HostTier:
                     counters.misses += 1
                 else:
                     counters.hits += 1
-            item.flags &= ~_PREFETCHED
+            item.note_use()
             cursor.predict(item, tick)
         while self._readied and self._readied[0][0] < cursor.tick:
             self._forget_readied(self._readied.popleft())
@@ -92,56 +93,143 @@ class HostTier:
         if cursor.plan is None and self._since_rebuild > max(256, len(self._order)):
             self._rebuild()
 
-    # Frames.
+    # What is there, and what it came to.
 
     @property
     def free_frames(self) -> int:
-        return len(self.transfers.free_frames)
+        return len(self._transfers.free_frames)
+
+    @property
+    def resident_bytes(self) -> list[int]:
+        """Bytes of the objects that have frames, by ObjectKind."""
+        return list(self._transfers.resident_bytes)
+
+    @property
+    def idle(self) -> bool:
+        """No I/O is in flight."""
+        return self._transfers.num_in_flight == 0
+
+    def admit(self, chunk: Chunk) -> None:
+        """A chunk was registered."""
+        for item in chunk.present():
+            self._transfers.store(item)
+
+    def retire(self, chunk: Chunk) -> bool:
+        """The chunk was unregistered: free what is in no I/O. True when nothing of it is left."""
+        items = chunk.present()
+        for item in items:
+            self._order.discard(item)
+            if item.state is _RESIDENT:
+                self._transfers.drop(item)
+        if any(item.state is not _ABSENT for item in items):
+            return False
+        for item in items:
+            self._transfers.erase(item)
+        return True
+
+    # Leases.
 
     def hold(self, item: SwapObject) -> bool:
         """Take hold of an object's frames for a lease, assigning free ones if it has none. False: too few are free."""
         if item.state is _ABSENT:
             if self.free_frames < item.num_frames:
                 return False
-            self.transfers.assign(item)
+            self._transfers.assign(item)
         self._order.discard(item)
-        self.transfers.hold(item)
+        self._transfers.hold(item)
         return True
+
+    def let_go(self, item: SwapObject) -> None:
+        """A lease that held the object's frames is over; ``settle`` follows."""
+        self._transfers.let_go(item)
+
+    def reclaim(self, num_frames: int) -> bool:
+        """Make ``num_frames`` free for a lease. True if they are free now, False: when writes in flight have ended."""
+        return self._make_room(num_frames, after=-1, demand=True)
 
     def expect(self, item: SwapObject) -> None:
         """A queued lease will want this object: it should be among the last to go."""
         if item.holds == 0 and item.state is _RESIDENT and not item.flags & _PINNED:
             self._order.push(item, self._cursor.tick)
 
-    def rest(self, item: SwapObject) -> None:
-        """Nobody holds a RESIDENT object: evictable from now on, or dropped at once if its frames hold nothing."""
-        if item.flags & _PINNED:
-            return
-        if item.flags & _UNFILLED:
-            self.transfers.drop(item)
-        else:
-            self._cursor.refresh(item)
-            self._order.push(item, rank_of(item, self._cursor.tick))
+    def fill(self, item: SwapObject) -> None:
+        """A lease waits for the contents."""
+        self._transfers.swap_in(item, demand=True)
 
-    def reclaim(self, num_frames: int) -> bool:
-        """Make ``num_frames`` free for a lease. True if they are free now, False: when writes in flight have ended."""
-        return self._make_room(num_frames, after=-1, demand=True)
+    def lend(self, item: SwapObject, seq: int, *, reads: bool, writes: bool) -> None:
+        """Lease ``seq`` is granted: from now on the rank looks at the frames."""
+        if not writes:
+            item.num_readers += 1
+        else:
+            item.num_writers += 1
+            if not reads:
+                item.hand_over_unread()
+        item.lease_seq = seq
+        self._transfers.store(item)
+
+    def take_back(self, item: SwapObject, *, writes: bool, dirty: int, dead: int) -> None:
+        """The rank looks at the frames no more; ``settle`` follows."""
+        if writes:
+            item.num_writers -= 1
+        else:
+            item.num_readers -= 1
+        if dirty:
+            item.note_written()
+        if dead:
+            item.doom()
+
+    def settle(self, item: SwapObject) -> None:
+        """A lease on the object or its I/O has ended: bury what is dead, let rest what nobody holds."""
+        if item.state is _RESIDENT:
+            if item.flags & _DYING and not item.num_readers and not item.num_writers:
+                item.bury()
+            if item.holds == 0:
+                self._rest(item)
+        self._transfers.store(item)
+
+    # I/O.
+
+    def take_started(self) -> list[StartIo]:
+        """I/O decided upon since the last call."""
+        started, self._transfers.started = self._transfers.started, []
+        return started
+
+    def finish(
+        self, io_id: int, status: int, error_number: int, offset: int, expected: int, actual: int
+    ) -> Transfer | None:
+        """One piece ended: its transfer, if this was the last piece. KeyError if no such piece is in flight."""
+        transfer = self._transfers.finish(io_id, status, error_number, offset, expected, actual)
+        if transfer is not None:
+            totals = self.counters.totals
+            moved = totals.bytes_written if transfer.write else totals.bytes_read
+            moved[transfer.item.kind] += transfer.moved_bytes
+            if transfer.failure is not None:
+                totals.io_errors += 1
+        return transfer
 
     def work_ahead(self, *, prefetch: bool) -> None:
         """Write behind; prefetch, unless a lease is short of frames."""
-        if not self.ahead:
+        if not self._working_ahead:
             return
         if prefetch:
             self._look_ahead()
         self._write_behind()
 
-    def retire(self, item: SwapObject) -> None:
-        """The chunk is unregistered: free the frames of an object that nobody holds and that is in no I/O."""
-        self._order.discard(item)
-        if item.state is _RESIDENT:
-            self.transfers.drop(item)
+    def stop_working_ahead(self) -> None:
+        """From now on only what leases ask for is moved."""
+        self._working_ahead = False
 
     # Private.
+
+    def _rest(self, item: SwapObject) -> None:
+        """Nobody holds a RESIDENT object: evictable from now on, or dropped at once if its frames hold nothing."""
+        if item.flags & _PINNED:
+            return
+        if item.flags & _UNFILLED:
+            self._transfers.drop(item)
+        else:
+            self._cursor.refresh(item)
+            self._order.push(item, rank_of(item, self._cursor.tick))
 
     def _make_room(self, num_frames: int, *, after: int, demand: bool) -> bool:
         """Evict what is used after tick ``after`` until ``num_frames`` are free, or will be when writes end.
@@ -155,18 +243,18 @@ class HostTier:
                 passed_over.append(victim)  # it is to be overwritten, but it needs its frames before these are needed
             elif not victim.flags & _DIRTY:
                 self._drop(victim)
-            elif self.free_frames + self.transfers.frames_idle_out < num_frames:
-                self.transfers.swap_out(victim, demand=demand)
+            elif self.free_frames + self._transfers.frames_idle_out < num_frames:
+                self._transfers.swap_out(victim, demand=demand)
             else:
                 passed_over.append(victim)
                 above = STREAMING + max(after, self._pointer)
         for item in passed_over:
-            self.rest(item)
+            self._rest(item)
         return self.free_frames >= num_frames
 
     def _drop(self, item: SwapObject) -> None:
         self.counters.totals.evictions += 1
-        self.transfers.drop(item)
+        self._transfers.drop(item)
         self._cursor.refresh(item)
         if item.next_use < self._pointer:
             self._rewind(item.next_use)
@@ -197,13 +285,13 @@ class HostTier:
         if self._readied and self._readied_frames + num_frames > self._window_frames:
             return False
         in_flight_max = self._catalog.usable_frames - self._catalog.demand_frames_max
-        if self.transfers.frames_idle_in + num_frames - num_kept_free > in_flight_max:
+        if self._transfers.frames_idle_in + num_frames - num_kept_free > in_flight_max:
             return False
         if not self._make_room(self._kept_free_frames + num_frames, after=tick, demand=False):
             return False
         for item in fills:
-            self.transfers.assign(item)
-            self.transfers.swap_in(item, demand=False)
+            self._transfers.assign(item)
+            self._transfers.swap_in(item, demand=False)
         self._readied.append((tick, num_frames, num_kept_free))
         self._readied_frames += num_frames
         self._kept_free_frames += num_kept_free
@@ -230,16 +318,16 @@ class HostTier:
             after = STREAMING if plan.selective else self._pointer
         else:
             pool = min(pool, self._catalog.usable_frames // 2)
-        ready = self.free_frames + self.transfers.frames_idle_out
+        ready = self.free_frames + self._transfers.frames_idle_out
         clean: list[SwapObject] = []
         while ready < pool and (item := self._order.pop_above(after)) is not None:
             ready += item.num_frames
             if item.flags & _DIRTY and not item.overwritten:
-                self.transfers.swap_out(item, demand=False)
+                self._transfers.swap_out(item, demand=False)
             else:
                 clean.append(item)
         for item in clean:
-            self.rest(item)
+            self._rest(item)
 
     def _rejudge_skipped(self, begin: int, end: int) -> None:
         """Accesses in [begin, end) were left out: what they were to use is next used later than was thought."""

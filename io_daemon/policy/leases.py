@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import IntEnum
 
-from io_daemon.policy.catalog import Chunk, SwapObject
+from io_daemon.policy.catalog import Chunk
+from io_daemon.policy.swap_object import SwapObject
 
 
 class LeaseState(IntEnum):
@@ -37,9 +38,9 @@ class Lease:
     def blocked_on(self, item: SwapObject) -> bool:
         """An earlier outstanding lease on ``item`` excludes this one."""
         mine = self.write_mask >> item.kind & 1
-        for other in item.leases:
-            if other is self:
+        for seq, writes in item.claims.items():
+            if seq == self.seq:
                 return False
-            if mine or other.write_mask >> item.kind & 1:
+            if mine or writes:
                 return True
         return False

@@ -12,8 +12,8 @@ as the frames held by overtakers leave enough for the largest lease that waits.
 before H, by overtakers, or by I/O. I/O ends. Overtakers leave H's demand untouched. An earlier lease is either
 granted, and then its rank can finish with it, or it holds all its frames and waits for I/O or for leases issued
 before itself: by induction it is granted. Registering refuses chunks whose demand set and all pinned frames
-together exceed the arena, so that is enough (and NO_FRAMES is never answered). What a rank must not do is wait for a
-later lease while it keeps an earlier one that stands in the later one's way.
+together exceed the arena, so that is enough. What a rank must not do is wait for a later lease while it keeps an
+earlier one that stands in the later one's way.
 
 **What a release means.** Dirty kinds are the new contents. Dead kinds have none any more: they are born again (dead
 wins over dirty). Write-only kinds that are not dirty go back to what they were: to the version on disk if there is
@@ -31,35 +31,26 @@ from typing import Final
 
 import numpy as np
 
-from io_daemon.policy.actions import Action, Complete, StartIo, TableWriter
-from io_daemon.policy.catalog import Catalog, Chunk, SwapObject
+from io_daemon.policy.actions import Action, Complete, TableWriter
+from io_daemon.policy.catalog import Catalog, Chunk
 from io_daemon.policy.counters import StepCounters
 from io_daemon.policy.extents import ExtentAllocator
-from io_daemon.policy.fair_queue import FairQueue
 from io_daemon.policy.host_tier import HostTier
 from io_daemon.policy.leases import Lease, LeaseState
-from io_daemon.policy.residency import Plan, PlanRequest, plan
+from io_daemon.policy.residency import Plan, PlanRequest
+from io_daemon.policy.swap_object import SwapObject
 from io_daemon.policy.trace import Geometry, Trace
 from io_daemon.policy.transfers import Transfer
 from io_daemon.policy.window import frames_to_plan
-from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, Access, ChunkSpec, Opcode, Status
+from io_daemon.shared.protocol import Access, ChunkSpec, Opcode, Status
 from io_daemon.shared.states import ObjectFlags, ObjectState
-
-__all__ = [
-    "Action",
-    "Complete",
-    "FairQueue",
-    "StartIo",
-    "TableWriter",
-    "TenantScheduler",
-]
 
 LEASES_MAX: Final = 4096
 """Outstanding leases of one tenant; also how many failed ones are remembered."""
 TRACES_MAX: Final = 16
 
 _ABSENT, _RESIDENT, _SWAPPING_OUT = ObjectState.ABSENT, ObjectState.RESIDENT, ObjectState.SWAPPING_OUT
-_BORN, _DIRTY, _DYING = ObjectFlags.BORN, ObjectFlags.DIRTY, ObjectFlags.DYING
+_BORN, _DYING = ObjectFlags.BORN, ObjectFlags.DYING
 _PINNED, _UNFILLED = ObjectFlags.PINNED, ObjectFlags.UNFILLED
 _QUEUED, _HELD, _GRANTED, _GONE = LeaseState.QUEUED, LeaseState.HELD, LeaseState.GRANTED, LeaseState.GONE
 
@@ -68,8 +59,9 @@ class TenantScheduler:
     """Decides for one tenant. Not thread-safe; every method returns at once.
 
     Who calls what: ``swap_bytes_needed`` and ``register`` when the rank registers chunks; ``on_sqe`` for every
-    submission entry; ``on_io_done`` exactly once for every StartIo that was returned; ``set_trace`` when the rank
-    uploads one; ``drain`` before shutdown. Each returned action is to be carried out, in order.
+    submission entry; ``on_io_done`` exactly once for every StartIo that was returned; ``plan_request`` when the rank
+    uploads a trace, ``residency.plan`` on what that returns, wherever there is time for it, and ``adopt_plan`` with
+    the outcome; ``drain`` before shutdown. Each returned action is to be carried out, in order.
     """
 
     def __init__(
@@ -102,8 +94,6 @@ class TenantScheduler:
         self._tier = HostTier(
             self._catalog, block_bytes, table, verify=verify, in_flight_frames_max=in_flight_frames_max
         )
-        self._transfers = self._tier.transfers
-        self._counters = self._tier.counters
         self._plans: dict[int, Plan] = {}
         self._trace_id: int | None = None
         self._leases: dict[int, Lease] = {}
@@ -128,8 +118,7 @@ class TenantScheduler:
         """
         chunks = self._catalog.register(specs)
         for chunk in chunks:
-            for item in chunk.present():
-                self._transfers.store(item)
+            self._tier.admit(chunk)
         return range(chunks[0].chunk_id, chunks[-1].chunk_id + 1) if chunks else range(0)
 
     def unregister(self, chunks: range) -> list[Action]:
@@ -142,7 +131,7 @@ class TenantScheduler:
             chunk = self._catalog.chunks.get(chunk_id)
             if chunk is None or chunk.retired:
                 raise ValueError(f"chunk {chunk_id} is not registered")
-            if any(item.leases for item in chunk.present()):
+            if any(item.claims for item in chunk.present()):
                 raise ValueError(f"chunk {chunk_id} is leased")
             leaving.append(chunk)
         self._drop_plans(chunks)
@@ -155,15 +144,24 @@ class TenantScheduler:
     # Events.
 
     def on_sqe(
-        self, seq: int, opcode: int, flags: int, read_mask: int, write_mask: int, chunk: int, arg: int
+        self,
+        seq: int,
+        opcode: int,
+        flags: int,
+        read_mask: int,
+        write_mask: int,
+        chunk: int,
+        arg: int,
+        dirty_mask: int = 0,
+        dead_mask: int = 0,
     ) -> list[Action]:
         """One submission entry. Never raises: what is malformed is answered with BAD_REQUEST and changes nothing."""
-        if seq <= self._last_seq or flags or not 0 <= read_mask | write_mask < 1 << KINDS_MAX:
+        if seq <= self._last_seq or flags:
             accepted = False
         elif opcode == Opcode.ACQUIRE:
-            accepted = self._acquire(seq, chunk, read_mask, write_mask)
+            accepted = not dirty_mask | dead_mask and self._acquire(seq, chunk, read_mask, write_mask)
         elif opcode == Opcode.RELEASE:
-            accepted = self._release(chunk, arg, dirty_mask=write_mask, dead_mask=read_mask)
+            accepted = not read_mask | write_mask and self._release(chunk, arg, dirty_mask, dead_mask)
         elif opcode == Opcode.MARK:
             self._mark(arg)
             accepted = True
@@ -173,7 +171,7 @@ class TenantScheduler:
         else:
             accepted = False
         if not accepted:
-            self._counters.totals.rejected += 1
+            self._tier.counters.totals.rejected += 1
             return [Complete(seq, Status.BAD_REQUEST, chunk=chunk)]
         self._last_seq = seq
         return self._finish_event()
@@ -182,29 +180,21 @@ class TenantScheduler:
         self, io_id: int, status: int, error_number: int, offset: int, expected: int, actual: int
     ) -> list[Action]:
         """A StartIo has ended, as Reactor.reap() reports it. KeyError if it is not in flight."""
-        transfer = self._transfers.finish(io_id, status, error_number, offset, expected, actual)
+        transfer = self._tier.finish(io_id, status, error_number, offset, expected, actual)
         if transfer is None:
             return []
-        item = transfer.item
-        totals = self._counters.totals
-        (totals.bytes_written if transfer.write else totals.bytes_read)[item.kind] += transfer.moved_bytes
-        chunk = self._catalog.chunks[item.chunk]
         if transfer.failure is not None:
-            totals.io_errors += 1
             self._fail(self._stricken(transfer), transfer.failure)
+        chunk = self._catalog.chunks[transfer.item.chunk]
         if chunk.retired:
             self._retire(chunk)
         else:
-            self._settle(item)
+            self._settle(transfer.item)
         return self._finish_event()
 
-    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> list[Action]:
-        """The order in which passes marked ``trace_id`` acquire. If the last MARK named it, the next access is taken
-        to be its first. ValueError if it does not fit the registered chunks, or there are too many traces."""
-        return self.adopt_plan(trace_id, plan(self.plan_request(accesses)))
-
     def plan_request(self, accesses: Sequence[Access]) -> PlanRequest:
-        """What ``residency.plan`` needs, here or elsewhere, to plan for these accesses. ValueError as ``set_trace``."""
+        """What ``residency.plan`` needs, here or elsewhere, to plan for these accesses. ValueError if
+        they do not fit the registered chunks."""
         trace = accesses if isinstance(accesses, Trace) else Trace.from_accesses(accesses)
         if trace.geometry is not None and trace.geometry != self._catalog.geometry():
             raise ValueError("the trace was taken on chunks of other sizes")
@@ -214,7 +204,8 @@ class TenantScheduler:
         return PlanRequest(trace, self._catalog.object_frames(), shared_frames)
 
     def adopt_plan(self, trace_id: int, plan: Plan) -> list[Action]:
-        """Follow ``plan`` in passes marked ``trace_id``. ValueError as ``set_trace``."""
+        """Follow ``plan`` in passes marked ``trace_id``. If the last MARK named it, the next access is taken to be its
+        first. ValueError if it does not fit the registered chunks, or there are too many traces."""
         no_deaths = np.zeros_like(plan.read_mask)
         Trace(plan.chunk, plan.read_mask, plan.write_mask, no_deaths).validate(self._catalog.kind_masks())
         if trace_id not in self._plans and len(self._plans) >= TRACES_MAX:
@@ -228,7 +219,7 @@ class TenantScheduler:
         """Start no more I/O than the leases in hand need: prefetch and write-behind end, queued and new leases are
         refused with SHUTTING_DOWN. When ``idle`` is true after this, no frame and no extent is being touched."""
         self._draining = True
-        self._tier.ahead = False
+        self._tier.stop_working_ahead()
         self._fail(list(self._queue), Complete(0, Status.SHUTTING_DOWN))
         return self._finish_event()
 
@@ -237,16 +228,16 @@ class TenantScheduler:
     @property
     def idle(self) -> bool:
         """No I/O is in flight."""
-        return self._transfers.num_in_flight == 0
+        return self._tier.idle
 
     @property
     def counters(self) -> StepCounters:
-        return self._counters
+        return self._tier.counters
 
     @property
     def resident_bytes(self) -> list[int]:
         """Bytes of the objects that have frames, by ObjectKind."""
-        return list(self._transfers.resident_bytes)
+        return self._tier.resident_bytes
 
     @property
     def num_free_frames(self) -> int:
@@ -280,7 +271,7 @@ class TenantScheduler:
         lease = Lease(seq, chunk, read_mask, write_mask, objects, num_frames)
         self._leases[seq] = lease
         for item in objects:
-            item.leases.append(lease)
+            item.claims[seq] = bool(write_mask >> item.kind & 1)
         self._tier.note_access(lease)
         if self._queue and self._may_overtake(lease):
             lease.overtook = True
@@ -291,12 +282,12 @@ class TenantScheduler:
         self._queue.append(lease)
         self._serve_queue()
         if lease.state is _QUEUED:
-            self._counters.totals.waits += 1
+            self._tier.counters.totals.waits += 1
             for item in objects:
                 self._tier.expect(item)
         return True
 
-    def _release(self, chunk_id: int, seq: int, *, dirty_mask: int, dead_mask: int) -> bool:
+    def _release(self, chunk_id: int, seq: int, dirty_mask: int, dead_mask: int) -> bool:
         lease = self._leases.get(seq)
         if lease is None:
             return self._failed.pop(seq, False)
@@ -313,7 +304,7 @@ class TenantScheduler:
 
     def _mark(self, trace_id: int) -> None:
         self._trace_id = trace_id
-        self._counters.roll_over()
+        self._tier.counters.roll_over()
         self._tier.start_pass(self._plans.get(trace_id))
 
     # Private: leases.
@@ -321,8 +312,7 @@ class TenantScheduler:
     def _finish_event(self) -> list[Action]:
         self._serve_queue()
         self._tier.work_ahead(prefetch=not self._queue)
-        actions: list[Action] = [*self._transfers.started, *self._completions]
-        self._transfers.started.clear()
+        actions: list[Action] = [*self._tier.take_started(), *self._completions]
         self._completions.clear()
         return actions
 
@@ -370,7 +360,7 @@ class TenantScheduler:
                 ready = False
             elif item.state is _RESIDENT:
                 if lease.read_mask & bit and item.flags & _UNFILLED and not item.flags & _BORN:
-                    self._transfers.swap_in(item, demand=True)
+                    self._tier.fill(item)
                     ready = False
             elif item.state is not _SWAPPING_OUT or lease.write_mask & bit:
                 ready = False
@@ -382,16 +372,9 @@ class TenantScheduler:
         born_mask = 0
         for item in lease.objects:
             bit = 1 << item.kind
-            if not lease.write_mask & bit:
-                item.num_readers += 1
-            else:
-                item.num_writers += 1
-                if not lease.read_mask & bit and not item.flags & _DIRTY:
-                    item.flags |= _UNFILLED
             if lease.read_mask & bit and item.flags & _BORN:
                 born_mask |= bit
-            item.lease_seq = lease.seq
-            self._transfers.store(item)
+            self._tier.lend(item, lease.seq, reads=bool(lease.read_mask & bit), writes=bool(lease.write_mask & bit))
         self._completions.append(Complete(lease.seq, Status.OK, chunk=lease.chunk.chunk_id, born_mask=born_mask))
 
     def _detach(self, lease: Lease, dirty_mask: int = 0, dead_mask: int = 0) -> None:
@@ -405,30 +388,18 @@ class TenantScheduler:
             self._overtaken_frames -= lease.num_frames
         for item in lease.objects:
             bit = 1 << item.kind
-            item.leases.remove(lease)
+            del item.claims[lease.seq]
             if lease.held_mask & bit:
-                self._transfers.let_go(item)
-            if not granted:
-                continue
-            if lease.write_mask & bit:
-                item.num_writers -= 1
-            else:
-                item.num_readers -= 1
-            if dirty_mask & bit:
-                item.flags = item.flags & ~(_BORN | _UNFILLED) | _DIRTY
-            if dead_mask & bit:
-                item.flags |= _DYING
+                self._tier.let_go(item)
+            if granted:
+                writes = bool(lease.write_mask & bit)
+                self._tier.take_back(item, writes=writes, dirty=dirty_mask & bit, dead=dead_mask & bit)
 
     def _settle(self, item: SwapObject) -> None:
-        """A lease on the object or its I/O has ended: bury what is dead, let it rest, see who can go on."""
-        if item.state is _RESIDENT:
-            if item.flags & _DYING and not item.num_readers and not item.num_writers:
-                item.flags = item.flags & ~(_DYING | _DIRTY) | _BORN | _UNFILLED
-                item.committed_offset = NO_EXTENT
-            if item.holds == 0:
-                self._tier.rest(item)
-        self._transfers.store(item)
-        for lease in tuple(item.leases):
+        """A lease on the object or its I/O has ended: see who can go on."""
+        self._tier.settle(item)
+        for seq in tuple(item.claims):
+            lease = self._leases[seq]
             if lease.state is not _GRANTED:
                 self._advance(lease)
 
@@ -441,14 +412,14 @@ class TenantScheduler:
         item = transfer.item
         if transfer.write:
             self._write_failure = self._write_failure or transfer.failure
-            self._tier.ahead = False
+            self._tier.stop_working_ahead()
             return list(self._queue)
         stricken: list[Lease] = []
-        for lease in item.leases:
-            bit = 1 << item.kind
-            if lease.read_mask & lease.held_mask & bit:
+        for seq, writes in item.claims.items():
+            lease = self._leases[seq]
+            if (lease.read_mask & lease.held_mask) >> item.kind & 1:
                 stricken.append(lease)
-            if lease.write_mask & bit:
+            if writes:
                 break
         return stricken
 
@@ -476,10 +447,5 @@ class TenantScheduler:
 
     def _retire(self, chunk: Chunk) -> None:
         """Free what is not in I/O; the chunk itself when nothing is."""
-        items = chunk.present()
-        for item in items:
-            self._tier.retire(item)
-        if all(item.state is _ABSENT for item in items):
+        if self._tier.retire(chunk):
             self._catalog.remove(chunk)
-            for item in items:
-                self._transfers.erase(item)

@@ -9,12 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from io_daemon.policy.actions import Complete, StartIo, TableWriter
-from io_daemon.policy.catalog import SwapObject
+from io_daemon.policy.swap_object import SwapObject
 from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, NO_OBJECT, Status
 from io_daemon.shared.states import (
     FRAME_STATE_OF,
     OBJECT_TRANSITIONS,
-    UNASSIGNED,
     FrameState,
     ObjectFlags,
     ObjectRecord,
@@ -25,7 +24,6 @@ from io_daemon.shared.states import (
 _ABSENT, _SWAPPING_IN = ObjectState.ABSENT, ObjectState.SWAPPING_IN
 _RESIDENT, _SWAPPING_OUT = ObjectState.RESIDENT, ObjectState.SWAPPING_OUT
 _BORN, _DIRTY, _UNFILLED = ObjectFlags.BORN, ObjectFlags.DIRTY, ObjectFlags.UNFILLED
-_PREFETCHED = ObjectFlags.PREFETCHED
 
 
 @dataclass(slots=True, eq=False)
@@ -86,19 +84,14 @@ class Transfers:
 
     def assign(self, item: SwapObject) -> None:
         """Free frames for an ABSENT object; what they hold is not its contents."""
-        pieces = [self.free_frames.pop() for _ in range(item.num_frames)]
-        item.frames = (*pieces, *UNASSIGNED[len(pieces) :])
-        item.flags |= _UNFILLED
+        item.take_frames([self.free_frames.pop() for _ in range(item.num_frames)])
         self.resident_bytes[item.kind] += item.object_bytes
         self._enter(item, _RESIDENT)
 
     def drop(self, item: SwapObject) -> None:
         """The frames of a RESIDENT object become free; the caller has made sure that no contents are lost."""
-        pieces = item.frames[: item.num_frames]
         self._enter(item, _ABSENT)
-        item.frames = UNASSIGNED
-        item.flags &= ~(_UNFILLED | _PREFETCHED)
-        self.free_frames.extend(pieces)
+        self.free_frames.extend(item.give_up_frames())
         self.resident_bytes[item.kind] -= item.object_bytes
         self.store(item)
 
@@ -106,7 +99,7 @@ class Transfers:
         if item.committed_offset == NO_EXTENT or not item.flags & _UNFILLED or item.flags & (_BORN | _DIRTY):
             raise AssertionError(f"swap-in of object {item.object_id}, whose contents are not on disk alone")
         if not demand:
-            item.flags |= _PREFETCHED
+            item.note_prefetch()
         self._start(item, _SWAPPING_IN, item.committed_offset, demand=demand)
 
     def swap_out(self, item: SwapObject, *, demand: bool) -> None:
@@ -136,13 +129,11 @@ class Transfers:
             self._count_idle(item, -item.num_frames)
         if not transfer.write:
             if transfer.failure is None:
-                item.flags &= ~_UNFILLED
+                item.note_swapped_in()
         else:
             item.pending_offset = NO_EXTENT
             if transfer.failure is None:
-                item.flags &= ~_DIRTY
-                item.committed_offset = item.extent_offset
-                item.version = item.version + 1 & 0xFFFF_FFFF
+                item.note_swapped_out()
         self._enter(item, _RESIDENT)
         return transfer
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, NamedTuple
 
 from io_daemon._native import CompletionRing, Region, SubmissionRing
-from io_daemon.errors import BudgetError, DaemonLostError, DeviceIOError, IntegrityError, ProtocolError, WorldError
+from io_daemon.errors import DaemonLostError, DeviceIOError, IntegrityError, ProtocolError, WorldError
 from io_daemon.rank.connection import Connection, process_state
 from io_daemon.shared.arena import LockMemory, create_arena, frame_offset
 from io_daemon.shared.control import (
@@ -193,7 +193,7 @@ class Client:
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> int:
         """Ask for a lease on the kinds in ``read | write``; its seq, at once."""
-        return self._push(Opcode.ACQUIRE, read, write, chunk, 0, _Lease(chunk, read, write))
+        return self._push(Opcode.ACQUIRE, _Lease(chunk, read, write), read=read, write=write, chunk=chunk)
 
     def wait(self, seq: int, timeout_s: float | None = None) -> Grant:
         """Block until the lease is granted. Kinds acquired for read that were never written are zero-filled.
@@ -230,16 +230,16 @@ class Client:
             self._awaited.discard(seq)
             answered = self._arrived.pop(seq, None)
         if answered is None or answered.status == Status.OK:
-            self._push(Opcode.RELEASE, dead, dirty, lease.chunk, seq, None)
+            self._push(Opcode.RELEASE, None, chunk=lease.chunk, arg=seq, dirty=dirty, dead=dead)
 
     def mark(self, trace_id: int) -> None:
         """A pass over ``trace_id`` begins."""
-        self._push(Opcode.MARK, 0, 0, 0, trace_id, None)
+        self._push(Opcode.MARK, None, arg=trace_id)
 
     def echo(self) -> float:
         """Seconds for one round trip through the rings and the daemon's loop."""
         start = time.perf_counter()
-        seq = self._push(Opcode.ECHO, 0, 0, 0, 0, _Lease(0, 0, 0))
+        seq = self._push(Opcode.ECHO, _Lease(0, 0, 0))
         try:
             self._completion(seq, CONTROL_TIMEOUT_S)
         finally:
@@ -272,7 +272,18 @@ class Client:
 
     # --- rings
 
-    def _push(self, opcode: Opcode, read_mask: int, write_mask: int, chunk: int, arg: int, lease: _Lease | None) -> int:
+    def _push(
+        self,
+        opcode: Opcode,
+        lease: _Lease | None,
+        *,
+        read: int = 0,
+        write: int = 0,
+        chunk: int = 0,
+        arg: int = 0,
+        dirty: int = 0,
+        dead: int = 0,
+    ) -> int:
         """Submit one entry, whose seq is the order of submission. A full ring is back-pressure: completions are
         filed meanwhile, so that the daemon finds room to answer."""
         self._check()
@@ -282,7 +293,7 @@ class Client:
             if lease is not None:
                 self._leases[seq] = lease
                 self._awaited.add(seq)
-            while not self._sq.push(seq, opcode, 0, read_mask, write_mask, chunk, arg):
+            while not self._sq.push(seq, opcode, 0, read, write, chunk, arg, dirty, dead):
                 with self._arrival:
                     if not self._reaping:
                         self._file_arrivals()
@@ -376,15 +387,6 @@ class Client:
                     offset=completion.offset,
                     expected_checksum=completion.expected,
                     actual_checksum=completion.actual,
-                )
-            case Status.NO_FRAMES:
-                return BudgetError(
-                    key="io_daemon.host_budget_bytes",
-                    budget_bytes=self.arena.region_bytes,
-                    smallest_bytes=self.arena.region_bytes
-                    + max(completion.expected - completion.actual, 1) * self.frame_bytes,
-                    reason=f"{self._describe_lease(completion.seq, lease)} needs {completion.expected} frames, "
-                    f"{completion.actual} can ever be free",
                 )
             case Status.SHUTTING_DOWN:
                 return DaemonLostError(

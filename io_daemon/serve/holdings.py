@@ -50,7 +50,7 @@ class Rings:
         except ValueError as error:
             raise ProtocolError(f"completion ring: {error}") from error
 
-    def take(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int]]:
+    def take(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int, int, int]]:
         """Submissions, at most ``entries_max``. Raises ProtocolError if the indexes are garbage."""
         try:
             return self.sq.pop_batch(entries_max)

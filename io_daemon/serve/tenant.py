@@ -216,7 +216,18 @@ class Tenant:
         except Exception as error:  # noqa: BLE001 -- whatever it is, it stays with this tenant
             self.fail(error)
 
-    def _submit(self, seq: int, opcode: int, flags: int, read_mask: int, write_mask: int, chunk: int, arg: int) -> None:
+    def _submit(
+        self,
+        seq: int,
+        opcode: int,
+        flags: int,
+        read_mask: int,
+        write_mask: int,
+        chunk: int,
+        arg: int,
+        dirty_mask: int,
+        dead_mask: int,
+    ) -> None:
         if opcode == Opcode.ACQUIRE:
             self._unanswered.add(seq)
         elif opcode == Opcode.RELEASE:
@@ -224,7 +235,9 @@ class Tenant:
         elif opcode == Opcode.MARK:
             self._clock.mark()
             self._adopt_plan(arg)
-        self._perform(self._scheduler.on_sqe(seq, opcode, flags, read_mask, write_mask, chunk, arg))
+        self._perform(
+            self._scheduler.on_sqe(seq, opcode, flags, read_mask, write_mask, chunk, arg, dirty_mask, dead_mask)
+        )
 
     def _adopt_plan(self, trace_id: int) -> None:
         plan = self._plans.pop(trace_id, None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 PAGE_BYTES: Final = 4096
 HUGE_PAGE_BYTES: Final = 2 << 20
 KINDS_MAX: Final = 8
@@ -37,9 +37,7 @@ class Status(IntEnum):
     SHORT_IO = 3
     INTEGRITY = 4
     """A block's checksum differs: expected and actual are in the CQE."""
-    NO_FRAMES = 5
-    """The lease can never be granted: it needs more frames than the arena has left."""
-    SHUTTING_DOWN = 6
+    SHUTTING_DOWN = 5
 
 
 class ObjectKind(IntEnum):

@@ -79,12 +79,6 @@ OBJECT_TRANSITIONS: Final[Mapping[ObjectState, frozenset[ObjectState]]] = {
     ObjectState.RESIDENT: frozenset({ObjectState.SWAPPING_IN, ObjectState.SWAPPING_OUT, ObjectState.ABSENT}),
     ObjectState.SWAPPING_OUT: frozenset({ObjectState.RESIDENT}),
 }
-FRAME_TRANSITIONS: Final[Mapping[FrameState, frozenset[FrameState]]] = {
-    FrameState.FREE: frozenset({FrameState.FILLING, FrameState.HELD}),
-    FrameState.FILLING: frozenset({FrameState.HELD}),
-    FrameState.HELD: frozenset({FrameState.FILLING, FrameState.DRAINING, FrameState.FREE}),
-    FrameState.DRAINING: frozenset({FrameState.HELD}),
-}
 TENANT_TRANSITIONS: Final[Mapping[TenantState, frozenset[TenantState]]] = {
     TenantState.ATTACHED: frozenset({TenantState.SERVING, TenantState.GONE}),
     TenantState.SERVING: frozenset({TenantState.DRAINING, TenantState.GONE}),

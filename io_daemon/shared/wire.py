@@ -18,7 +18,6 @@ from io_daemon.shared.protocol import FRAMES_PER_OBJECT_MAX, PAGE_BYTES
 TABLE_MAGIC: Final = int.from_bytes(b"INFITBL1", "little")
 ARENA_MAGIC: Final = int.from_bytes(b"INFIARN1", "little")
 SWAP_MAGIC: Final = int.from_bytes(b"INFISWP1", "little")
-JOB_BYTES_MAX: Final = 63
 
 NUMPY_CODES: Final[Mapping[str, str]] = {"B": "u1", "H": "<u2", "I": "<u4", "Q": "<u8"}
 

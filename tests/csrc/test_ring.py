@@ -20,7 +20,7 @@ NUM_ENTRIES = 8
 REGION_BYTES = 8192
 RING_OFFSET = 128
 HEADER = WIRE_LAYOUT["RingHeader"]
-SENTINEL = (1, 2, 0, 4, 5, 6, 7)
+SENTINEL = (1, 2, 0, 4, 5, 6, 7, 8, 9)
 READY, TIMED_OUT, OTHER_FD = 0, 1, 2
 DEADLINE_MS = 60_000
 
@@ -48,7 +48,7 @@ def consumer(region: Region, producer: SubmissionRing, event_fd: int) -> Submiss
 
 
 def push(ring: SubmissionRing, seq: int) -> bool:
-    return ring.push(seq, 0, 0, 0, 0, 0, 0)
+    return ring.push(seq, 0, 0)
 
 
 def set_header(region: Region, field: str, value: int) -> None:
@@ -59,7 +59,7 @@ def set_header(region: Region, field: str, value: int) -> None:
 
 
 def test_entries_arrive_whole(producer: SubmissionRing, consumer: SubmissionRing) -> None:
-    largest = (2**64 - 1, 255, 255, 255, 255, 2**32 - 1, 2**64 - 1)
+    largest = (2**64 - 1, 255, 255, 255, 255, 2**32 - 1, 2**64 - 1, 255, 255)
     assert consumer.pop() is None
     assert producer.push(*SENTINEL)
     assert producer.push(*largest)
@@ -106,7 +106,7 @@ def test_a_restarted_side_goes_on_where_the_ring_stands(
     assert [entry[0] for entry in again.pop_batch(100)] == [2, 3, 4, 5]
     successor = SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, event_fd, create=False)
     assert push(successor, 6)
-    assert again.pop() == (6, 0, 0, 0, 0, 0, 0)
+    assert again.pop() == (6, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("field", ["magic", "version", "num_entries", "entry_bytes"])
@@ -255,7 +255,7 @@ def test_wait_lets_other_threads_run_and_wakes(producer: SubmissionRing, consume
     asleep.set()
     assert consumer.wait(DEADLINE_MS) == READY
     thread.join()
-    assert consumer.pop() == (42, 0, 0, 0, 0, 0, 0)
+    assert consumer.pop() == (42, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 def test_wait_runs_signal_handlers_and_goes_on_or_raises(consumer: SubmissionRing) -> None:
@@ -288,7 +288,7 @@ num_answered = 0
 while num_answered < num_rounds:
     if sq.wait(60_000) != 0:
         sys.exit("no request in time")
-    for seq, opcode, flags, read_mask, write_mask, chunk, arg in sq.pop_batch(num_entries):
+    for seq, opcode, flags, read_mask, write_mask, chunk, arg, dirty_mask, dead_mask in sq.pop_batch(num_entries):
         cq.push(seq, opcode, -1, chunk, 0, 0, 0, arg, 0, 0)
         num_answered += 1
 """

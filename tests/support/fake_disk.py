@@ -9,18 +9,27 @@ it, or an extent that is used twice, is an AssertionError.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Final
 
 from io_daemon.policy.actions import StartIo
 from io_daemon.shared.protocol import NO_OBJECT, Status
 from io_daemon.shared.states import (
-    FRAME_TRANSITIONS,
     OBJECT_TRANSITIONS,
     FrameState,
     ObjectRecord,
     ObjectState,
     transition,
 )
+
+# What an arena's frame may become; that it follows from OBJECT_TRANSITIONS is a test of its own.
+FRAME_TRANSITIONS: Final[Mapping[FrameState, frozenset[FrameState]]] = {
+    FrameState.FREE: frozenset({FrameState.FILLING, FrameState.HELD}),
+    FrameState.FILLING: frozenset({FrameState.HELD}),
+    FrameState.HELD: frozenset({FrameState.FILLING, FrameState.DRAINING, FrameState.FREE}),
+    FrameState.DRAINING: frozenset({FrameState.HELD}),
+}
 
 Contents = tuple[int | str, int, int]
 ZERO: Contents = ("zero", 0, 0)

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from io_daemon.policy.actions import Action, Complete, StartIo
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.fair_queue import FairQueue
+from io_daemon.policy.residency import plan
 from io_daemon.policy.scheduler import TenantScheduler
 from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, Opcode, Status, kinds_of
 from io_daemon.shared.states import ObjectFlags
@@ -102,7 +103,7 @@ class ModelTenant:
         for kind in kinds_of(dead):
             self.truth[lease.chunk * KINDS_MAX + kind] = 0
         seq = next(self._seqs)
-        self.take(self.scheduler.on_sqe(seq, Opcode.RELEASE, 0, dead, dirty, lease.chunk, lease_seq))
+        self.take(self.scheduler.on_sqe(seq, Opcode.RELEASE, 0, 0, 0, lease.chunk, lease_seq, dirty, dead))
         if seq in self.failures:
             raise AssertionError(f"release of {lease_seq} was refused: {self.failures[seq]}")
 
@@ -110,12 +111,23 @@ class ModelTenant:
         self.take(self.scheduler.on_sqe(next(self._seqs), Opcode.MARK, 0, 0, 0, 0, trace_id))
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
-        self.take(self.scheduler.set_trace(trace_id, accesses))
+        self.take(self.scheduler.adopt_plan(trace_id, plan(self.scheduler.plan_request(accesses))))
 
-    def send(self, opcode: int, *, flags: int = 0, read: int = 0, write: int = 0, chunk: int = 0, arg: int = 0) -> int:
+    def send(
+        self,
+        opcode: int,
+        *,
+        flags: int = 0,
+        read: int = 0,
+        write: int = 0,
+        chunk: int = 0,
+        arg: int = 0,
+        dirty: int = 0,
+        dead: int = 0,
+    ) -> int:
         """Any submission entry at all."""
         seq = next(self._seqs)
-        self.take(self.scheduler.on_sqe(seq, opcode, flags, read, write, chunk, arg))
+        self.take(self.scheduler.on_sqe(seq, opcode, flags, read, write, chunk, arg, dirty, dead))
         return seq
 
     def finish(self, io_id: int, outcome: Outcome = Outcome()) -> StartIo:  # noqa: B008 (immutable)

@@ -39,7 +39,7 @@ def test_norm_ranges_do_not_depend_on_the_chunk_size(sizes: list[int], blocks: i
             (chunk.start + offset, numel)
             for chunk in cut_chunks(group, rank=0, chunk_numel=chunk_numel)
             for segment in chunk.segments
-            for offset, numel in segment.norm_ranges(chunk.start)
+            for offset, numel in segment.norm_ranges()
         ]
 
     assert ranges(blocks * NORM_BLOCK) == ranges(other_blocks * NORM_BLOCK)

@@ -12,11 +12,11 @@ import pytest
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
-from io_daemon.policy.catalog import SwapObject
 from io_daemon.policy.cursor import RESYNC_LOOK_AHEAD, STRAYS_MAX, UNKNOWN_USE, UNPLANNED, Cursor
 from io_daemon.policy.eviction import STREAMING, WORTHLESS, EvictionOrder, rank_of
 from io_daemon.policy.residency import Plan, PlanRequest
 from io_daemon.policy.residency import plan as plan_for
+from io_daemon.policy.swap_object import SwapObject
 from io_daemon.policy.trace import Trace
 from io_daemon.shared.protocol import KINDS_MAX, Access, kinds_of
 from io_daemon.shared.states import ObjectFlags

@@ -338,8 +338,12 @@ def test_pinned_kinds_keep_their_frames_and_never_reach_the_disk() -> None:
         {"opcode": Opcode.ACQUIRE, "read": 256},
         {"opcode": Opcode.RELEASE, "arg": 99},
         {"opcode": Opcode.RELEASE, "arg": 1, "chunk": 1},
+        {"opcode": Opcode.ACQUIRE, "read": 1, "dirty": 1},
+        {"opcode": Opcode.ACQUIRE, "read": 1, "dead": 1},
         {"opcode": Opcode.RELEASE, "arg": 1, "write": 1},
-        {"opcode": Opcode.RELEASE, "arg": 1, "read": 0b10},
+        {"opcode": Opcode.RELEASE, "arg": 1, "read": 1},
+        {"opcode": Opcode.RELEASE, "arg": 1, "dirty": 1},
+        {"opcode": Opcode.RELEASE, "arg": 1, "dead": 0b10},
     ],
     ids=str,
 )
@@ -367,7 +371,7 @@ def test_a_lease_not_granted_has_nothing_dirty_or_dead() -> None:
     tenant = tenant_of(1, ONE)
     tenant.acquire(0, write=1)
     waiting = tenant.acquire(0, write=1)
-    for masks in ({"write": 1}, {"read": 1}):
+    for masks in ({"dirty": 1}, {"dead": 1}):
         seq = tenant.send(Opcode.RELEASE, chunk=0, arg=waiting, **masks)
         assert tenant.failures[seq].status == Status.BAD_REQUEST
 

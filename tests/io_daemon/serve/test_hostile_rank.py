@@ -151,6 +151,8 @@ def test_random_submissions_break_nothing(raw: RawRank) -> None:
             chance.getrandbits(8),
             chance.choice([0, 1, chance.getrandbits(32)]),
             chance.choice([0, 1, chance.getrandbits(64)]),
+            chance.getrandbits(8),
+            chance.getrandbits(8),
         )
         while not raw.sq.push(*entry):
             raw.cq.pop_batch(4096)

@@ -11,7 +11,6 @@ import pytest
 from io_daemon.shared.protocol import FRAMES_PER_OBJECT_MAX, NO_FRAME
 from io_daemon.shared.states import (
     FRAME_STATE_OF,
-    FRAME_TRANSITIONS,
     OBJECT_TRANSITIONS,
     TENANT_TRANSITIONS,
     UNASSIGNED,
@@ -22,6 +21,7 @@ from io_daemon.shared.states import (
     TenantState,
     transition,
 )
+from tests.support.fake_disk import FRAME_TRANSITIONS
 
 TABLES: list[tuple[type[IntEnum], Mapping[IntEnum, frozenset[IntEnum]]]] = [
     (ObjectState, OBJECT_TRANSITIONS),  # type: ignore[list-item]
