@@ -17,6 +17,18 @@ enum class IoOp : std::uint8_t { kRead = 0, kWrite = 1, kFsync = 2 };
 
 inline constexpr int kNotRegistered = -1;
 
+// Of the engines' own entries in a kernel queue: tokens of I/Os are smaller, and no library uses it
+// (liburing keeps ~0 to itself, and swallows what comes back with it on kernels before 5.11).
+inline constexpr std::uint64_t kWakeToken = std::uint64_t{1} << 63;
+
+// How long an engine sleeps at most while wake cannot end it, or while I/Os wait to be handed over.
+inline constexpr int kUnwatchedMs = 10;
+
+// A timeout that is no longer than that; negative timeouts are endless.
+constexpr int bounded_ms(int timeout_ms) noexcept {
+  return timeout_ms < 0 || timeout_ms > kUnwatchedMs ? kUnwatchedMs : timeout_ms;
+}
+
 // One I/O. The caller keeps fd open and the bytes mapped until its result has been reaped.
 struct Io {
   IoOp op = IoOp::kRead;
@@ -26,7 +38,7 @@ struct Io {
   std::byte* data = nullptr;
   std::uint32_t num_bytes = 0;
   std::uint64_t offset = 0;
-  std::uint64_t token = 0;  // comes back in the result
+  std::uint64_t token = 0;  // comes back in the result; below kWakeToken
 };
 
 struct IoResult {

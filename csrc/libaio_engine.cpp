@@ -14,8 +14,6 @@ namespace infinity {
 namespace {
 
 constexpr std::size_t kBatchMax = 64;
-constexpr int kUnwatchedMs = 10;                         // of a wait that wake cannot end
-constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};  // of the poll on the wake-up event
 
 // Owns the AIO context and the eventfd. Its destructor is called with nothing in flight but the
 // poll.
@@ -43,9 +41,7 @@ class LibaioEngine final : public IoEngine {
   // One system call, which brings the results along: reap finds them here.
   void wait(int timeout_ms) override {
     if (!refused_.empty() || !held_.empty()) return;
-    if (!watch_wake_event() && (timeout_ms < 0 || timeout_ms > kUnwatchedMs)) {
-      timeout_ms = kUnwatchedMs;
-    }
+    if (!watch_wake_event()) timeout_ms = bounded_ms(timeout_ms);
     timespec timeout{.tv_sec = timeout_ms / 1000, .tv_nsec = timeout_ms % 1000 * 1'000'000L};
     hold_events(1, events_.size(), timeout_ms < 0 ? nullptr : &timeout);
   }
@@ -55,7 +51,7 @@ class LibaioEngine final : public IoEngine {
     while (num_taken < batch.size()) {
       const auto part = batch.subspan(num_taken, std::min(batch.size() - num_taken, kBatchMax));
       const int result = submit_part(part);
-      if (result == -EAGAIN) break;
+      if (result == -EAGAIN || result == 0) break;
       if (result > 0) {
         num_taken += static_cast<std::size_t>(result);
       } else {
@@ -78,13 +74,13 @@ class LibaioEngine final : public IoEngine {
       const io_event event = held_.front();
       held_ = held_.subspan(1);
       const auto token = reinterpret_cast<std::uint64_t>(event.data);
+      // Both results are negative errnos in unsigned words; the second one is 0 for files.
+      const auto second = static_cast<std::int64_t>(event.res2);
+      const auto result = second < 0 ? second : static_cast<std::int64_t>(event.res);
       if (token == kWakeToken) {
-        is_watching_ = false;
-        drain_event(wake_event_.get());
+        end_watch(result);
       } else {
-        // Both results are negative errnos in unsigned words; the second one is 0 for files.
-        const auto second = static_cast<std::int64_t>(event.res2);
-        results[num_reaped++] = {token, second < 0 ? second : static_cast<std::int64_t>(event.res)};
+        results[num_reaped++] = {token, result};
       }
     }
     return num_reaped;
@@ -125,6 +121,12 @@ class LibaioEngine final : public IoEngine {
     return is_watching_;
   }
 
+  void end_watch(std::int64_t result) {
+    is_watching_ = false;
+    if (result < 0) throw_errno(static_cast<int>(-result), "poll of the wake-up event");
+    drain_event(wake_event_.get());
+  }
+
   static void prepare(iocb& block, const Io& io) {
     const auto offset = static_cast<long long>(io.offset);
     switch (io.op) {
@@ -145,7 +147,7 @@ class LibaioEngine final : public IoEngine {
   // asynchronous one (before 4.18), so it is done here; anything else is the I/O's result.
   void end_refused(const Io& io, int result) {
     if (io.op == IoOp::kFsync && result == -EINVAL) result = ::fsync(io.fd) < 0 ? -errno : 0;
-    refused_.push_back({io.token, result == 0 && io.op != IoOp::kFsync ? -EIO : result});
+    refused_.push_back({io.token, result});
   }
 
   void hold_events(long events_min, std::size_t events_max, timespec* timeout) {

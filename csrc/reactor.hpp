@@ -16,6 +16,7 @@
 namespace infinity {
 
 inline constexpr unsigned kQueueDepthMax = 4096;
+static_assert(kQueueDepthMax <= kWakeToken, "a block's token is its cell");
 inline constexpr std::uint32_t kBlockBytesMax = std::uint32_t{1} << 30;
 
 inline constexpr std::size_t kBlocksMax = 65536;  // that one request may name

@@ -13,8 +13,11 @@ namespace infinity {
 namespace {
 
 constexpr unsigned kFilesMax = 1024;
-constexpr unsigned kBuffersMax = 4096;                   // pieces of up to 1 GiB
-constexpr std::uint64_t kWakeToken = ~std::uint64_t{0};  // of the poll on the wake-up event
+constexpr unsigned kBuffersMax = 4096;  // pieces of up to 1 GiB
+
+#ifdef LIBURING_UDATA_TIMEOUT
+static_assert(kWakeToken != LIBURING_UDATA_TIMEOUT, "liburing swallows what comes back with it");
+#endif
 
 // The free slots of one of the kernel's sparse tables; any thread.
 class SlotTable {
@@ -81,8 +84,7 @@ class UringEngine final : public IoEngine {
       const IoResult result{cqe->user_data, cqe->res};
       io_uring_cqe_seen(&ring_, cqe);
       if (result.token == kWakeToken) {
-        is_watching_ = false;
-        drain_event(wake_event_.get());
+        end_watch(static_cast<int>(result.result));
       } else {
         results[num_reaped++] = result;
       }
@@ -94,14 +96,11 @@ class UringEngine final : public IoEngine {
   // on the ring instead, each completion first interrupts that call and then restarts it.)
   void wait(int timeout_ms) override {
     watch_wake_event();
+    if (!is_watching_ || has_backlog()) timeout_ms = bounded_ms(timeout_ms);
     io_uring_cqe* cqe = nullptr;
-    __kernel_timespec timeout{.tv_sec = timeout_ms / 1000,
-                              .tv_nsec = timeout_ms % 1000 * 1'000'000LL};
-    const int result =
-        io_uring_wait_cqes(&ring_, &cqe, 1, timeout_ms < 0 ? nullptr : &timeout, nullptr);
-    if (result < 0 && result != -ETIME && result != -EINTR && result != -EAGAIN) {
-      throw_errno(-result, "io_uring_wait_cqes");
-    }
+    const int result = timeout_ms < 0 ? io_uring_wait_cqe(&ring_, &cqe) : wait_at_most(timeout_ms);
+    if (result < 0 && result != -ETIME && !is_passing(result))
+      throw_errno(-result, "io_uring wait");
   }
 
   void wake() override { signal_event(wake_event_.get()); }
@@ -179,13 +178,19 @@ class UringEngine final : public IoEngine {
     while (io_uring_sq_ready(&ring_) > 0) {
       const int result = io_uring_submit(&ring_);
       if (result == -EINTR) continue;
-      if (result == -EAGAIN || result == -EBUSY || result == 0) return;  // has_backlog() is true
+      if (result == 0 || is_passing(result)) return;  // has_backlog() is true
       if (result < 0) throw_errno(-result, "io_uring_submit");
     }
   }
 
-  // The wake-up event ends a wait through a poll in the ring, armed anew after each time. There is
-  // no room for it only while I/Os are refused, and then every wait has a timeout.
+  // What the kernel answers when it wants to be asked again: interrupted, out of memory for now, or
+  // with results to be reaped first.
+  static bool is_passing(int result) {
+    return result == -EINTR || result == -EAGAIN || result == -EBUSY;
+  }
+
+  // The wake-up event ends a wait through a poll in the ring, armed anew after each time. While the
+  // kernel takes nothing the poll is in the backlog, or there is no room for it at all.
   void watch_wake_event() {
     if (is_watching_) return;
     io_uring_sqe* sqe = io_uring_get_sqe(&ring_);
@@ -194,6 +199,25 @@ class UringEngine final : public IoEngine {
     io_uring_sqe_set_data64(sqe, kWakeToken);
     is_watching_ = true;
     flush();
+  }
+
+  void end_watch(int result) {
+    is_watching_ = false;
+    if (result < 0 && !is_passing(result)) throw_errno(-result, "poll of the wake-up event");
+    drain_event(wake_event_.get());
+  }
+
+  // Before Linux 5.11 liburing makes a timeout an entry of the ring, which itself may be refused
+  // and then points to a stack frame that is gone: poll(2) on the ring needs none.
+  int wait_at_most(int timeout_ms) {
+    if ((ring_.features & IORING_FEAT_EXT_ARG) == 0) {
+      pollfd ready{ring_.ring_fd, POLLIN, 0};
+      return ::poll(&ready, 1, timeout_ms) < 0 ? -errno : 0;
+    }
+    io_uring_cqe* cqe = nullptr;
+    __kernel_timespec timeout{.tv_sec = timeout_ms / 1000,
+                              .tv_nsec = timeout_ms % 1000 * 1'000'000LL};
+    return io_uring_wait_cqes(&ring_, &cqe, 1, &timeout, nullptr);
   }
 
   int update_buffer(unsigned slot, std::span<std::byte> bytes) {

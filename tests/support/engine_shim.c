@@ -1,0 +1,75 @@
+/* Stands between the compiled core and liburing, libaio and libc (LD_PRELOAD), and shows or changes what
+ * passes:
+ *   SHIM_NO_EXT_ARG=1      liburing believes that the kernel has no IORING_FEAT_EXT_ARG (before Linux 5.11)
+ *   SHIM_REFUSED=ERRNO:N   the first N submissions that begin with a poll are refused
+ *   SHIM_LOG=FILE          one line for each fsync that reaches the kernel: "fsync" or "fdatasync"
+ */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <fcntl.h>
+#include <libaio.h>
+#include <liburing.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+static void *next(const char *name) { return dlsym(RTLD_NEXT, name); }
+
+static void show(const char *line) {
+  const char *path = getenv("SHIM_LOG");
+  if (path == NULL) return;
+  int fd = open(path, O_WRONLY | O_APPEND | O_CREAT, 0600);
+  if (fd < 0 || write(fd, line, strlen(line)) < 0) abort();
+  close(fd);
+}
+
+int io_uring_queue_init(unsigned entries, struct io_uring *ring, unsigned flags) {
+  int (*real)(unsigned, struct io_uring *, unsigned) = next("io_uring_queue_init");
+  int result = real(entries, ring, flags);
+  if (result == 0 && getenv("SHIM_NO_EXT_ARG") != NULL) ring->features &= ~IORING_FEAT_EXT_ARG;
+  return result;
+}
+
+/* Whether the first entry that waits is a poll, while some of those are to be refused: then -errno. */
+static int refusal(const struct io_uring_sqe *first) {
+  static long num_refused;
+  const char *what = getenv("SHIM_REFUSED");
+  if (what == NULL || first->opcode != IORING_OP_POLL_ADD) return 0;
+  const char *count = strchr(what, ':');
+  if (count == NULL || num_refused >= atol(count + 1)) return 0;
+  ++num_refused;
+  return -atoi(what);
+}
+
+int io_uring_submit(struct io_uring *ring) {
+  int (*real)(struct io_uring *) = next("io_uring_submit");
+  const struct io_uring_sq *sq = &ring->sq;
+  for (unsigned i = sq->sqe_head; i != sq->sqe_tail; ++i) {
+    const struct io_uring_sqe *sqe = &sq->sqes[i & *sq->kring_mask];
+    const int refused = i == sq->sqe_head ? refusal(sqe) : 0;
+    if (refused != 0) return refused;
+    if (sqe->opcode == IORING_OP_FSYNC) show(sqe->fsync_flags & IORING_FSYNC_DATASYNC ? "fdatasync\n" : "fsync\n");
+  }
+  return real(ring);
+}
+
+int io_submit(io_context_t context, long count, struct iocb **blocks) {
+  int (*real)(io_context_t, long, struct iocb **) = next("io_submit");
+  for (long i = 0; i < count; ++i) {
+    if (blocks[i]->aio_lio_opcode == IO_CMD_FSYNC) show("fsync\n");
+    if (blocks[i]->aio_lio_opcode == IO_CMD_FDSYNC) show("fdatasync\n");
+  }
+  return real(context, count, blocks);
+}
+
+int fsync(int fd) {
+  int (*real)(int) = next("fsync");
+  show("fsync\n");
+  return real(fd);
+}
+
+int fdatasync(int fd) {
+  int (*real)(int) = next("fdatasync");
+  show("fdatasync\n");
+  return real(fd);
+}
