@@ -23,5 +23,5 @@ def prepare_venv(directory: Path) -> str:
         venv.create(directory, with_pip=True)
         packages = [f"torch=={torch.__version__.partition('+')[0]}", f"deepspeed=={DEEPSPEED_VERSION}"]
         packages += ["numpy", "ninja", "setuptools", "wheel"]
-        subprocess.run([str(python), "-m", "pip", "install", "--quiet", *packages], check=True, stdout=sys.stderr)
+        subprocess.run([str(python), "-P", "-m", "pip", "install", "--quiet", *packages], check=True, stdout=sys.stderr)
     return str(python)

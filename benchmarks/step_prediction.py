@@ -56,7 +56,7 @@ def record_trace(directory: Path, budget_mib: int, threads: int) -> Path:
         )
     )
     path = directory / f"gpt-168m-{budget_mib}.json.gz"
-    command = [sys.executable, "-m", "infinity", "trace", "--config", str(config), "--threads", str(threads)]
+    command = [sys.executable, "-P", "-m", "infinity", "trace", "--config", str(config), "--threads", str(threads)]
     command += ["--model", "benchmarks.step_prediction:traced_model", "--out", str(path)]
     subprocess.run(command, cwd=REPOSITORY, check=True, stdout=sys.stderr)
     return path

@@ -2,6 +2,9 @@
 
 import sys
 
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # where `python -m` was typed: modules that lie there are not ours
+
 from io_daemon.command.interrupt import quiet_interrupt
 
 

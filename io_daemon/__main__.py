@@ -1,6 +1,10 @@
 """The entry point of ``io-daemon``: the commands of the daemon, and the benchmark above them."""
 
 import sys
+
+if __name__ == "__main__" and not sys.flags.safe_path:
+    del sys.path[0]  # where `python -m` was typed: modules that lie there are not ours
+
 from collections.abc import Sequence
 from typing import Any
 

@@ -34,6 +34,8 @@ class ServeConfig(BaseModel):
     """False: no checksums are kept at all."""
     private: bool = False
     """End when the last tenant has left or the parent process is gone."""
+    parent_pidfd: Annotated[int, Field(ge=0)] | None = None
+    """End when the process that this inherited pidfd names is gone. None: where ``private``, whoever is the parent."""
     host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] = UNLIMITED_BYTES
     """Most arena bytes of one tenant."""
     swap_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] = UNLIMITED_BYTES

@@ -10,6 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from infinity.commands.cli import TORCHRUN_COMMAND
+from io_daemon.rank.client import Client
+from io_daemon.rank.process import DaemonProcess
+from io_daemon.shared.protocol import Access
+from tests.support.daemon import FRAME_BYTES, WEIGHT, eventually, specs
 from tests.support.signals import heed_signals
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -50,3 +55,40 @@ def test_an_interrupted_import_ends_quietly(script: str, words: list[str], modul
         preexec_fn=heed_signals,
     )
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+STRANGER = "import os; os.write(2, b'a stranger runs here'); os._exit(42)"
+
+
+@pytest.mark.parametrize("package", ["io_daemon", "infinity"])
+def test_modules_in_the_working_directory_are_never_run(package: str, tmp_path: Path) -> None:
+    """Not those that stand in for libraries, nor for the standard one's modules."""
+    for module in ("pydantic", "numpy", "argparse", "asyncio", "logging"):
+        (tmp_path / f"{module}.py").write_text(STRANGER)
+    done = subprocess.run(
+        [sys.executable, "-m", package, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_daemon_and_its_planner_run_nothing_of_the_working_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swap_dir = tmp_path / "swap"
+    swap_dir.mkdir()
+    for module in ("pydantic", "numpy", "pickle", "io_daemon"):
+        (tmp_path / f"{module}.py").write_text(STRANGER)
+    monkeypatch.chdir(tmp_path)
+    with DaemonProcess(swap_dirs=[swap_dir]) as daemon, Client.connect(str(daemon.socket), job="job", rank=0) as client:
+        client.attach(num_frames=4, frame_bytes=FRAME_BYTES, swap_dirs=client.swap_dirs, lock_memory="off")
+        chunks = client.register(specs(8))
+        client.upload_trace(1, [Access(chunk, WEIGHT, 0, 0) for chunk in chunks])
+        eventually(lambda: client.stats().num_plans == 1, "one plan is made")
+
+
+def test_the_launcher_of_ranks_runs_nothing_of_the_working_directory(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(STRANGER)
+    done = subprocess.run(
+        [*TORCHRUN_COMMAND, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr

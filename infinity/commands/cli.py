@@ -21,7 +21,7 @@ from io_daemon.errors import ConfigError, WorldError
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 
-TORCHRUN_COMMAND = (sys.executable, "-m", "torch.distributed.run")
+TORCHRUN_COMMAND = (sys.executable, "-P", "-m", "torch.distributed.run")
 RUN_USAGE = "infinity run [--swap-dir DIR ...] [daemon options] [torchrun options] script.py ..."
 RUN_DESCRIPTION = """\
 Start one I/O daemon for this node, then torchrun (python -m torch.distributed.run) with all arguments from the first

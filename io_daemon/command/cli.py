@@ -16,11 +16,12 @@ from pydantic import ValidationError
 from io_daemon.command.interrupt import EXIT_INTERRUPTED, quiet_interrupt
 from io_daemon.command.options import as_typed, parse_fault, parse_path, settings_from
 from io_daemon.command.sizes import parse_bytes, parse_timeout
-from io_daemon.config import UNLIMITED_BYTES, ServeConfig, default_socket_path, first_problem
+from io_daemon.config import UNLIMITED_BYTES, ServeConfig, default_socket_path, first_problem, socket_parents
 from io_daemon.disk.swap_dir import check_swap_dir, reclaim
 from io_daemon.errors import ConfigError, DaemonLostError, WorldError
 from io_daemon.machine.tuning import choose
 from io_daemon.rank.connection import Connection
+from io_daemon.rank.private_dir import remove_abandoned
 from io_daemon.shared.control import Status, StatusRequest
 from io_daemon.shared.metrics import status_lines
 
@@ -116,6 +117,9 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
         "--private", action="store_true", help="end when the last tenant has left or the parent process is gone"
     )
     serve.add_argument(
+        "--parent-pidfd", type=int, metavar="FD", help="end when the process of this inherited pidfd is gone"
+    )
+    serve.add_argument(
         "--host-budget-bytes",
         type=parse_bytes,
         default=UNLIMITED_BYTES,
@@ -155,8 +159,12 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
     shape.add_argument("--prometheus", action="store_true", help="print in Prometheus' text format")
     status.set_defaults(run=_status, parser=status)
 
-    gc = commands.add_parser("gc", help="remove swap files whose daemon is gone")
-    _add_swap_dirs(gc)
+    gc = commands.add_parser(
+        "gc",
+        help="remove what killed daemons left",
+        description="Swap files in the directories named, and directories of private sockets; prints what it removed.",
+    )
+    _add_swap_dirs(gc, required=False)
     gc.add_argument(
         "--lock-timeout", type=parse_timeout, metavar="TIME", default=60.0, help="wait for I/O to land; default: 60s"
     )
@@ -173,14 +181,15 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
     return parser
 
 
-def _add_swap_dirs(parser: argparse.ArgumentParser) -> None:
+def _add_swap_dirs(parser: argparse.ArgumentParser, *, required: bool = True) -> None:
     parser.add_argument(
         "--swap-dir",
         dest="swap_dirs",
         type=parse_path,
         metavar="DIR",
         action="append",
-        required=True,
+        default=[],
+        required=required,
         help="may be given several times",
     )
 
@@ -227,6 +236,6 @@ def _status(arguments: argparse.Namespace) -> int:
 def _gc(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="io-daemon: %(message)s", stream=sys.stderr)
     directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dirs]
-    for path in asyncio.run(reclaim(directories, arguments.lock_timeout)):
+    for path in (*asyncio.run(reclaim(directories, arguments.lock_timeout)), *remove_abandoned(socket_parents())):
         print(path)
     return EXIT_OK

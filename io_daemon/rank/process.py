@@ -2,32 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import selectors
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Literal, NoReturn, Self
 
 from io_daemon.config import socket_parents
 from io_daemon.errors import ConfigError, DaemonLostError
-from io_daemon.rank.connection import SOCKET_PATH_BYTES_MAX
+from io_daemon.rank.private_dir import PrivateDir
 
 _log = logging.getLogger(__name__)
 
-DAEMON_COMMAND = (sys.executable, "-m", "io_daemon")
-SOCKET_NAME = "io.sock"
+DAEMON_COMMAND = (sys.executable, "-P", "-m", "io_daemon")
+"""Without -P modules would be looked for in the working directory first: a stranger's pydantic.py, say."""
 READY_LINE_BYTES_MAX = 1 << 16
 STDERR_LINES_KEPT = 50
 KILL_TIMEOUT_S = 10.0
@@ -36,7 +35,7 @@ EXIT_USAGE = 2
 
 
 class DaemonProcess:
-    """One ``python -m io_daemon serve``, started here and ended here.
+    """One ``io-daemon serve``, started here and ended here, with this process at the latest.
 
     The constructor returns once the daemon serves its socket. It raises ``ConfigError`` if the daemon refuses a
     setting, ``DaemonLostError`` if it ends or stays silent; both carry its own last words. A context manager; at exit
@@ -56,8 +55,8 @@ class DaemonProcess:
     ) -> None:
         """``socket``: where to listen; None = in a fresh directory that only this user can enter, removed at the end.
         ``options``: further options of ``io-daemon serve``, see ``daemon_options``. ``private``: the daemon ends with
-        its last tenant, or with this process. ``directories``: where the fresh directory may be made, the first that
-        fits; None = where this user's sockets belong."""
+        its last tenant. ``directories``: where the fresh directory may be made, the first that fits; None = where this
+        user's sockets belong."""
         if not swap_dirs:
             raise ConfigError(
                 "io_daemon.swap_dirs",
@@ -65,23 +64,21 @@ class DaemonProcess:
                 "a daemon needs at least one directory for swap files",
             )
         self._owner_pid = os.getpid()
-        self._directory: Path | None = None
+        self._directory: PrivateDir | None = None
         if socket is None:
-            self._directory = _private_directory(socket_parents() if directories is None else directories)
-            socket = self._directory / SOCKET_NAME
+            self._directory = PrivateDir.make(socket_parents() if directories is None else directories)
+            socket = self._directory.socket
         self.socket = Path(socket)
         self._arguments = ["serve", "--socket", str(self.socket)]
         for swap_dir in swap_dirs:
             self._arguments += ["--swap-dir", os.path.abspath(swap_dir)]
         self._arguments += [*options, *(["--private"] if private else [])]
-        # in a process group of its own: a Ctrl-C at the terminal goes to the ranks, which still need the daemon to end
-        self._popen = subprocess.Popen(
-            [*command, *self._arguments],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            process_group=0,
-        )
+        try:
+            self._popen = _start([*command, *self._arguments])
+        except BaseException:
+            if self._directory is not None:
+                self._directory.remove()
+            raise
         self._stderr = _StderrTail(self._popen)
         self._finalizer = weakref.finalize(
             self,
@@ -176,6 +173,34 @@ def daemon_options(
     return options if verify_checksums else [*options, "--no-verify-checksums"]
 
 
+def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
+    """In a process group of its own: a Ctrl-C at the terminal goes to the ranks, which still need the daemon to end."""
+    with _own_pidfd() as fds:
+        return subprocess.Popen(
+            [*command, *(word for fd in fds for word in ("--parent-pidfd", str(fd)))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            process_group=0,
+            pass_fds=fds,
+        )
+
+
+@contextlib.contextmanager
+def _own_pidfd() -> Iterator[tuple[int, ...]]:
+    """By which the daemon sees this process end, from its first instruction on: by the time that it could ask who its
+    parent is, that may be another. Nothing where the kernel gives none (before Linux 5.3)."""
+    try:
+        pidfd = os.pidfd_open(os.getpid())
+    except OSError:
+        yield ()
+        return
+    try:
+        yield (pidfd,)
+    finally:
+        os.close(pidfd)
+
+
 class _StderrTail:
     """Keeps the last lines of the daemon's stderr for an error message; once asked to, passes each on as it comes."""
 
@@ -232,24 +257,10 @@ def _read_line(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:
     return line, False
 
 
-def _private_directory(parents: Sequence[Path]) -> Path:
-    """A fresh 0700 directory whose socket path fits into a sockaddr."""
-    name_bytes = len(f"/infinity-xxxxxxxx/{SOCKET_NAME}")
-    for parent in parents:
-        if len(os.fsencode(parent)) + name_bytes <= SOCKET_PATH_BYTES_MAX and os.access(parent, os.W_OK | os.X_OK):
-            return Path(tempfile.mkdtemp(prefix="infinity-", dir=parent))
-    tried = ", ".join(str(parent) for parent in parents)
-    raise ConfigError(
-        "io_daemon.socket",
-        "auto",
-        f"no writable directory for a socket ({tried}): write a path",
-    )
-
-
 def _end(
     popen: subprocess.Popen[bytes],
     stderr: _StderrTail,
-    directory: Path | None,
+    directory: PrivateDir | None,
     owner_pid: int,
     timeout_s: float,
 ) -> None:
@@ -271,4 +282,4 @@ def _end(
         popen.stdout.close()
     stderr.join(KILL_TIMEOUT_S)
     if directory is not None:
-        shutil.rmtree(directory, ignore_errors=True)
+        directory.remove()

@@ -31,7 +31,7 @@ class Planner:
         """Raises WorldError if the process fails or takes longer than PLAN_TIMEOUT_S. Cancelling ends it."""
         async with self._turn:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", __name__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
+                sys.executable, "-P", "-m", __name__, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE
             )
             try:
                 answer, _ = await asyncio.wait_for(process.communicate(pickle.dumps(request)), PLAN_TIMEOUT_S)

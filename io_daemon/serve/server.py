@@ -44,8 +44,7 @@ async def serve(config: ServeConfig) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     with contextlib.ExitStack() as resources:
-        if config.private:
-            resources.enter_context(watching_parent(stop))
+        resources.enter_context(watching_parent(stop, config))
         engine, engine_notes = choose_engine(config.engine)
         swap_dirs = [check_swap_dir(path) for path in config.swap_dirs]
         for note in (*engine_notes, *(note for swap_dir in swap_dirs for note in swap_dir.notes)):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import json
 import logging
 import os
 import socket
+import stat
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
@@ -18,6 +18,8 @@ from io_daemon.config import ServeConfig, notify_socket
 from io_daemon.disk.swap_dir import SwapDir, reclaim
 from io_daemon.errors import ConfigError
 from io_daemon.rank.connection import check_socket_path
+from io_daemon.rank.private_dir import remove_if_private
+from io_daemon.rank.socket_lock import SocketLock
 from io_daemon.shared.protocol import PROTOCOL_VERSION
 
 log = logging.getLogger(__name__)
@@ -25,6 +27,7 @@ log = logging.getLogger(__name__)
 PROBE_TIMEOUT_S: Final = 1.0
 NICENESS: Final = -10
 BACKLOG: Final = 128
+ANOTHER_DAEMON: Final = "another daemon listens there: name another"
 ENGINES_BY_RANK: Final = ("io_uring", "libaio", "posix")
 
 
@@ -63,24 +66,43 @@ async def reclaim_unless(stop: asyncio.Event, config: ServeConfig) -> bool:
 
 
 @contextlib.contextmanager
-def watching_parent(stop: asyncio.Event) -> Iterator[None]:
-    """Stop when the parent process is gone. (Not PR_SET_PDEATHSIG: that fires when the parent's *thread* ends.)"""
-    parent_pid = os.getppid()
-    try:
-        pidfd = os.pidfd_open(parent_pid)
-    except OSError:
+def watching_parent(stop: asyncio.Event, config: ServeConfig) -> Iterator[None]:
+    """Stop when whoever started this daemon is gone, where that matters, and remove the directory that was made for our
+    socket: its maker may have been killed. Raises ConfigError.
+
+    (Not PR_SET_PDEATHSIG: that fires when the parent's *thread* ends.)"""
+    if config.parent_pidfd is None and not config.private:
+        yield
+        return
+    pidfd = _pidfd_of_parent() if config.parent_pidfd is None else config.parent_pidfd
+    if pidfd is None:
         stop.set()
         yield
         return
-    if os.getppid() != parent_pid:  # it died before it could be watched
-        stop.set()
     loop = asyncio.get_running_loop()
-    loop.add_reader(pidfd, stop.set)
+    try:
+        loop.add_reader(pidfd, stop.set)
+    except OSError as error:
+        raise ConfigError("parent_pidfd", pidfd, f"is no inherited pidfd ({error.strerror})") from error
     try:
         yield
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
+        remove_if_private(config.socket_path.parent)
+
+
+def _pidfd_of_parent() -> int | None:
+    """None if it is gone already. One that died before this line cannot be told from its heir: hence the option."""
+    parent_pid = os.getppid()
+    try:
+        pidfd = os.pidfd_open(parent_pid)
+    except OSError:
+        return None
+    if os.getppid() == parent_pid:
+        return pidfd
+    os.close(pidfd)  # it died before it could be watched
+    return None
 
 
 @contextlib.contextmanager
@@ -91,12 +113,13 @@ def listening(path: Path) -> Iterator[socket.socket]:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigError("socket", str(path), f"its directory cannot be made ({error.strerror})") from error
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
+    with _locked(path), socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK) as listener:
         before = os.umask(0o177)
         try:
-            _bind(listener, path)
+            _unlink_leftover(path)
+            listener.bind(str(path))
         except OSError as error:
-            raise ConfigError("socket", str(path), f"cannot be listened on ({error.strerror})") from error
+            raise ConfigError("socket", str(path), f"cannot be listened on ({error.strerror or error})") from error
         finally:
             os.umask(before)
         ours = os.stat(path)
@@ -109,21 +132,31 @@ def listening(path: Path) -> Iterator[socket.socket]:
                     os.unlink(path)
 
 
-def _bind(listener: socket.socket, path: Path) -> None:
+def _locked(path: Path) -> SocketLock:
+    """Raises ConfigError."""
+    if (lock := SocketLock.take(path)) is None:
+        raise ConfigError("socket", str(path), ANOTHER_DAEMON)
+    return lock
+
+
+def _unlink_leftover(path: Path) -> None:
+    """Of a daemon that was killed. Under the lock, so no daemon is about to listen. Raises ConfigError or OSError."""
     try:
-        listener.bind(str(path))
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-            probe.settimeout(PROBE_TIMEOUT_S)
-            try:
-                probe.connect(str(path))
-            except ConnectionRefusedError:
-                os.unlink(path)  # left by a daemon that was killed
-            else:
-                raise ConfigError("socket", str(path), "another daemon listens there: name another") from error
-        listener.bind(str(path))
+        status = os.stat(path, follow_symlinks=False)
+    except FileNotFoundError:
+        return
+    if not stat.S_ISSOCK(status.st_mode):
+        raise ConfigError("socket", str(path), "is there and is no socket: name another path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(PROBE_TIMEOUT_S)
+        try:
+            probe.connect(str(path))
+        except ConnectionRefusedError:
+            os.unlink(path)
+            return
+        except TimeoutError:
+            pass  # it listens, and has no time to accept
+    raise ConfigError("socket", str(path), ANOTHER_DAEMON)
 
 
 def announce_ready(config: ServeConfig, engine: str, swap_dirs: Sequence[SwapDir]) -> None:

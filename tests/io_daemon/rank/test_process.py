@@ -1,0 +1,134 @@
+"""A daemon of one's own: it ends with whoever started it, whenever that is, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from io_daemon.__main__ import main
+from io_daemon.command import cli
+from io_daemon.rank.private_dir import PREFIX, PrivateDir, remove_abandoned
+from io_daemon.rank.process import DAEMON_COMMAND, DaemonProcess
+from io_daemon.rank.socket_lock import SocketLock
+from tests.support.daemon import DEADLINE_S, eventually
+
+RANK = """
+import os, sys
+from pathlib import Path
+from io_daemon.rank.process import DAEMON_COMMAND, DaemonProcess
+directory, command = sys.argv[1], sys.argv[2:] or DAEMON_COMMAND
+daemon = DaemonProcess(swap_dirs=[directory], command=command, directories=[Path(directory)])
+print(daemon.pid, flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def rank(directory: Path, *command: str) -> Iterator[subprocess.Popen[str]]:
+    """A process that starts a daemon by ``command``, and is killed at the latest at the end."""
+    words = [sys.executable, "-c", RANK, str(directory), *command]
+    process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def ends(pidfd: int) -> bool:
+    """Whether a process ends; it is killed if it does not."""
+    ended = bool(select.select([pidfd], [], [], DEADLINE_S)[0])
+    if not ended:
+        signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    os.close(pidfd)
+    return ended
+
+
+def test_a_daemon_whose_rank_was_killed_while_it_started_ends(tmp_path: Path) -> None:
+    """The daemon's first instruction is executed when its parent is long gone, and nobody knows who that was."""
+    seen = tmp_path / "pid"
+    script = f"echo $$ > {seen}.new; mv {seen}.new {seen}; while kill -0 $PPID 2>/dev/null; do sleep 0.01; done; "
+    with rank(tmp_path, "sh", "-c", script + 'exec "$@"', "sh", *DAEMON_COMMAND) as process:
+        eventually(seen.exists, "the daemon's process has started")
+        pidfd = os.pidfd_open(int(seen.read_text()))
+        process.kill()
+        process.wait(DEADLINE_S)
+        assert ends(pidfd)
+    assert sorted(tmp_path.iterdir()) == [seen]
+
+
+def test_a_daemon_whose_rank_is_killed_leaves_nothing(tmp_path: Path) -> None:
+    with rank(tmp_path) as process:
+        assert process.stdout is not None
+        pidfd = os.pidfd_open(int(process.stdout.readline()))
+        assert len(list(tmp_path.glob(f"{PREFIX}*"))) == 1
+        process.kill()
+        assert ends(pidfd)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gc_removes_the_directory_of_a_rank_and_a_daemon_that_were_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cli, "socket_parents", lambda: [tmp_path])
+    with rank(tmp_path) as process:
+        assert process.stdout is not None
+        pid = int(process.stdout.readline())
+        (directory,) = tmp_path.glob(f"{PREFIX}*")
+        assert main(["gc"]) == 0
+        assert capsys.readouterr().out == ""
+        assert (directory / "io.sock").is_socket()  # in use
+        os.kill(process.pid, signal.SIGSTOP)  # so that it does not clean up
+        pidfd = os.pidfd_open(pid)
+        os.kill(pid, signal.SIGKILL)
+        assert ends(pidfd)
+        assert main(["gc"]) == 0
+        assert directory.exists()  # its maker lives
+    assert main(["gc"]) == 0
+    assert capsys.readouterr().out == f"{directory}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_gc_leaves_what_is_not_a_leftover_of_ours(tmp_path: Path) -> None:
+    ours = PrivateDir.make([tmp_path])
+    draining = tmp_path / f"{PREFIX}draining"
+    draining.mkdir(mode=0o700)
+    with_more = tmp_path / f"{PREFIX}withmore"
+    with_more.mkdir(mode=0o700)
+    (with_more / "notes").touch()
+    open_to_all = tmp_path / f"{PREFIX}opentoal"
+    open_to_all.mkdir(mode=0o755)
+    (tmp_path / f"{PREFIX}afile").touch()
+    (tmp_path / f"{PREFIX}alink").symlink_to(with_more)
+    before = sorted(tmp_path.rglob("*"))
+    lock = SocketLock.take(draining / "io.sock")  # a daemon that lives a little longer than its maker
+    assert lock is not None
+    with lock:
+        assert remove_abandoned([tmp_path]) == []
+    assert sorted(tmp_path.rglob("*")) == before
+    ours.remove()
+    ours.remove()
+    assert not ours.path.exists()
+    assert remove_abandoned([tmp_path, tmp_path]) == [draining]
+
+
+def test_a_daemon_that_cannot_be_started_leaves_no_directory(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        DaemonProcess(swap_dirs=[tmp_path], command=["/nonexistent"], directories=[tmp_path])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_that_is_no_inherited_pidfd_is_refused(
+    tmp_path: Path, swap_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["serve", "--socket", str(tmp_path / "s"), "--swap-dir", str(swap_dir), "--parent-pidfd", "999"]
+    assert subprocess.run([*DAEMON_COMMAND, *words], timeout=DEADLINE_S, check=False).returncode == 2
+    assert "--parent-pidfd = 999: is no inherited pidfd" in capfd.readouterr().err
