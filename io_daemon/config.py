@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -14,6 +14,8 @@ from io_daemon.shared.protocol import PAGE_BYTES
 
 EngineName = Literal["io_uring", "libaio", "posix"]
 EngineChoice = Literal["auto", "require:io_uring", "require:libaio", "require:posix"]
+ENGINES_BY_RANK: Final[tuple[EngineName, ...]] = get_args(EngineName)
+"""The daemon's engines, best first: here they have their names, and nowhere else in Python."""
 Fault = tuple[str, int, int]
 """(what, which block I/O, value), as ``_native.Reactor`` takes it."""
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
-from typing import Literal
+from typing import Literal, get_args
+
+from io_daemon.config import EngineChoice
 
 
 class Standing(Enum):
@@ -263,7 +265,7 @@ _IO_DAEMON = (
     _works("io_daemon.swap_dirs", "directories of swap files, besides nvme_path"),
     _works(
         "io_daemon.engine",
-        '"auto" or "require:io_uring", "require:libaio", "require:posix"; a running daemon keeps its own',
+        " or ".join(f'"{choice}"' for choice in get_args(EngineChoice)) + "; a running daemon keeps its own",
         auto="value",
     ),
     _works(

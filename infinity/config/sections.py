@@ -13,6 +13,8 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from io_daemon.config import EngineChoice
+
 Device = Literal["none", "cpu", "nvme"]
 WarmupType = Literal["log", "linear"]
 
@@ -180,7 +182,7 @@ class IoDaemon(Section):
     host_budget_bytes: Positive = 2 << 30
     """Bound on the arenas of all ranks of the job on the node together."""
     swap_dirs: Annotated[tuple[NonEmpty, ...], BeforeValidator(_tuple)] = ()
-    engine: Literal["auto", "require:io_uring", "require:libaio", "require:posix"] = "auto"
+    engine: EngineChoice = "auto"
     block_size: BlockBytes | Literal["auto"] = "auto"
     """Bytes per I/O; also the unit of checksums. "auto": what ``io-daemon bench`` found best here, else 1 MiB."""
     queue_depth: QueueDepth | Literal["auto"] = "auto"

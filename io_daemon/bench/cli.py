@@ -23,7 +23,7 @@ from rich.console import Console
 
 from io_daemon.bench.advice import advise_compare, advise_io, advise_sweep
 from io_daemon.bench.compare import CompareSettings, run_compare
-from io_daemon.bench.engines.engine import ENGINES, REACTOR_ENGINES, engine_problem
+from io_daemon.bench.engines.factory import ENGINES, REACTOR_ENGINES, engine_problem
 from io_daemon.bench.progress import LiveProgress
 from io_daemon.bench.report.baseline import compare_with_baseline, parse_percent, refuse_other
 from io_daemon.bench.report.table import print_report

@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Final, Protocol
 
 from io_daemon._native import Region
-from io_daemon.bench.engines.engine import BlockEngine, Counters, open_engine
+from io_daemon.bench.engines.engine import BlockEngine, Counters
+from io_daemon.bench.engines.factory import open_engine
 from io_daemon.bench.job import Job, buffer_bytes
 from io_daemon.bench.latency import Latencies
 from io_daemon.bench.result import IoResult, Verification

@@ -8,12 +8,12 @@ from typing import Annotated, Final, Literal, Self, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from io_daemon.bench.engines.engine import Memory
-from io_daemon.config import Fault
+from io_daemon.config import EngineName, Fault
 from io_daemon.errors import ConfigError
 from io_daemon.shared.protocol import PAGE_BYTES
 
 Rw = Literal["read", "write", "rw", "randread", "randwrite", "randrw"]
-BenchEngine = Literal["io_uring", "libaio", "posix", "kvikio", "aiofiles"]
+BenchEngine = Literal[EngineName, "kvikio", "aiofiles"]
 RW: Final[tuple[str, ...]] = get_args(Rw)
 
 TRAINING_READ_PERCENT: Final = 53

@@ -6,12 +6,12 @@ import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import Annotated, Any, Final
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from io_daemon._native import ENGINES, probe_engine
-from io_daemon.bench.engines.engine import REACTOR_ENGINES
+from io_daemon.bench.engines.factory import REACTOR_ENGINES
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import IoResult, SweepFinalist, SweepReplay, SweepResult
 from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, open_targets, run_io
@@ -19,6 +19,7 @@ from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, D
 from io_daemon.bench.steps.step_race import StepRace, race_problem, race_writes_at_most, run_race, runners_of
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
 from io_daemon.bench.target import Target
+from io_daemon.config import EngineName
 from io_daemon.errors import ConfigError, DaemonLostError
 from io_daemon.machine.tuning import Tuning, remember
 
@@ -36,7 +37,7 @@ class SweepSettings(BaseModel):
     directories: Directories
     size: Annotated[int, Field(ge=64 << 20)] = 2 << 30
     """Of the file in each directory; a rest below the largest block is left alone."""
-    engines: Annotated[tuple[Literal["io_uring", "libaio", "posix"], ...], Field(min_length=1)] = REACTOR_ENGINES
+    engines: Annotated[tuple[EngineName, ...], Field(min_length=1)] = REACTOR_ENGINES
     rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
     cell_s: Annotated[float, Field(ge=CELL_S_MIN, le=600)] = 0.4
     """Measured time of one round of one cell; less on a drive that would write too much meanwhile."""

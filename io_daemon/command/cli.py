@@ -9,14 +9,21 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, get_args
 
 from pydantic import ValidationError
 
 from io_daemon.command.interrupt import EXIT_INTERRUPTED, quiet_interrupt
 from io_daemon.command.options import as_typed, parse_fault, parse_path, settings_from
 from io_daemon.command.sizes import parse_bytes, parse_timeout
-from io_daemon.config import UNLIMITED_BYTES, ServeConfig, default_socket_path, first_problem, socket_parents
+from io_daemon.config import (
+    UNLIMITED_BYTES,
+    EngineChoice,
+    ServeConfig,
+    default_socket_path,
+    first_problem,
+    socket_parents,
+)
 from io_daemon.disk.swap_dir import check_swap_dir, reclaim
 from io_daemon.errors import ConfigError, DaemonLostError, WorldError
 from io_daemon.machine.tuning import choose
@@ -92,7 +99,7 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
     serve.add_argument(
         "--engine",
         default="auto",
-        help="auto (the best that works) or require:io_uring, require:libaio, require:posix; default: auto",
+        help=f"auto (the best that works) or {', '.join(get_args(EngineChoice)[1:])}; default: auto",
     )
     serve.add_argument(
         "--block-size",

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, Literal
 
+from io_daemon.config import ENGINES_BY_RANK
 from io_daemon.disk.kernel_text import read_integer, read_text
 from io_daemon.disk.mounts import PROC, Mount, find_mount
 from io_daemon.machine.block_device import BlockDevice, find_block_device
 from io_daemon.shared.record import Record
 
 SYS: Final = Path("/sys")
-ENGINES: Final = ("io_uring", "libaio", "posix")
 CAP_IPC_LOCK: Final = 14
 PACKAGE: Final = "infinity"
 
@@ -162,7 +162,7 @@ def _engines() -> tuple[list[EngineFact], str | None]:
     except ImportError as error:
         return [], f"the I/O core cannot be loaded ({error}): build it with make build, or pip install ."
     facts = []
-    for name in ENGINES:
+    for name in ENGINES_BY_RANK:
         compiled = name in _native.ENGINES
         reason = _native.probe_engine(name) if compiled else "not compiled in"
         facts.append(EngineFact(name=name, compiled=compiled, works=reason is None, reason=reason))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 from io_daemon._native import ENGINES, probe_engine
-from io_daemon.config import ServeConfig, notify_socket
+from io_daemon.config import ENGINES_BY_RANK, ServeConfig, notify_socket
 from io_daemon.disk.swap_dir import SwapDir, reclaim
 from io_daemon.errors import ConfigError
 from io_daemon.rank.connection import check_socket_path
@@ -28,7 +28,6 @@ PROBE_TIMEOUT_S: Final = 1.0
 NICENESS: Final = -10
 BACKLOG: Final = 128
 ANOTHER_DAEMON: Final = "another daemon listens there: name another"
-ENGINES_BY_RANK: Final = ("io_uring", "libaio", "posix")
 
 
 def raise_priority() -> None:

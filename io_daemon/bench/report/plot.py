@@ -27,6 +27,7 @@ from io_daemon.bench.result import (
     SweepResult,
     TimeSeries,
 )
+from io_daemon.config import ENGINES_BY_RANK
 from io_daemon.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -294,7 +295,7 @@ def plot_step(result: StepResult) -> Figure:
 
 
 def _engine_rank(engine: str) -> tuple[int, str]:
-    known = ("io_uring", "libaio", "posix")
+    known = ENGINES_BY_RANK
     return (known.index(engine) if engine in known else len(known), engine)
 
 

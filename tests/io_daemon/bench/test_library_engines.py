@@ -24,7 +24,8 @@ import pytest
 
 from io_daemon._native import Region
 from io_daemon.bench.engines.cuda_memory import CudaMemory, device_problem, driver_problem
-from io_daemon.bench.engines.engine import BlockEngine, Memory, engine_problem, open_engine
+from io_daemon.bench.engines.engine import BlockEngine, Memory
+from io_daemon.bench.engines.factory import engine_problem, open_engine
 from io_daemon.bench.engines.ledger import Ledger, errno_of
 from io_daemon.errors import ConfigError, DeviceIOError
 from tests.support.block_io import BS, NUM_SLOTS, batch, check_own_slots, make_file, reap_all

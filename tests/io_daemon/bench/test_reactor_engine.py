@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from io_daemon._native import Region
-from io_daemon.bench.engines.engine import REACTOR_ENGINES, BlockEngine, engine_problem, open_engine
+from io_daemon.bench.engines.engine import BlockEngine
+from io_daemon.bench.engines.factory import REACTOR_ENGINES, engine_problem, open_engine
 from io_daemon.errors import ConfigError, DeviceIOError
 from tests.support.block_io import BS, NUM_SLOTS, batch, check_own_slots, make_file, reap_all
 from tests.support.reactor import DEADLINE_S, Fault, make_region

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from io_daemon.bench import run
-from io_daemon.bench.engines.engine import engine_problem
+from io_daemon.bench.engines.factory import engine_problem
 from io_daemon.bench.result import IoResult
 from io_daemon.bench.run import Silent, open_bench, open_targets, run_io
 from io_daemon.bench.settings import RW, IoSettings
