@@ -46,31 +46,32 @@ ActiveRequest::ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> i
 void ActiveRequest::resolve_blocks() {
   require(request.num_bytes > 0, "num_bytes is 0");
   const Region& region = buffer->region();
-  if (request.blocks.empty()) {
+  if (!request.blocks) {
     check_place({request.op, request.offset, request.buffer_offset}, request.num_bytes, region);
     num_blocks = (request.num_bytes - 1) / block_bytes + 1;
     return;
   }
-  num_blocks = request.blocks.size();
+  const BenchBlocks& blocks = *request.blocks;
+  num_blocks = blocks.places.size();
   require(num_blocks <= kBlocksMax, "more than 65536 blocks");
   require(request.num_bytes <= block_bytes, "num_bytes of a block is more than block_bytes");
   require(request.checksums == nullptr, "blocks that are named singly have no checksums");
-  for (const BlockPlace& place : request.blocks) {
+  for (const BlockPlace& place : blocks.places) {
     require(place.op != IoOp::kFsync, "FSYNC has no blocks");
     check_place(place, request.num_bytes, region);
   }
-  require(request.in_cells || request.headers.empty(), "headers are for blocks in cells");
-  if (request.in_cells) check_cells();
-  completion.offset = request.blocks.front().offset;
+  require(blocks.in_cells || blocks.headers.empty(), "headers are for blocks in cells");
+  if (blocks.in_cells) check_cells();
+  completion.offset = blocks.places.front().offset;
   completion.expected = completion.actual = num_blocks * request.num_bytes;
 }
 
 void ActiveRequest::check_cells() const {
   const Region& region = buffer->region();
   region.slice(0, 2 * num_cells * request.num_bytes);
-  if (request.headers.empty()) return;
-  require(request.headers.size() % num_blocks == 0 &&
-              request.headers.size() / num_blocks <= wire::kPage,
+  const std::size_t header_bytes = request.blocks->headers.size();
+  if (header_bytes == 0) return;
+  require(header_bytes % num_blocks == 0 && header_bytes / num_blocks <= wire::kPage,
           "headers are not of one length for each block, at most a page");
   require(region.writable(), "headers for a region that is mapped read-only");
 }
@@ -90,9 +91,9 @@ void ActiveRequest::resolve_checksums() {
 }
 
 BlockExtent ActiveRequest::next_block(std::size_t cell) const {
-  if (!request.blocks.empty()) {
-    BlockPlace place = request.blocks[num_cut];
-    if (request.in_cells) {
+  if (request.blocks) {
+    BlockPlace place = request.blocks->places[num_cut];
+    if (request.blocks->in_cells) {
       const std::size_t piece = place.op == IoOp::kRead ? num_cells + cell : cell;
       place.buffer_offset = piece * request.num_bytes;
     }
@@ -105,9 +106,10 @@ BlockExtent ActiveRequest::next_block(std::size_t cell) const {
 }
 
 void ActiveRequest::write_header(const BlockExtent& block) const {
-  if (request.headers.empty()) return;
-  const std::size_t header_bytes = request.headers.size() / request.blocks.size();
-  const std::byte* const header = request.headers.data() + num_cut * header_bytes;
+  if (!request.blocks || request.blocks->headers.empty()) return;
+  const auto& headers = request.blocks->headers;
+  const std::size_t header_bytes = headers.size() / request.blocks->places.size();
+  const std::byte* const header = headers.data() + num_cut * header_bytes;
   const auto piece = bytes(block);
   for (std::size_t page = 0; page < piece.size(); page += wire::kPage) {
     std::memcpy(piece.data() + page, header, std::min(header_bytes, piece.size() - page));

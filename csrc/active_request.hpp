@@ -6,8 +6,8 @@
 #include <memory>
 #include <span>
 
-#include "reactor.hpp"
 #include "registry.hpp"
+#include "request.hpp"
 
 namespace infinity {
 

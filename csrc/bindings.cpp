@@ -14,10 +14,11 @@
 #include <memory>
 #include <tuple>
 
+#include "bench_reactor.hpp"
 #include "checksum.hpp"
 #include "engine.hpp"
 #include "error.hpp"
-#include "reactor.hpp"
+#include "file_space.hpp"
 #include "region.hpp"
 #include "ring.hpp"
 #include "wire_layout.hpp"
@@ -213,8 +214,9 @@ IoOp as_op(int op) {
   return static_cast<IoOp>(op);
 }
 
-void init_reactor(
-    Reactor* self, const std::string& engine, std::int64_t queue_depth, std::int64_t block_bytes,
+template <typename R>
+std::shared_ptr<R> make_reactor(
+    const std::string& engine, std::int64_t queue_depth, std::int64_t block_bytes,
     const std::vector<std::tuple<std::string, std::uint64_t, std::uint64_t>>& faults) {
   require(queue_depth > 0 && queue_depth <= kQueueDepthMax, "queue_depth is not in 1..4096");
   require(block_bytes > 0 && block_bytes <= kBlockBytesMax,
@@ -226,7 +228,8 @@ void init_reactor(
     for (const auto& [what, nth, value] : faults) list.push_back({what, nth, value});
     io_engine = make_faulty_engine(std::move(io_engine), std::move(list));
   }
-  new (self) Reactor(std::move(io_engine), depth, static_cast<std::uint32_t>(block_bytes));
+  return start_reactor(
+      std::make_shared<R>(std::move(io_engine), depth, static_cast<std::uint32_t>(block_bytes)));
 }
 
 void submit(Reactor& self, std::uint64_t tag, int op, int file, std::int64_t offset, int buffer,
@@ -253,28 +256,27 @@ nb::list reap(Reactor& self, std::int64_t completions_max) {
   return tuples;
 }
 
-void submit_blocks(Reactor& self, std::uint64_t tag, int file, const Bytes& writes,
+void submit_blocks(BenchReactor& self, std::uint64_t tag, int file, const Bytes& writes,
                    const Words& offsets, int buffer, const std::optional<Words>& buffer_offsets,
                    std::int64_t num_bytes, const std::optional<Headers>& headers) {
   const std::size_t num_blocks = offsets.size();
   require(num_blocks > 0, "no blocks");
   require(writes.size() == num_blocks && (!buffer_offsets || buffer_offsets->size() == num_blocks),
           "writes, offsets and buffer_offsets are not of one length");
-  Request request{.tag = tag,
-                  .file = file,
-                  .buffer = buffer,
-                  .num_bytes = as_unsigned(num_bytes, "num_bytes"),
-                  .in_cells = !buffer_offsets};
-  request.blocks.reserve(num_blocks);
+  Request request{
+      .tag = tag, .file = file, .buffer = buffer, .num_bytes = as_unsigned(num_bytes, "num_bytes")};
+  BenchBlocks& blocks = request.blocks.emplace();
+  blocks.in_cells = !buffer_offsets;
+  blocks.places.reserve(num_blocks);
   for (std::size_t i = 0; i < num_blocks; ++i) {
     require(writes.data()[i] <= 1, "writes holds more than 0 and 1");
-    request.blocks.push_back({writes.data()[i] == 1 ? IoOp::kWrite : IoOp::kRead, offsets.data()[i],
-                              buffer_offsets ? buffer_offsets->data()[i] : 0});
+    blocks.places.push_back({writes.data()[i] == 1 ? IoOp::kWrite : IoOp::kRead, offsets.data()[i],
+                             buffer_offsets ? buffer_offsets->data()[i] : 0});
   }
   if (headers) {
     require(headers->shape(0) == num_blocks, "headers are not one for each block");
     const auto bytes = std::as_bytes(std::span(headers->data(), headers->size()));
-    request.headers.assign(bytes.begin(), bytes.end());
+    blocks.headers.assign(bytes.begin(), bytes.end());
   }
   self.submit(std::move(request));
 }
@@ -295,9 +297,9 @@ nb::dict histogram(const Histogram& histogram) {
   return fields;
 }
 
-nb::dict clat(const Reactor& self) { return histogram(self.clat()); }
+nb::dict clat(const BenchReactor& self) { return histogram(self.clat()); }
 
-nb::dict latencies(const Reactor& self) {
+nb::dict latencies(const BenchReactor& self) {
   const auto latencies = std::make_unique<const Latencies>(self.latencies());
   const auto stages = [](const StageLatencies& of) {
     nb::dict fields;
@@ -325,13 +327,13 @@ nb::dict stats(const Reactor& self) {
 }
 
 void bind_reactor(nb::module_& module) {
-  nb::class_<Reactor> reactor(module, "Reactor", nb::is_final());
+  nb::class_<Reactor> reactor(module, "Reactor");
   reactor.attr("READ") = static_cast<int>(IoOp::kRead);
   reactor.attr("WRITE") = static_cast<int>(IoOp::kWrite);
   reactor.attr("FSYNC") = static_cast<int>(IoOp::kFsync);
   reactor
-      .def("__init__", &init_reactor, "engine"_a, "queue_depth"_a, "block_bytes"_a, nb::kw_only(),
-           "faults"_a = nb::tuple())
+      .def(nb::new_(&make_reactor<Reactor>), "engine"_a, "queue_depth"_a, "block_bytes"_a,
+           nb::kw_only(), "faults"_a = nb::tuple())
       .def_prop_ro("event_fd", &Reactor::event_fd)
       .def_prop_ro("engine", &Reactor::engine_name)
       .def("add_file", &Reactor::add_file, "fd"_a, ReleaseGil())
@@ -340,14 +342,8 @@ void bind_reactor(nb::module_& module) {
       .def("remove_buffer", &Reactor::remove_buffer, "index"_a, ReleaseGil())
       .def("submit", &submit, "tag"_a, "op"_a, "file"_a, "offset"_a, "buffer"_a, "buffer_offset"_a,
            "num_bytes"_a, "checksums"_a = nb::none(), "checksums_offset"_a = 0, "verify"_a = false)
-      .def("submit_blocks", &submit_blocks, "tag"_a, "file"_a, "writes"_a.noconvert(),
-           "offsets"_a.noconvert(), "buffer"_a, "buffer_offsets"_a.noconvert().none(),
-           "num_bytes"_a, "headers"_a.noconvert() = nb::none())
       .def("reap", &reap, "completions_max"_a)
       .def("stats", &stats)
-      .def("latencies", &latencies)
-      .def("clat", &clat)
-      .def("reset_latencies", &Reactor::reset_latencies)
       .def(
           "close",
           [](Reactor& self, int timeout_ms) {
@@ -355,6 +351,15 @@ void bind_reactor(nb::module_& module) {
             return self.close(std::chrono::milliseconds(timeout_ms));
           },
           "timeout_ms"_a = 10'000, ReleaseGil());
+  nb::class_<BenchReactor, Reactor>(module, "BenchReactor", nb::is_final())
+      .def(nb::new_(&make_reactor<BenchReactor>), "engine"_a, "queue_depth"_a, "block_bytes"_a,
+           nb::kw_only(), "faults"_a = nb::tuple())
+      .def("submit_blocks", &submit_blocks, "tag"_a, "file"_a, "writes"_a.noconvert(),
+           "offsets"_a.noconvert(), "buffer"_a, "buffer_offsets"_a.noconvert().none(),
+           "num_bytes"_a, "headers"_a.noconvert() = nb::none())
+      .def("latencies", &latencies)
+      .def("clat", &clat)
+      .def("reset_latencies", &BenchReactor::reset_latencies);
 }
 
 }  // namespace
@@ -369,6 +374,12 @@ NB_MODULE(_native, module) {
   module.attr("NUM_LATENCY_BUCKETS") = Histogram::kNumBuckets;
   module.def("latency_bucket", &Histogram::bucket, "ns"_a);
   module.def("probe_engine", &probe_engine, "engine"_a, ReleaseGil());
+  module.def(
+      "allocate",
+      [](int fd, std::int64_t offset, std::int64_t num_bytes) {
+        allocate(fd, as_unsigned(offset, "offset"), as_unsigned(num_bytes, "num_bytes"));
+      },
+      "fd"_a, "offset"_a, "num_bytes"_a, ReleaseGil());
   module.def(
       "checksum",
       [](const Bytes& buffer) {

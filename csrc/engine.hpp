@@ -85,7 +85,7 @@ class IoEngine {
 inline constexpr std::size_t kRegisteredBytesMax = std::size_t{1} << 30;
 
 // One fault for tests: the nth I/O (from 0) of the direction that `what` names, of any direction
-// for "delay".
+// for "delay" and "break".
 struct Fault {
   std::string what;
   std::uint64_t nth = 0;

@@ -7,6 +7,7 @@
 #include <unordered_map>
 
 #include "engine.hpp"
+#include "error.hpp"
 #include "wire.hpp"
 
 namespace infinity {
@@ -97,7 +98,7 @@ class FaultyEngine final : public IoEngine {
   static void check(const Fault& fault) {
     static constexpr std::string_view kKinds[] = {"errno_read",  "errno_write", "short_read",
                                                   "short_write", "flip_read",   "flip_write",
-                                                  "delay"};
+                                                  "delay",       "break"};
     if (std::ranges::find(kKinds, fault.what) == std::end(kKinds)) {
       throw std::invalid_argument("unknown fault '" + fault.what + "'");
     }
@@ -110,6 +111,9 @@ class FaultyEngine final : public IoEngine {
   }
 
   bool submit_one(Io io) {
+    if (const Fault* fault = find("break", num_ios_)) {
+      throw_errno(static_cast<int>(fault->value), "injected fault");
+    }
     Disturbance disturbance;
     const Fault* delay = find("delay", num_ios_);
     if (delay != nullptr) disturbance.delay = std::chrono::microseconds(delay->value);

@@ -1,4 +1,5 @@
-// How long block I/Os take, counted in log-linear buckets as io_daemon/bench/latency.py describes them.
+// How long block I/Os take, counted in log-linear buckets as io_daemon/bench/latency.py describes
+// them.
 #pragma once
 
 #include <algorithm>

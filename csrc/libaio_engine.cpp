@@ -1,6 +1,7 @@
 // Linux native AIO through libaio.
 #include <libaio.h>
 #include <poll.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -9,6 +10,7 @@
 #include "descriptor.hpp"
 #include "engine.hpp"
 #include "error.hpp"
+#include "wire.hpp"
 
 namespace infinity {
 namespace {
@@ -25,6 +27,7 @@ class LibaioEngine final : public IoEngine {
       throw_errno(EAGAIN, "io_setup (fs.aio-max-nr is used up: raise it with sysctl)");
     }
     if (result < 0) throw_errno(-result, "io_setup");
+    keep_from_children();
     try {
       watch_wake_event();
     } catch (...) {
@@ -87,6 +90,14 @@ class LibaioEngine final : public IoEngine {
   }
 
  private:
+  // The context's address is that of its ring, which begins with its id and its number of events;
+  // the header is as large as one of those. A child would inherit it for writing.
+  void keep_from_children() noexcept {
+    const std::size_t num_events = reinterpret_cast<const unsigned*>(context_)[1];
+    const std::size_t bytes = (num_events + 1) * sizeof(io_event);
+    ::madvise(context_, (bytes + wire::kPage - 1) / wire::kPage * wire::kPage, MADV_DONTFORK);
+  }
+
   // Returns how many of the part the kernel took, or -errno of the first one.
   int submit_part(std::span<const Io> part) {
     std::array<iocb, kBatchMax> blocks;  // the kernel copies them

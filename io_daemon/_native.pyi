@@ -20,6 +20,10 @@ def latency_bucket(ns: int) -> int:
 def probe_engine(engine: str) -> str | None:
     """None if the engine works on this machine, else one line that says why not."""
 
+def allocate(fd: int, offset: int, num_bytes: int) -> None:
+    """fallocate(2): reserve the bytes of a file, which grows with it. OSError with EOPNOTSUPP where the filesystem has
+    none: unlike os.posix_fallocate it never reads and rewrites what is there. GIL released."""
+
 def checksum(buffer: NDArray[np.uint8]) -> int:
     """The 32-bit block checksum of contiguous bytes: CRC-32C by the CPU's instructions. GIL released."""
 
@@ -138,7 +142,6 @@ class LatencyFields(TypedDict):
     read: StageFields
     write: StageFields
 
-@final
 class Reactor:
     """One I/O thread over one engine: cuts requests into blocks, keeps ``queue_depth`` of them in
     flight, computes or verifies block checksums, reads every completion's result."""
@@ -151,8 +154,9 @@ class Reactor:
     ) -> None:
         """faults, for tests: (what, nth block I/O from 0, value) with what in
         "errno_read" | "errno_write" (value = errno), "short_read" | "short_write" (value = bytes
-        transferred), "flip_read" | "flip_write" (value = byte index), "delay" (value = microseconds).
-        Reads and writes are counted apart, "delay" counts both and FSYNC; continuations and retries count too.
+        transferred), "flip_read" | "flip_write" (value = byte index), "delay" (value = microseconds), "break" (the
+        engine as a whole fails; value = errno). Reads and writes are counted apart, "delay" and "break" count both and
+        FSYNC; continuations and retries count too.
         Raises OSError if the engine cannot start; ValueError unless queue_depth is in 1..4096 and block_bytes a
         multiple of 4096 up to 1 GiB."""
     @property
@@ -187,6 +191,23 @@ class Reactor:
         the engine: they must not change meanwhile), READ verifies against them if ``verify``. FSYNC covers the writes
         that were reaped before it was submitted; everything after ``file`` is 0. Bounds are checked (ValueError).
         RuntimeError once closed, or with 65536 requests not reaped."""
+    def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
+        """(tag, status, error_number, offset, expected, actual); status as protocol.Status: OK, IO_ERROR,
+        SHORT_IO or INTEGRITY. One entry per request, after its last block. OK: the request's own offset and bytes
+        (twice). Otherwise of the first block that failed: its offset in the file, its bytes and those
+        moved, or the stored checksum and the one found. event_fd stays readable while more are there.
+        OSError once nothing is left to reap of an engine that has broken down. What was in flight then is never
+        reported, and its memory and files are held until the process ends: the kernel may still write there."""
+    def stats(self) -> ReactorStats: ...
+    def close(self, timeout_ms: int = 10_000) -> bool:
+        """Refuse new requests, perform those accepted, end the thread. True: engine, files and buffers are released.
+        False if it timed out (the thread goes on and ends by itself; close() may be called again), and at once if the
+        engine has broken down (only the end of the process releases anything then). What has completed
+        can still be reaped. A reactor that is dropped unclosed does the same without anybody waiting."""
+
+@final
+class BenchReactor(Reactor):
+    """A reactor that times its block I/Os and takes requests of single blocks: what only the bench needs."""
     def submit_blocks(
         self,
         tag: int,
@@ -207,19 +228,9 @@ class Reactor:
         no block in flight uses: one of ``queue_depth`` for a WRITE, of as many behind them for a READ. ``headers``,
         only then: [n, h], h up to 4096; row i is copied over the beginning of every page of its piece just before
         block i is written. Such requests in flight together are of one ``num_bytes``."""
-    def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
-        """(tag, status, error_number, offset, expected, actual); status as protocol.Status: OK, IO_ERROR,
-        SHORT_IO or INTEGRITY. One entry per request, after its last block. OK: the request's own offset and bytes
-        (twice). Otherwise of the first block that failed: its offset in the file, its bytes and those
-        moved, or the stored checksum and the one found. event_fd stays readable while more are there."""
-    def stats(self) -> ReactorStats: ...
     def latencies(self) -> LatencyFields:
         """A copy of what has been counted since the last reset: block I/Os whose bytes have all moved, each once, from
         its first submission to its last completion."""
     def clat(self) -> HistogramFields:
         """Of ``latencies`` the clat of reads and writes together: less to copy."""
     def reset_latencies(self) -> None: ...
-    def close(self, timeout_ms: int = 10_000) -> bool:
-        """Refuse new requests, perform those accepted, end the thread. True: engine, files and buffers are released.
-        False if it timed out: the thread goes on and ends by itself; close() may be called again. What has completed
-        can still be reaped. A reactor that is dropped unclosed does the same without anybody waiting."""

@@ -12,9 +12,9 @@
 #include <memory>
 #include <random>
 
+#include "bench_reactor.hpp"
 #include "checksum.hpp"
 #include "descriptor.hpp"
-#include "reactor.hpp"
 #include "ring.hpp"
 
 #define CHECK(condition)                                                                 \
@@ -117,9 +117,9 @@ class Fixture {
     const Descriptor file(::mkostemp(path, O_CLOEXEC));
     CHECK(file.get() >= 0 && ::unlink(path) == 0);
     constexpr unsigned kQueueDepth = 4;
-    reactor_ = std::make_unique<Reactor>(
+    reactor_ = start_reactor(std::make_shared<BenchReactor>(
         make_faulty_engine(make_engine(engine, kQueueDepth), std::move(faults)), kQueueDepth,
-        kBlockBytes);
+        kBlockBytes));
     file_ = reactor_->add_file(file.get());
     buffer_ = reactor_->add_buffer(arena_);
     fill_random(written(), 7);
@@ -127,7 +127,7 @@ class Fixture {
 
   std::span<std::byte> written() { return arena_->slice(0, kFileBytes); }
   std::span<std::byte> found() { return arena_->slice(kFileBytes, kFileBytes); }
-  Reactor& reactor() { return *reactor_; }
+  BenchReactor& reactor() { return *reactor_; }
 
   void submit(IoOp op, std::uint64_t tag = 0) {
     const bool read = op == IoOp::kRead;
@@ -145,9 +145,10 @@ class Fixture {
   // Every block of the file, last first, as one request.
   void submit_blocks(IoOp op) {
     Request request{.file = file_, .buffer = buffer_, .num_bytes = kBlockBytes};
+    auto& places = request.blocks.emplace().places;
     for (std::uint64_t at = kFileBytes / kBlockBytes * kBlockBytes; at > 0;) {
       at -= kBlockBytes;
-      request.blocks.push_back({op, at, op == IoOp::kRead ? kFileBytes + at : at});
+      places.push_back({op, at, op == IoOp::kRead ? kFileBytes + at : at});
     }
     reactor_->submit(std::move(request));
   }
@@ -173,7 +174,7 @@ class Fixture {
  private:
   std::shared_ptr<Region> arena_;
   std::shared_ptr<Region> checksums_;
-  std::unique_ptr<Reactor> reactor_;
+  std::shared_ptr<BenchReactor> reactor_;
   int file_ = -1;
   int buffer_ = -1;
 };
@@ -237,6 +238,130 @@ void test_close_in_flight(const std::string& engine) {
   dropped.submit(IoOp::kWrite);  // the thread outlives the object, with all that it needs
 }
 
+// Moves nothing; keeps what it is told.
+class RecordingEngine final : public IoEngine {
+ public:
+  struct Record {
+    std::vector<std::span<std::byte>> pieces;  // by slot
+    std::vector<Io> ios;
+  };
+  explicit RecordingEngine(std::shared_ptr<Record> record) : record_(std::move(record)) {}
+
+  std::string_view name() const noexcept override { return "recording"; }
+  std::size_t submit(std::span<const Io> batch) override {
+    for (const Io& io : batch) record_->ios.push_back(io);
+    ended_.insert(ended_.end(), batch.begin(), batch.end());
+    return batch.size();
+  }
+  std::size_t reap(std::span<IoResult> results) override {
+    std::size_t num = 0;
+    for (; num < results.size() && !ended_.empty(); ended_.pop_back()) {
+      results[num++] = {ended_.back().token, ended_.back().num_bytes};
+    }
+    return num;
+  }
+  void wait(int timeout_ms) override { await_event(event_.get(), timeout_ms); }
+  void wake() override { signal_event(event_.get()); }
+  int register_buffer(std::span<std::byte> bytes) override {
+    record_->pieces.push_back(bytes);
+    return static_cast<int>(record_->pieces.size()) - 1;
+  }
+
+ private:
+  std::shared_ptr<Record> record_;
+  std::vector<Io> ended_;
+  Descriptor event_ = Descriptor::event();
+};
+
+// A region of two whole pieces and an odd one: each block names the piece that it lies in, and the
+// one that lies in two names none.
+void test_registered_pieces() {
+  const auto record = std::make_shared<RecordingEngine::Record>();
+  const auto region = make_region(2 * kRegisteredBytesMax + 3 * wire::kPage);
+  const auto reactor = start_reactor(
+      std::make_shared<Reactor>(std::make_unique<RecordingEngine>(record), 4, kBlockBytes));
+  const Descriptor file = make_memory(wire::kPage);
+  const int file_index = reactor->add_file(file.get());
+  const int buffer = reactor->add_buffer(region);
+  const auto& pieces = record->pieces;
+  CHECK(pieces.size() == 3 && pieces[0].size() == kRegisteredBytesMax &&
+        pieces[1].size() == kRegisteredBytesMax && pieces[2].size() == 3 * wire::kPage);
+  CHECK(pieces[1].data() == region->data() + kRegisteredBytesMax);
+  CHECK(pieces[2].data() == region->data() + 2 * kRegisteredBytesMax);
+  for (const std::uint64_t piece : {1, 2}) {
+    const std::uint64_t begin = piece * kRegisteredBytesMax - kBlockBytes;
+    for (const std::uint64_t at : {begin, begin + wire::kPage, begin + kBlockBytes}) {
+      record->ios.clear();
+      const auto num_bytes = std::min<std::uint64_t>(kBlockBytes, region->region_bytes() - at);
+      reactor->submit({.op = IoOp::kWrite,
+                       .file = file_index,
+                       .buffer = buffer,
+                       .buffer_offset = at,
+                       .num_bytes = num_bytes});
+      while (reactor->reap(1).empty()) await_event(reactor->event_fd(), 1000);
+      CHECK(record->ios.size() == 1 && record->ios[0].data == region->data() + at);
+      const int expected = at == begin + wire::kPage ? kNotRegistered
+                           : at == begin             ? static_cast<int>(piece) - 1
+                                                     : static_cast<int>(piece);
+      CHECK(record->ios[0].buffer_slot == expected);
+    }
+  }
+  CHECK(reactor->close(kDeadline));
+}
+
+// What the posix engine was given before its end is performed: nobody asks again.
+void test_queued_at_stop() {
+  const Descriptor file = make_memory(0);
+  std::vector<std::byte> bytes(200 * 64);
+  fill_random(bytes, 3);
+  {
+    const auto engine = make_engine("posix", 1);
+    std::vector<Io> ios;
+    for (std::size_t at = 0; at < bytes.size(); at += 64) {
+      ios.push_back({.op = IoOp::kWrite,
+                     .fd = file.get(),
+                     .data = bytes.data() + at,
+                     .num_bytes = 64,
+                     .offset = at});
+    }
+    CHECK(engine->submit(ios) == ios.size());
+  }
+  std::vector<std::byte> found(bytes.size());
+  CHECK(::pread(file.get(), found.data(), found.size(), 0) == static_cast<ssize_t>(found.size()));
+  CHECK(equal(bytes, found));
+}
+
+// An engine that fails as a whole: what ended before is reported, what is in flight is not, and its
+// memory stays where it is.
+void test_breakdown(const std::string& engine) {
+  auto region = make_region(2 * kFileBytes);
+  const std::weak_ptr<Region> seen = region;
+  const Descriptor file = make_memory(2 * kFileBytes);
+  auto reactor = start_reactor(std::make_shared<Reactor>(
+      make_faulty_engine(make_engine(engine, 4), {{"delay", 1, 60'000'000}, {"break", 2, ENODEV}}),
+      4, kBlockBytes));
+  const int file_index = reactor->add_file(file.get());
+  const int buffer = reactor->add_buffer(std::move(region));
+  const auto submit = [&](std::uint64_t tag) {
+    reactor->submit({.tag = tag, .file = file_index, .buffer = buffer, .num_bytes = kBlockBytes});
+  };
+  submit(1);
+  std::vector<Completion> ended;
+  while (ended.empty()) {
+    await_event(reactor->event_fd(), 1000);
+    ended = reactor->reap(9);
+  }
+  CHECK(ended.size() == 1 && ended[0].tag == 1 && ended[0].status == IoStatus::kOk);
+  submit(2);
+  submit(3);
+  CHECK(!reactor->close(kDeadline));  // at once
+  CHECK(throws<std::system_error>([&] { reactor->reap(9); }));
+  CHECK(throws<std::system_error>([&] { submit(4); }));
+  CHECK(throws<std::runtime_error>([&] { reactor->remove_buffer(buffer); }));
+  reactor.reset();
+  CHECK(!seen.expired());
+}
+
 }  // namespace
 }  // namespace infinity
 
@@ -245,6 +370,8 @@ int main() {
   test_checksum();
   test_region();
   test_ring();
+  test_registered_pieces();
+  test_queued_at_stop();
   for (const std::string& engine : engine_names()) {
     if (const auto why_not = probe_engine(engine)) {
       std::printf("core_test: %s left out: %s\n", engine.c_str(), why_not->c_str());
@@ -254,6 +381,7 @@ int main() {
     test_blocks(engine);
     test_faults(engine);
     test_close_in_flight(engine);
+    test_breakdown(engine);
     std::printf("core_test: %s passed\n", engine.c_str());
   }
 }

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from io_daemon._native import NUM_LATENCY_BUCKETS, Reactor
+from io_daemon._native import NUM_LATENCY_BUCKETS, BenchReactor
 
 if TYPE_CHECKING:
     from io_daemon._native import HistogramFields, StageFields
@@ -127,7 +127,7 @@ class Latencies:
     write: StageLatencies = field(default_factory=StageLatencies)
 
     @classmethod
-    def of(cls, reactor: Reactor) -> Self:
+    def of(cls, reactor: BenchReactor) -> Self:
         fields = reactor.latencies()
         return cls(_stages(fields["read"]), _stages(fields["write"]))
 

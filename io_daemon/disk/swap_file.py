@@ -19,7 +19,7 @@ from typing import Final
 
 import numpy as np
 
-from io_daemon._native import checksum
+from io_daemon._native import allocate, checksum
 from io_daemon.errors import DeviceIOError, SwapSpaceError
 from io_daemon.shared.protocol import PAGE_BYTES, PROTOCOL_VERSION
 from io_daemon.shared.wire import SWAP_HEADER, SWAP_MAGIC
@@ -27,6 +27,7 @@ from io_daemon.shared.wire import SWAP_HEADER, SWAP_MAGIC
 PREFIX: Final = "infinity-"
 SUFFIX: Final = ".swap"
 SAME_NAME_MAX: Final = 10_000
+ZEROS_BYTES: Final = 1 << 20
 
 
 def boot_id() -> str:
@@ -190,9 +191,10 @@ class SwapFile:
         os.close(self.fd)
 
     def _allocate(self, file_bytes: int) -> None:
+        """Only what lies beyond the end is touched: I/O may be in flight before it."""
         before_bytes = os.fstat(self.fd).st_size
         try:
-            os.posix_fallocate(self.fd, 0, file_bytes)
+            _reserve(self.fd, before_bytes, file_bytes - before_bytes)
         except OSError as error:
             os.ftruncate(self.fd, before_bytes)  # also gives back blocks that were reserved beyond the end
             space = os.fstatvfs(self.fd)
@@ -225,6 +227,20 @@ class SwapFile:
             actual_bytes=actual_bytes,
             operation="write of the header",
         )
+
+
+def _reserve(fd: int, offset: int, num_bytes: int) -> None:
+    """Where the filesystem has no fallocate, zeros are written. Raises OSError."""
+    try:
+        allocate(fd, offset, num_bytes)
+    except OSError as error:
+        if error.errno != errno.EOPNOTSUPP:
+            raise
+        end = offset + num_bytes
+        with mmap.mmap(-1, ZEROS_BYTES) as zeros, memoryview(zeros) as view:  # page-aligned, for direct I/O
+            while offset < end:
+                with view[: min(ZEROS_BYTES, end - offset)] as part:
+                    offset += os.pwrite(fd, part, offset)
 
 
 def _create_exclusive(directory: Path, job: str, rank: int, direct: bool) -> tuple[Path, int]:

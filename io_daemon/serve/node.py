@@ -74,6 +74,10 @@ class Node:
         self._draining = True
         return [tenant.drain() for tenant in self.tenants]
 
+    def broken_device(self) -> SwapDevice | None:
+        """The swap device whose I/O engine has broken down, if there is one."""
+        return next((device for device in self._devices.values() if device.broken is not None), None)
+
     def detached(self, tenant: Tenant) -> None:
         self.tenants.discard(tenant)
         log.info("%s: gone", tenant)

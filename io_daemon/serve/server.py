@@ -53,7 +53,7 @@ async def serve(config: ServeConfig) -> int:
             return 0
         devices: list[SwapDevice] = []
         for swap_dir in swap_dirs:
-            devices.append(SwapDevice.start(swap_dir, engine, config))
+            devices.append(SwapDevice.start(swap_dir, engine, config, stop.set))
             resources.callback(devices[-1].close, int(config.drain_timeout_s * 1000))
         listener = resources.enter_context(listening(config.socket_path))
         server = Server(config, Node(config, devices), stop)
@@ -72,13 +72,16 @@ class Server:
         self._peers: dict[Peer, asyncio.Task[None]] = {}
 
     async def run(self, listener: socket.socket) -> int:
-        """Serve until stopped, then drain; the exit code: 0, or 1 if the drain's deadline passed."""
+        """Serve until stopped, then drain; the exit code: 0, or 1 if the drain's deadline passed or an I/O engine broke
+        down, which makes systemd start a new daemon."""
         loop = asyncio.get_running_loop()
         self._listen(listener)
         if self._config.private:
             loop.call_later(FIRST_TENANT_TIMEOUT_S, self._stop_if_alone)
         await self._stop.wait()
         loop.remove_reader(listener)
+        if (broken := self._node.broken_device()) is not None:
+            return await self._break_off(broken)
         return await self._shut_down()
 
     # --- the end
@@ -95,6 +98,17 @@ class Server:
             for tenant in self._node.tenants:
                 tenant.unlink_files()
         return 0 if drained else 1
+
+    async def _break_off(self, broken: SwapDevice) -> int:
+        """Tell tenants and leave: I/O in flight on a broken engine never ends, so there is nothing to drain, and
+        nothing may be given back before the process has gone."""
+        for peer in self._peers:
+            peer.depart(Ended(reason=f"{broken.swap_dir.path}: {broken.broken}", by_fault=False))
+        if self._peers:
+            await asyncio.wait(self._peers.values(), timeout=LAST_WORDS_TIMEOUT_S)
+        for tenant in self._node.tenants:
+            tenant.unlink_files()
+        return 1
 
     async def _within_deadline(self, work: asyncio.Future[Any]) -> bool:
         try:

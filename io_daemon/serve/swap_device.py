@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -63,8 +64,12 @@ class SwapRequest:
 
 
 class SwapDevice:
-    def __init__(self, swap_dir: SwapDir, reactor: Reactor, config: ServeConfig) -> None:
+    def __init__(self, swap_dir: SwapDir, reactor: Reactor, config: ServeConfig, on_broken: Callable[[], None]) -> None:
         self.swap_dir = swap_dir
+        self.broken: OSError | None = None
+        """Why the engine as a whole failed. What was in flight then may land at any time: only the end of the process
+        makes its memory and files safe."""
+        self._on_broken = on_broken
         self.reactor = reactor
         self._queue: FairQueue[SwapRequest] = FairQueue(DEPTHS_IN_FLIGHT * config.queue_depth * config.block_bytes)
         self._in_flight: dict[int, SwapRequest] = {}
@@ -74,10 +79,11 @@ class SwapDevice:
         self._loop.add_reader(reactor.event_fd, self._on_completions)
 
     @classmethod
-    def start(cls, swap_dir: SwapDir, engine: str, config: ServeConfig) -> SwapDevice:
-        """Start the reactor thread. Raises OSError if the engine cannot start."""
+    def start(cls, swap_dir: SwapDir, engine: str, config: ServeConfig, on_broken: Callable[[], None]) -> SwapDevice:
+        """Start the reactor thread. ``on_broken`` is called if its engine ever fails as a whole. Raises OSError if the
+        engine cannot start."""
         reactor = Reactor(engine, config.queue_depth, config.block_bytes, faults=config.faults)
-        return cls(swap_dir, reactor, config)
+        return cls(swap_dir, reactor, config, on_broken)
 
     def enqueue(self, tenant_id: int, request: SwapRequest) -> None:
         """Queue one request; ``pump`` starts it in its tenant's turn."""
@@ -89,7 +95,7 @@ class SwapDevice:
 
     def pump(self) -> None:
         """Start queued requests while the reactor has room for them."""
-        while (item := self._queue.pop()) is not None:
+        while self.broken is None and (item := self._queue.pop()) is not None:
             _, request = item
             tag = self._next_tag
             self._next_tag += 1
@@ -146,8 +152,18 @@ class SwapDevice:
             os.read(self.reactor.event_fd, 8)
         except BlockingIOError:
             pass  # reaped with an earlier batch
-        while batch := self.reactor.reap(REAP_MAX):
+        while batch := self._reap():
             for tag, status, error_number, offset, expected, actual in batch:
                 request = self._finish(tag)
                 request.requester.on_io_done(request.io, status, error_number, offset, expected, actual)
         self.pump()
+
+    def _reap(self) -> list[tuple[int, int, int, int, int, int]]:
+        try:
+            return self.reactor.reap(REAP_MAX)
+        except OSError as error:
+            log.critical("%s: %s; this daemon has to end", self.swap_dir.path, error)
+            self.broken = error
+            self._loop.remove_reader(self.reactor.event_fd)
+            self._on_broken()
+            return []

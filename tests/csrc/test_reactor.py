@@ -19,7 +19,7 @@ import pytest
 from io_daemon._native import ENGINES, Reactor, probe_engine
 from io_daemon.shared.protocol import PAGE_BYTES, Status
 from tests.csrc.conftest import MakeBench
-from tests.support.reactor import ARENA_BYTES, BLOCK_BYTES, DEADLINE_S, ReactorBench, make_region
+from tests.support.reactor import ARENA_BYTES, BLOCK_BYTES, DEADLINE_S, ReactorBench, finish, make_region
 
 CLOSE_MS = int(DEADLINE_S * 1000)
 
@@ -193,6 +193,71 @@ def test_dropped_reactor_finishes_by_itself(engine: str, tmp_path: Path) -> None
     assert (tmp_path / "file").read_bytes()[:BLOCK_BYTES] == written
 
 
+def test_a_broken_engine_lets_go_of_nothing(engine: str, tmp_path: Path) -> None:
+    """What had ended is reported; what is in flight is not, and its memory and file stay until the process ends."""
+    script = """
+import gc, os, sys
+from pathlib import Path
+from tests.support.reactor import BLOCK_BYTES, ReactorBench
+path = Path(sys.argv[1])
+bench = ReactorBench(path, sys.argv[2], faults=[("delay", 1, 3_600_000_000), ("break", 2, 19)])
+assert bench.write(0, 0, BLOCK_BYTES).status == 0
+bench.submit_write(2, 0, 0, BLOCK_BYTES)
+bench.submit_write(3, 0, 0, BLOCK_BYTES)
+assert not bench.reactor.close(60_000)  # at once
+for verb in (lambda: bench.reactor.reap(9), lambda: bench.submit_write(4, 0, 0, 4096)):
+    try:
+        print(verb())
+    except OSError as error:
+        assert error.errno == 19, error
+for remove in (bench.reactor.remove_file, bench.reactor.remove_buffer):
+    try:
+        print(remove(0))
+    except RuntimeError as error:
+        assert "in use" in str(error)
+del bench, verb, remove
+gc.collect()
+assert "test-region" in Path("/proc/self/maps").read_text()
+assert str(path) in [os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2
+                     and os.path.lexists(f"/proc/self/fd/{fd}")]
+"""
+    run = run_script(script, tmp_path / "file", engine)
+    assert (run.returncode, run.stdout, run.stderr) == (0, "", "")
+
+
+def test_a_reactor_for_requests_is_no_bench(tmp_path: Path) -> None:
+    """And moves bytes all the same."""
+    reactor = Reactor("posix", 2, BLOCK_BYTES)
+    assert not {"latencies", "clat", "reset_latencies", "submit_blocks"} & set(dir(reactor))
+    memory = os.memfd_create("file")
+    file, buffer = reactor.add_file(memory), reactor.add_buffer(make_region(BLOCK_BYTES))
+    reactor.submit(1, Reactor.WRITE, file, 0, buffer, 0, BLOCK_BYTES)
+    assert finish(reactor, 1)[0].status == Status.OK
+    assert reactor.close()
+    os.close(memory)
+
+
+def test_a_forked_child_does_not_inherit_the_rings(engine: str, tmp_path: Path) -> None:
+    """What the kernel and the engine share is the parent's alone: a child that exits tears nothing down."""
+    script = """
+import os, sys
+from pathlib import Path
+from tests.support.reactor import ReactorBench
+bench = ReactorBench(Path(sys.argv[1]), sys.argv[2])
+def rings():
+    return [line for line in Path("/proc/self/maps").read_text().splitlines() if "io_uring" in line or "[aio]" in line]
+assert bool(rings()) == (sys.argv[2] != "posix")
+child = os.fork()
+if child == 0:
+    os._exit(len(rings()))
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert bench.write(0, 0, 4096).status == 0
+assert bench.reactor.close()
+"""
+    run = run_script(script, tmp_path / "file", engine)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_reap_takes_no_more_than_asked_for_and_forgets_nothing(bench: ReactorBench) -> None:
     with bench:
         for tag in range(5):
@@ -277,24 +342,12 @@ def test_forbidden_io_uring_is_said_and_the_others_work(tmp_path: Path) -> None:
     if "io_uring" not in ENGINES:
         pytest.skip("io_uring is not built in")
     script = """
-import ctypes, errno, struct, sys
+import errno, sys
 from pathlib import Path
 from io_daemon._native import ENGINES, Reactor, probe_engine
 from tests.support.reactor import ReactorBench
-NR_IO_URING_SETUP = 425
-RET_ALLOW, RET_ERRNO = 0x7FFF0000, 0x00050000
-code = b"".join([
-    struct.pack("HBBI", 0x20, 0, 0, 0),                            # load the system call's number
-    struct.pack("HBBI", 0x15, 0, 1, NR_IO_URING_SETUP),            # equal?
-    struct.pack("HBBI", 0x06, 0, 0, RET_ERRNO | errno.EPERM),
-    struct.pack("HBBI", 0x06, 0, 0, RET_ALLOW),
-])
-buffer = ctypes.create_string_buffer(code)
-program = struct.pack("HxxxxxxP", len(code) // 8, ctypes.addressof(buffer))
-libc = ctypes.CDLL(None, use_errno=True)
-PR_SET_NO_NEW_PRIVS, PR_SET_SECCOMP, MODE_FILTER = 38, 22, 2
-assert libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
-assert libc.prctl(PR_SET_SECCOMP, MODE_FILTER, program) == 0
+from tests.support.seccomp import NR_IO_URING_SETUP, forbid
+forbid(NR_IO_URING_SETUP, errno.EPERM)
 print(probe_engine("io_uring"))
 try:
     Reactor("io_uring", 4, 4096)

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from io_daemon._native import Reactor, Region
+from io_daemon._native import BenchReactor, Reactor, Region
 
 DEADLINE_S = 60.0
 BLOCK_BYTES = 64 * 1024
@@ -57,7 +57,7 @@ class ReactorBench:
                 os.truncate(fd, self.half_bytes)
             self.region = make_region(ARENA_BYTES)
             self.checksums = make_region(CHECKSUMS_MAX * 4)
-            self.reactor = Reactor(engine, QUEUE_DEPTH, BLOCK_BYTES, faults=faults)
+            self.reactor = BenchReactor(engine, QUEUE_DEPTH, BLOCK_BYTES, faults=faults)
             self.file = self.reactor.add_file(fd)
         finally:
             os.close(fd)

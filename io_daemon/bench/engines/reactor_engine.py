@@ -11,7 +11,7 @@ from typing import Final
 
 import numpy as np
 
-from io_daemon._native import Reactor, Region
+from io_daemon._native import BenchReactor, Region
 from io_daemon.bench.engines.engine import Counters, Headers, Places, Writes
 from io_daemon.bench.latency import Histogram, Latencies
 from io_daemon.errors import DeviceIOError
@@ -36,13 +36,13 @@ class ReactorEngine:
         path: str,
         faults: Sequence[tuple[str, int, int]] = (),
     ) -> None:
-        """``fd`` is duplicated; ``path`` names it in errors; ``faults`` as ``Reactor`` takes them, for tests.
+        """``fd`` is duplicated; ``path`` names it in errors; ``faults`` as ``BenchReactor`` takes them, for tests.
         Raises OSError if the engine cannot start, ValueError for an iodepth beyond 4096."""
         self._path = path
         self._bs = bs
         self._in_flight: dict[int, tuple[Writes, Places]] = {}
         block_bytes = -(-bs // PAGE_BYTES) * PAGE_BYTES
-        self._reactor = Reactor(engine, iodepth, block_bytes, faults=faults)
+        self._reactor = BenchReactor(engine, iodepth, block_bytes, faults=faults)
         self._file = self._reactor.add_file(fd)
         self._buffer = self._reactor.add_buffer(arena)
         self._event_fd = self._reactor.event_fd
@@ -99,7 +99,7 @@ class ReactorEngine:
     def sync(self) -> None:
         if self._in_flight:
             raise RuntimeError(f"{len(self._in_flight)} batches are in flight: sync covers only what has ended")
-        self._reactor.submit(SYNC_TAG, Reactor.FSYNC, self._file, 0, 0, 0, 0)
+        self._reactor.submit(SYNC_TAG, BenchReactor.FSYNC, self._file, 0, 0, 0, 0)
         for _, status, error_number, _, _, _ in self._reap(SYNC_TIMEOUT_S):
             if status != Status.OK:
                 raise self._error(error_number, 0, 0, 0, "fsync")

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -96,14 +97,47 @@ def test_a_refused_reservation_changes_nothing(tmp_path: Path, monkeypatch: pyte
     swap_file = create(tmp_path)
 
     def refuse(fd: int, offset: int, num_bytes: int) -> None:
-        os.ftruncate(fd, num_bytes // 2)  # as far as it got
+        os.ftruncate(fd, offset + num_bytes // 2)  # as far as it got
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(os, "posix_fallocate", refuse)
+    monkeypatch.setattr("io_daemon.disk.swap_file.allocate", refuse)
     with pytest.raises(SwapSpaceError, match="quota"):
         swap_file.grow(1 << 20)
     assert swap_file.file_bytes == swap_file.path.stat().st_size == PAGE_BYTES
     swap_file.close()
+
+
+def test_growing_touches_only_what_lies_beyond_the_end(tmp_path: Path) -> None:
+    """I/O may be in flight before it: a hole there stays one."""
+    swap_file = create(tmp_path)
+    os.truncate(swap_file.path, 1 << 20)
+    blocks_before = swap_file.path.stat().st_blocks
+    swap_file.grow(2 << 20)
+    grown_bytes = (swap_file.path.stat().st_blocks - blocks_before) * 512
+    assert 1 << 20 <= grown_bytes < (1 << 20) + (1 << 19)  # the rest is metadata
+    swap_file.close()
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter names x86-64 system calls")
+@pytest.mark.parametrize("direct", [False, True])
+def test_without_fallocate_space_is_written(tmp_path: Path, direct: bool) -> None:
+    """And nothing that is there is read and written again, as glibc's stand-in for fallocate does."""
+    script = """
+import errno, os, sys
+from pathlib import Path
+from tests.io_daemon.disk.test_swap_file import create
+from tests.support.seccomp import NR_FALLOCATE, forbid
+forbid(NR_FALLOCATE, errno.EOPNOTSUPP)
+swap_file = create(Path(sys.argv[1]), direct=sys.argv[2] == "True")
+os.truncate(swap_file.path, 1 << 20)
+swap_file.grow((4 << 20) + 4096)
+blocks = swap_file.path.stat().st_blocks * 512
+assert swap_file.path.stat().st_size == swap_file.file_bytes == (4 << 20) + 4096
+assert 3 << 20 <= blocks < 4 << 20, blocks
+"""
+    command = [sys.executable, "-c", script, str(tmp_path), str(direct)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_filesystems_are_told_apart() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from io_daemon.errors import DeviceIOError, IntegrityError
+from io_daemon.errors import DaemonLostError, DeviceIOError, IntegrityError
 from io_daemon.rank.client import Client
 from tests.io_daemon.conftest import Serve
 from tests.support.daemon import (
@@ -108,3 +108,17 @@ def test_faults_of_one_tenant_leave_the_other_alone(serve: Serve) -> None:
         with pytest.raises(DeviceIOError):
             one.wait(seq, DEADLINE_S)
         assert all(chunk_is_intact(other, chunk, WEIGHT) for chunk in range(10))
+
+
+def test_a_broken_engine_ends_the_daemon_so_that_systemd_starts_another(serve: Serve) -> None:
+    """Nothing in flight is given back before the process is gone, and every rank is told at once."""
+    daemon = serve("--inject-fault", "delay:9:600000000", *faults("break", errno.ENODEV, [10]))
+    with daemon.attached(rank=0, num_frames=8) as one, daemon.attached(rank=1, num_frames=2) as other:
+        other.register(specs(1))
+        with pytest.raises(DaemonLostError, match="engine broke down"):
+            fill(one, 40)
+        assert daemon.process.wait(DEADLINE_S) == 1  # Restart=on-failure in packaging/io-daemon.service
+        with pytest.raises(DaemonLostError):
+            other.echo()
+    assert daemon.files() == []
+    assert "has to end" in daemon.stderr()
