@@ -24,6 +24,7 @@ from infinity.update.gradients import GradientChunks
 from infinity.update.optimizer import ShardedAdam, Update
 from infinity.update.reducer import Reducer
 from infinity.update.sub_group import SubGroup
+from infinity.weights.buffers import FollowedBuffers
 from infinity.weights.heap import return_freed
 from infinity.weights.hooks import ModuleHooks
 from infinity.weights.live_set import LiveSet
@@ -85,6 +86,7 @@ class Engine:
         optimizer.bind(self._run_update)
         module.register_state_dict_pre_hook(_refuse_state_dict)  # type: ignore[no-untyped-call]
         sharded.refresh_persistent()
+        self._buffers_of_rank_0 = FollowedBuffers(module, collectives)
         self._close_traffic()
 
     # The loop
@@ -93,7 +95,9 @@ class Engine:
         """The model's forward; its output, of any type, but for views of weights, which become copies."""
         training = self.module.training and torch.is_grad_enabled()
         with self._phase_of(StepPhase.FORWARD):
+            self._collectives.agree(f"begin a {'training' if training else 'evaluating'} forward").wait()
             self._begin_pass(training)
+            self._buffers_of_rank_0.before_forward()
             with self._hooks.forward():
                 output = self.module(*args, **kwargs)
             if not training and not self._training_pass:
@@ -111,6 +115,7 @@ class Engine:
         Returns the loss that was differentiated.
         """
         with self._phase_of(StepPhase.BACKWARD):
+            self._collectives.agree("begin a backward").wait()
             self._reducer.norms = self._update.wants_norms and self.is_gradient_accumulation_boundary()
             accumulated = self.config.gradient_accumulation_steps
             scaled = loss / accumulated if accumulated > 1 else loss
@@ -216,6 +221,7 @@ class Engine:
         if self._phase is StepPhase.CLOSED:
             return
         self._phase = StepPhase.CLOSED
+        self._collectives.part()
         self._hooks.remove()
         self._reducer.clear()
         self._store.close()

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
+from hashlib import sha256
+from itertools import zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
@@ -36,8 +39,9 @@ def initialize(
     optimizer: torch.optim.Optimizer | None = None,
     lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     training_data: Dataset[Any] | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> Initialized:
-    """Shard ``model`` and build its engine. Collective over the ranks of the default process group, if there is one.
+    """Shard ``model`` and build its engine. Collective over the ranks that share the model.
 
     Args:
         model: built plainly or under ``Init``. Its parameters are sharded in place; rank 0's values are everyone's.
@@ -46,6 +50,8 @@ def initialize(
         optimizer: ``torch.optim.Adam`` or ``AdamW`` instead of the config's; its groups are taken over and shared.
         lr_scheduler: a torch scheduler on ``optimizer``, or a function from the engine's optimizer to one.
         training_data: a dataset, to get a loader of micro-batches back.
+        process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
+            RANK and WORLD_SIZE are set and nobody has.
 
     Returns:
         engine, optimizer, data loader or None, scheduler or None.
@@ -53,21 +59,24 @@ def initialize(
     Raises:
         ConfigError, BudgetError, SwapSpaceError, DaemonLostError: on every rank, before anything is trained.
     """
-    collectives = Collectives.of_world()
+    collectives = Collectives.join(process_group)
     with ExitStack() as cleanup:
         cleanup.callback(collectives.close)
         areas = _staging_areas(model)
         for area in areas:
             cleanup.callback(area.close)
+            _check_same_ranks(area, collectives)
         parsed = parse_config(config, world_size=collectives.world_size)
         sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
         _check_schedule(parsed, optimizer, lr_scheduler)
-        device = _device(place := NodePlace.find(collectives))
+        environment = read_environment()
+        place = NodePlace.find(collectives, environment)
+        device = _device(environment.local_rank if environment.launched else place.local_rank)
         layout = Layout.of(model, parsed, collectives.world_size)
+        _check_same_model(layout, collectives)
         optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
         _check_whole(layout)
         connection = next((area.connection for area in areas if area.connection is not None), None)
-        environment = read_environment()
         if connection is None and parsed.offloads:
             connection = DaemonConnection(parsed, environment, collectives, place)
             cleanup.callback(connection.close)
@@ -126,12 +135,36 @@ def _optimizer(
     return adam_from_config(config.optimizer, params)
 
 
-def _device(place: NodePlace) -> torch.device:
+def _device(index: int) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")
-    torch.accelerator.set_device_index(place.local_rank)
-    return torch.device(accelerator.type, place.local_rank)
+    torch.accelerator.set_device_index(index)
+    return torch.device(accelerator.type, index)
+
+
+def _check_same_ranks(area: StagingArea, collectives: Collectives) -> None:
+    if not collectives.is_among_ranks_of(area.collectives):
+        raise ConfigError(
+            "process_group",
+            f"{collectives.world_size} ranks",
+            f"Init staged the model on {area.collectives.world_size} others: pass the same group to both",
+        )
+
+
+def _check_same_model(layout: Layout, collectives: Collectives) -> None:
+    """Ranks exchange shards by their place: a model that differs on one rank would be mixed with the others'."""
+    mine = layout.description()
+    digests = collectives.gather_objects(sha256("\n".join(mine).encode()).hexdigest(), "compare the models")
+    if len(set(digests)) == 1:
+        return
+    models = collectives.gather_objects(mine, "find where the models differ")
+    lines = next(line for line in zip_longest(*models, fillvalue="nothing") if len(set(line)) > 1)
+    raise ConfigError(
+        "model",
+        "differs from rank to rank",
+        f"{'; '.join(f'rank {rank} has {line}' for rank, line in enumerate(lines))}: build the same model on all ranks",
+    )
 
 
 def _check_whole(layout: Layout) -> None:
@@ -152,7 +185,9 @@ def _staging_areas(model: nn.Module) -> list[StagingArea]:
 def _broadcast_plain(layout: Layout, collectives: Collectives) -> None:
     for param in layout.params:
         if staged_param(param) is None:
-            collectives.broadcast(param.data)
+            values = param.data.contiguous()
+            collectives.broadcast(values, "broadcast a parameter of rank 0")
+            param.data.copy_(values)
 
 
 def _values_of(param: nn.Parameter, first: int, numel: int) -> torch.Tensor:

@@ -87,6 +87,15 @@ class Layout:
             names=[name for name, _ in named],
         )
 
+    def description(self) -> list[str]:
+        """Everything that ranks must have alike, one line a parameter in its place."""
+        return [
+            f"{self.names[p.param]} {tuple(self.params[p.param].shape)} {self.params[p.param].dtype} in group "
+            f"{placement.index}, {'trained' if placement.trainable else 'frozen'}"
+            for placement in self.placements
+            for p in placement.params
+        ]
+
     def state_shape(self, precision: Precision, tiers: Tiers) -> StateShape:
         dtypes = precision.dtypes(trainable=True)
         return StateShape(
@@ -143,7 +152,9 @@ class ShardedModel:
             for placement in layout.placements
             for chunk in cut_chunks(placement, rank=collectives.rank, chunk_numel=chunk_numel)
         ]
-        self.store = collectives.together(lambda: self._open_store(tiers, connection, poison))
+        self.store = collectives.together(
+            lambda: self._open_store(tiers, connection, poison), "open the store of shards"
+        )
         self.params = [
             ShardedParam(index, name, param, precision.weight, device)
             for index, (name, param) in enumerate(zip(layout.names, layout.params, strict=True))

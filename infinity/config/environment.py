@@ -11,6 +11,8 @@ from pathlib import Path
 from io_daemon.errors import ConfigError
 
 DEBUG_FLAGS = frozenset({"poison"})
+TIMEOUT_S = 1800.0
+"""As torch's: a rank may well evaluate or write files while the others wait."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,6 +24,14 @@ class Environment:
     world_size: int = 1
     local_world_size: int = 1
     """Ranks on this node."""
+    launched: bool = False
+    """A launcher started this process as one of ``world_size``: RANK and WORLD_SIZE are set."""
+    node: str = ""
+    """GROUP_RANK: torchrun's number of this node, if torchrun started this process."""
+    rendezvous: str = ""
+    """MASTER_ADDR:MASTER_PORT, where ranks meet."""
+    timeout_s: float = TIMEOUT_S
+    """INFINITY_TIMEOUT_S: how long ranks wait for one another, to meet and in every collective."""
     io_socket: Path | None = None
     """INFINITY_IO_SOCKET: the daemon that ``infinity run`` or the cluster team started."""
     debug: frozenset[str] = frozenset()
@@ -57,6 +67,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         raise ConfigError(
             "LOCAL_RANK", local_rank, f"must be below LOCAL_WORLD_SIZE = {local_world_size}; start with `infinity run`"
         )
+    if world_size > 1 and not env.get("RANK"):
+        raise ConfigError("RANK", None, f"must be set beside WORLD_SIZE = {world_size}; start with `infinity run`")
     socket = env.get("INFINITY_IO_SOCKET", "")
     runtime_dir = env.get("XDG_RUNTIME_DIR", "")
     return Environment(
@@ -64,6 +76,10 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         local_rank=local_rank,
         world_size=world_size,
         local_world_size=local_world_size,
+        launched=bool(env.get("RANK") and env.get("WORLD_SIZE")),
+        node=env.get("GROUP_RANK", ""),
+        rendezvous=_rendezvous(env),
+        timeout_s=_seconds(env, "INFINITY_TIMEOUT_S", default=TIMEOUT_S),
         io_socket=Path(socket) if socket else None,
         debug=_debug_flags(env.get("INFINITY_DEBUG", "")),
         runtime_dir=Path(runtime_dir) if runtime_dir and os.path.isdir(runtime_dir) else None,
@@ -82,6 +98,22 @@ def _whole(env: Mapping[str, str], name: str, *, default: int, least: int) -> in
     if value < least:
         raise ConfigError(name, text, f"must be a whole number of at least {least}; start with `infinity run`")
     return value
+
+
+def _seconds(env: Mapping[str, str], name: str, *, default: float) -> float:
+    text = env.get(name, "")
+    try:
+        value = float(text or default)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise ConfigError(name, text, "must be a number of seconds above 0")
+    return value
+
+
+def _rendezvous(env: Mapping[str, str]) -> str:
+    address, port = env.get("MASTER_ADDR", ""), env.get("MASTER_PORT", "")
+    return f"{address}:{port}" if address and port else ""
 
 
 def _debug_flags(text: str) -> frozenset[str]:

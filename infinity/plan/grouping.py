@@ -7,8 +7,9 @@ unsharded; trainable and frozen parameters never share a group, so that frozen o
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from torch import nn
 
@@ -29,6 +30,15 @@ def group_params(model: nn.Module, *, numel_max: int, persistent_numel_max: int)
     seen.update(id(p) for p in persistent)
     groups = [g for anchor, params in _subtrees(model, numel_max, seen) for g in _by_training(params, anchor)]
     return [*_by_training(persistent, None), *groups]
+
+
+def common_name(names: Sequence[str]) -> str:
+    """The module that holds all parameters of these names, or the first and the last of them."""
+    if len(names) == 1:
+        return names[0]
+    columns = zip(*(name.split(".")[:-1] for name in names), strict=False)
+    shared = [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
+    return ".".join(shared) if shared else f"{names[0]} to {names[-1]}"
 
 
 def _by_training(params: list[nn.Parameter], anchor: nn.Module | None) -> Iterator[GroupMembers]:

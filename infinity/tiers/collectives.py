@@ -1,17 +1,29 @@
 """The collectives, in one place: torch 2.13 renamed two of them and deprecated the old names.
 
-All take contiguous 1-D tensors. With one rank they are copies, and no process group is needed.
+All take contiguous 1-D tensors. With one rank they are copies, and no process group is needed. What ranks say to each
+other before a collective are words for people, too: they are what an error shows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import lru_cache
+from hashlib import blake2b
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from infinity.errors import WorldError
+from infinity.tiers.world import Peers
+
+_log = logging.getLogger(__name__)
+
+PARTING_TIMEOUT_S: Final = 60.0
+"""How long a rank that ends waits for those that do not; then it ends alone."""
 
 Result = TypeVar("Result")
 
@@ -19,41 +31,85 @@ _gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.a
 _scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class Collectives:
-    """Collectives among the ranks that share one model; ``group`` None means one rank, no communication."""
+class Agreement:
+    """The way of this rank's words to the others and of theirs here."""
 
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = group
-        self._reduce_group = None if group is None else dist.new_group(dist.get_process_group_ranks(group))
-        self.rank = dist.get_rank(group) if group is not None else 0
-        self.world_size = dist.get_world_size(group) if group is not None else 1
+    def __init__(self, what: str, peers: Peers | None) -> None:
+        self._what, self._peers = what, peers
+        if peers is None:
+            return
+        self._mine = torch.tensor([_number(what)])
+        self._all = torch.empty(peers.world_size, dtype=torch.int64)
+        with _in_words(what, peers):
+            self._work: dist.Work = _gather(self._all, self._mine, group=peers.control, async_op=True)
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        """Raises WorldError, on every rank and with every rank's words, unless all are about to do the same.
+
+        ``timeout_s``: instead of the process group's own.
+        """
+        if self._peers is None:
+            return
+        with _in_words(self._what, self._peers):
+            if timeout_s is None:
+                self._work.wait()
+            else:
+                self._work.wait(timedelta(seconds=timeout_s))
+            if bool((self._all == self._mine).all()):
+                return
+            words: list[Any] = [None] * self._peers.world_size
+            dist.all_gather_object(words, self._what, group=self._peers.control)
+        raise WorldError(_diverged(words))
+
+
+class Collectives:
+    """Collectives among the ranks that share one model; ``peers`` None means one rank, no communication.
+
+    Before each, all ranks agree that they are about to do the same: otherwise one rank would take another's bytes for
+    what it asked for, or wait for what never comes. Only reductions inside one backward need no words of their own:
+    all ranks agree that it begins and ends, and in between they reduce the same groups in the same order.
+    """
+
+    def __init__(self, peers: Peers | None) -> None:
+        self._joined = peers
+        self._peers = peers if peers is not None and peers.world_size > 1 else None
+        self.rank = peers.rank if peers is not None else 0
+        self.world_size = peers.world_size if peers is not None else 1
 
     @classmethod
-    def of_world(cls) -> Collectives:
-        """The default process group, if there is one."""
-        return cls(dist.group.WORLD if dist.is_available() and dist.is_initialized() else None)
+    def join(cls, group: dist.ProcessGroup | None = None) -> Collectives:
+        """With the ranks of ``group``, by default all. See ``Peers.join``."""
+        return cls(Peers.join(group))
+
+    def is_among_ranks_of(self, other: Collectives) -> bool:
+        return self._joined is other._joined
 
     def close(self) -> None:
-        """Let go of the process groups. Idempotent.
+        """Leave the ranks. Idempotent."""
+        joined, self._joined, self._peers = self._joined, None, None
+        if joined is not None:
+            joined.release()
 
-        A group that something still refers to outlives ``dist.destroy_process_group``, and a thread of gloo's that
-        lets go of a tensor while the interpreter ends aborts the process (pytorch's AsyncBarrierWork, seen 1 in 9).
-        """
-        if self._reduce_group is not None and dist.is_initialized():
-            dist.destroy_process_group(self._reduce_group)
-        self._group = self._reduce_group = None
+    def agree(self, what: str) -> Agreement:
+        """Tell the other ranks that this one is about to do ``what``, and go on; ``wait`` before doing it."""
+        return Agreement(what, self._peers)
 
-    @staticmethod
-    def world_size_of_world() -> int:
-        """Without making a group: 1 where torch.distributed is not in use."""
-        return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    def part(self) -> None:
+        """This rank is about to leave: wait until all are, within a limit. What is left on the way is not judged."""
+        if self._peers is None:
+            return
+        try:
+            self.agree("the end: destroy()").wait(min(PARTING_TIMEOUT_S, self._peers.timeout_s))
+        except WorldError as error:
+            _log.warning("the ranks do not end together: %s", error)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> None:
-        """``output`` [world_size * numel] becomes the shards [numel] of all ranks in order."""
-        if self._group is None:
+        """``output`` [world_size * numel] becomes the shards [numel] of all ranks in order. Agree before it."""
+        if self._peers is None:
             output.copy_(shard)
-        else:
-            _gather(output, shard, group=self._group)
+            return
+        with _in_words("gather weights", self._peers):
+            _gather(output, shard, group=self._peers.data)
 
     def reduce_scatter_mean(self, output: torch.Tensor, full: torch.Tensor) -> dist.Work:
         """Issue: ``output`` [numel] becomes this rank's part of the mean over ranks of ``full`` [world_size * numel].
@@ -61,40 +117,55 @@ class Collectives:
         Divides first, as DDP does, so that sums stay in range. ``full`` is overwritten. Reductions have a process
         group of their own: ranks may reach them at different points of their gathers without a deadlock.
         """
+        if self._peers is None:
+            raise AssertionError("one rank has nothing to reduce")
         full.div_(self.world_size)
-        work: dist.Work = _scatter(output, full, op=dist.ReduceOp.SUM, group=self._reduce_group, async_op=True)
+        work: dist.Work = _scatter(output, full, op=dist.ReduceOp.SUM, group=self._peers.reductions, async_op=True)
         return work
 
-    def sum(self, tensor: torch.Tensor) -> None:
-        if self._group is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.SUM, group=self._group)
+    def sum(self, tensor: torch.Tensor, what: str) -> None:
+        """``tensor`` is on the CPU."""
+        self._all_reduce(tensor, dist.ReduceOp.SUM, what)
 
-    def max(self, tensor: torch.Tensor) -> None:
-        if self._group is not None:
-            dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self._group)
+    def max(self, tensor: torch.Tensor, what: str) -> None:
+        """``tensor`` is on the CPU."""
+        self._all_reduce(tensor, dist.ReduceOp.MAX, what)
 
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        """From rank 0."""
-        if self._group is not None:
-            dist.broadcast(tensor, src=dist.get_global_rank(self._group, 0), group=self._group)
+    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+        """From rank 0; on any device."""
+        if self._peers is not None:
+            self.agree(what).wait()
+            group = self._peers.control if tensor.device.type == "cpu" else self._peers.data
+            with _in_words(what, self._peers):
+                dist.broadcast(tensor, src=self._peers.root, group=group)
 
-    def broadcast_object(self, value: object) -> Any:
+    def broadcast_object(self, value: object, what: str) -> Any:
         """``value`` of rank 0."""
-        if self._group is None:
+        if self._peers is None:
             return value
+        self.agree(what).wait()
         box = [value]
-        dist.broadcast_object_list(box, src=dist.get_global_rank(self._group, 0), group=self._group)
+        with _in_words(what, self._peers):
+            dist.broadcast_object_list(box, src=self._peers.root, group=self._peers.control)
         return box[0]
 
-    def gather_objects(self, value: object) -> list[Any]:
+    def gather_objects(self, value: object, what: str) -> list[Any]:
         """``value`` of every rank, in rank order."""
-        if self._group is None:
+        if self._peers is None:
             return [value]
+        self.agree(what).wait()
         box: list[Any] = [None] * self.world_size
-        dist.all_gather_object(box, value, group=self._group)
+        with _in_words(what, self._peers):
+            dist.all_gather_object(box, value, group=self._peers.control)
         return box
 
-    def together(self, work: Callable[[], Result]) -> Result:
+    def _all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> None:
+        if self._peers is not None:
+            self.agree(what).wait()
+            with _in_words(what, self._peers):
+                dist.all_reduce(tensor, op=operation, group=self._peers.control)
+
+    def together(self, work: Callable[[], Result], what: str) -> Result:
         """Run ``work`` on every rank; if it fails on any, every rank raises: its own error, or who failed how."""
         result: Result | None = None
         error: BaseException | None = None
@@ -102,10 +173,44 @@ class Collectives:
             result = work()
         except Exception as raised:  # noqa: BLE001 (raised again below, after the other ranks know)
             error = raised
-        failures = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}")
+        failures = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}", what)
         if error is not None:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
                 raise WorldError(f"rank {rank} failed: {failure}")
         return cast(Result, result)
+
+
+@lru_cache(maxsize=1 << 16)
+def _number(what: str) -> int:
+    """The words as one number, equal on all ranks if and (but for one chance in 2^64) only if they are."""
+    return int.from_bytes(blake2b(what.encode(), digest_size=8).digest(), "little", signed=True)
+
+
+def _diverged(words: Sequence[str]) -> str:
+    ranks_of: dict[str, list[int]] = {}
+    for rank, what in enumerate(words):
+        ranks_of.setdefault(what, []).append(rank)
+    parts = [
+        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {what}" for what, ranks in ranks_of.items()
+    ]
+    return (
+        f"the ranks diverge: each is about to do something else ({'; '.join(parts)}). All ranks must call the same "
+        "modules in the same order. Where the data decides which are called (a mixture of experts), mark the module "
+        "that decides, before infinity.initialize(): infinity.zero.set_leaf_modules(model, [its class])"
+    )
+
+
+@contextmanager
+def _in_words(what: str, peers: Peers) -> Iterator[None]:
+    """Torch's errors say what broke, not what this rank was about to do."""
+    try:
+        yield
+    except WorldError:
+        raise
+    except RuntimeError as error:
+        raise WorldError(
+            f"rank {peers.rank} of {peers.world_size} was about to {what}; another rank has ended, or did not come "
+            f"within {peers.timeout_s:g} s (INFINITY_TIMEOUT_S): {error}"
+        ) from error

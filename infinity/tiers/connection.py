@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import uuid
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -18,6 +19,8 @@ from infinity.tiers.launch import DaemonProcess, daemon_options
 from io_daemon.rank.client import Client
 
 PROBE_TIMEOUT_S = 1.0
+BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""Of the machine: two may have one host name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,10 +32,11 @@ class NodePlace:
     local_world_size: int
 
     @classmethod
-    def find(cls, collectives: Collectives) -> NodePlace:
-        """Collective. By host name, so that it also holds for ranks that no launcher started."""
-        node = socket.gethostname()
-        nodes = collectives.gather_objects(node)
+    def find(cls, collectives: Collectives, environment: Environment) -> NodePlace:
+        """Collective. By machine, so that it also holds for ranks that no launcher started, and by launcher: two on
+        one machine are two nodes, each with a daemon of its own."""
+        node = " ".join(filter(None, (socket.gethostname(), BOOT_ID.read_text().strip(), environment.node)))
+        nodes = collectives.gather_objects(node, "find the ranks of each node")
         return cls(node=node, local_rank=nodes[: collectives.rank].count(node), local_world_size=nodes.count(node))
 
 
@@ -43,9 +47,10 @@ class DaemonConnection(HostTier):
         self._config, self._environment = config, environment
         self._rank = collectives.rank
         self._process: DaemonProcess | None = None
-        self.job: str = collectives.broadcast_object(uuid.uuid4().hex[:16])
-        own = collectives.together(lambda: self._find_or_start(start=place.local_rank == 0))
-        found = [path for node, path in collectives.gather_objects((place.node, own)) if node == place.node and path]
+        self.job: str = collectives.broadcast_object(uuid.uuid4().hex[:16], "name the job")
+        own = collectives.together(lambda: self._find_or_start(start=place.local_rank == 0), "find the I/O daemon")
+        paths = collectives.gather_objects((place.node, own), "tell the I/O daemon's socket")
+        found = [path for node, path in paths if node == place.node and path]
         if not found:
             raise ConfigError(
                 "io_daemon.start",

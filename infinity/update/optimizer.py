@@ -176,7 +176,7 @@ class Update:
     def _clip_factor(self) -> torch.Tensor:
         """As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1."""
         total = self._gradients.square_sum()
-        self._collectives.sum(total)
+        self._collectives.sum(total, "sum the norm of the gradients")
         norm = total.sqrt().float()
         self.grad_norm = float(norm)
         return (self._max_norm / (norm + 1e-6)).clamp(max=1.0)

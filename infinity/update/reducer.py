@@ -65,6 +65,8 @@ class Reducer:
             for group in self._groups.values():
                 self._add_own(group)
             return
+        # ranks that still gather must hear of it before this one waits for what they have not reduced yet
+        self._collectives.agree("end a backward").wait()
         completed = list(self._completed)
         while self._num_issued < len(self._order):
             self._issue()
@@ -73,9 +75,9 @@ class Reducer:
         self._reduce_again()
         self._completed.clear()
         self._num_issued = 0
-        self._collectives.max(self._used)
+        self._collectives.max(self._used, "agree which parameters were used")
         if not self._order_learnt:
-            seen = self._collectives.broadcast_object(completed)
+            seen = self._collectives.broadcast_object(completed, "learn the order of reductions")
             self._order = [*seen, *(index for index in self._order if index not in seen)]
             self._order_learnt = True
 
@@ -83,7 +85,7 @@ class Reducer:
         """Re-entrant checkpointing may accumulate into a group that was reduced already: once more, on every rank."""
         order = sorted(self._groups)
         again = torch.tensor([self._groups[index].has_gradients for index in order], dtype=torch.uint8)
-        self._collectives.max(again)
+        self._collectives.max(again, "agree which groups to reduce again")
         for index, flag in zip(order, again.tolist(), strict=True):
             if flag:
                 self._start(self._groups[index])

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
@@ -45,18 +46,24 @@ STAGING: Final = ObjectKind.STAGING.mask
 class StagingArea:
     """The store behind one ``Init``, and what it needs to outlive the context until ``initialize``."""
 
-    def __init__(self, config: Config) -> None:
-        """Collective over the ranks of the default process group."""
+    def __init__(self, config: Config, collectives: Collectives) -> None:
+        """Collective over the ranks of ``collectives``, which become the area's own."""
         self.config = config
-        self.collectives = Collectives.of_world()
+        self.collectives = collectives
         self.connection: DaemonConnection | None = None
         self.arena_bytes = 0
         """Of all ranks of the job on this node: to be left out of the engine's budget."""
+        self.num_params = 0
+        """Parameters that were registered so far; the same on every rank."""
         self.store: ShardStore = MemoryStore(torch.device("cpu"))
         self.piece_bytes = STAGING_BYTES_MAX // STAGING_FRAMES
         zero = config.zero_optimization
         if "nvme" in (zero.offload_param.device, zero.offload_optimizer.device):
             self._open_daemon_store()
+
+    def next_number(self) -> int:
+        self.num_params += 1
+        return self.num_params
 
     def close_store(self) -> None:
         """Remove the staged shards. The connection stays: the engine goes on with it."""
@@ -70,12 +77,14 @@ class StagingArea:
             self.connection.close()
 
     def _open_daemon_store(self) -> None:
-        place = NodePlace.find(self.collectives)
-        connection = DaemonConnection(self.config, read_environment(), self.collectives, place)
+        environment = read_environment()
+        place = NodePlace.find(self.collectives, environment)
+        connection = DaemonConnection(self.config, environment, self.collectives, place)
         plan = staging_plan(self.config, place.local_world_size)
         self.piece_bytes = plan.frame_bytes
         self.store = self.collectives.together(
-            lambda: connection.open(plan, job=f"{connection.job}-init", pinned_mask=0, device=torch.device("cpu"))
+            lambda: connection.open(plan, job=f"{connection.job}-init", pinned_mask=0, device=torch.device("cpu")),
+            "open a staging area",
         )
         self.connection = connection
         self.arena_bytes = plan.arena_bytes * place.local_world_size
@@ -115,9 +124,10 @@ def budget_beside(staging_bytes: int, config: Config) -> int:
 class StagedParam:
     """One parameter of a model under construction; this rank's shard lies in the staging area while it is staged."""
 
-    def __init__(self, param: nn.Parameter, area: StagingArea) -> None:
+    def __init__(self, param: nn.Parameter, area: StagingArea, name: str) -> None:
         self._param = weakref.ref(param)  # the registry below must not keep a model alive that its user dropped
         self.area = area
+        self.name = f"parameter {area.next_number()} under Init, {name} of shape {tuple(param.shape)}"
         self.numel = param.numel()
         self.shard_numel = align_up(-(-self.numel // area.collectives.world_size), ALIGNMENT)
         self.start = area.collectives.rank * self.shard_numel
@@ -142,7 +152,7 @@ class StagedParam:
     def stage_out(self) -> None:
         """Rank 0's values become every rank's; each keeps its shard only."""
         values = self.param.detach().reshape(-1).contiguous()
-        self.area.collectives.broadcast(values)
+        self.area.collectives.broadcast(values, f"stage out {self.name}")
         if self._memory is None:
             # made only now: a parameter may still be moved or cast by the constructor that registers it
             self._memory = ShardedParam(0, "", self.param, self.param.dtype, self.param.device)
@@ -170,11 +180,13 @@ class StagedParam:
         if self._memory is None:
             raise AssertionError("only a staged parameter can be brought back")
         collectives = self.area.collectives
+        agreement = collectives.agree(f"bring back {self.name}")
         shard = torch.zeros(self.shard_numel, dtype=self.param.dtype)
         for offset, _ in self._pieces():
             numel = min(self.piece_numel, self.shard_numel - offset)
             shard[offset : offset + numel].copy_(self.read(self.start + offset, numel))
         full = torch.empty(collectives.world_size * self.shard_numel, dtype=self.param.dtype)
+        agreement.wait()
         collectives.all_gather(full, shard)
         self._memory.allocate().copy_(full[: self.numel])
         self._memory.to_unsharded()
@@ -229,21 +241,32 @@ class Init:
 
     Args:
         config_dict_or_path: the same configuration that ``initialize`` gets.
+        process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
+            RANK and WORLD_SIZE are set and nobody has.
 
     Lazy parameters are refused when they are registered. Collective: every rank runs the same constructors.
     """
 
-    def __init__(self, config_dict_or_path: Mapping[str, Any] | str | os.PathLike[str]) -> None:
-        self._config_source = config_dict_or_path
+    def __init__(
+        self,
+        config_dict_or_path: Mapping[str, Any] | str | os.PathLike[str],
+        *,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self._config_source, self._process_group = config_dict_or_path, process_group
         self._stack = ExitStack()
         self._in_memory: OrderedDict[int, StagedParam] = OrderedDict()
         self._area: StagingArea | None = None
         self._numel_max = 0
 
     def __enter__(self) -> Init:
-        world_size = Collectives.world_size_of_world()
-        config = parse_config(self._config_source, world_size=world_size)
-        self._area = StagingArea(config)
+        collectives = Collectives.join(self._process_group)
+        try:
+            config = parse_config(self._config_source, world_size=collectives.world_size)
+            self._area = StagingArea(config, collectives)
+        except BaseException:
+            collectives.close()
+            raise
         self._numel_max = config.zero_optimization.stage3_prefetch_bucket_size
         guard = AccessGuard(lambda p: staged_param(p) is not None, self._touch)
         hook = register_module_parameter_registration_hook(self._registered)
@@ -265,7 +288,7 @@ class Init:
             raise TypeError(f"{type(module).__name__}.{name} is lazy: its shape must be known to be sharded")
         if self._area is None:
             raise AssertionError("registered outside the context")
-        staged = StagedParam(param, self._area)
+        staged = StagedParam(param, self._area, f"{type(module).__name__}.{name}")
         _staged[param] = staged
         self._keep(staged)
 

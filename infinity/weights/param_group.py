@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
+from infinity.plan.grouping import common_name
 from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment
 from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
 from infinity.tiers.base import Lease, ShardStore, spans
@@ -83,6 +85,11 @@ class ParamGroup:
     @property
     def numel(self) -> int:
         return self.placement.numel
+
+    @cached_property
+    def label(self) -> str:
+        """What the group holds, in the model's names."""
+        return common_name([param.name for param in self.params])
 
     @property
     def in_use(self) -> bool:
@@ -179,10 +186,12 @@ class ParamGroup:
         device = self.params[0].full.device
         rank, world_size = self._collectives.rank, self._collectives.world_size
         shard_numel = self.placement.shard_numel
+        agreement = self._collectives.agree(f"gather the {kind.name.lower()} of {self.label}")
         full = torch.empty(world_size * shard_numel, dtype=dtype, device=device)
         shard = torch.zeros(shard_numel, dtype=dtype, device=device)
         starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
         self._read_chunks(kind, lambda s: shard[starts[s.param] + s.param_offset :][: s.numel])
+        agreement.wait()
         self._collectives.all_gather(full, shard)
         by_rank = full.view(world_size, shard_numel)
         for param in self.placement.params:

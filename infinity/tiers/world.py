@@ -1,0 +1,235 @@
+"""The process groups of the ranks that share one model: torch.distributed, started here if nobody has.
+
+Whoever trains joins with ``Peers.join`` and leaves with ``release``. What was started here ends with its last user or
+at exit; what the user started stays the user's.
+"""
+
+from __future__ import annotations
+
+import atexit
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.rendezvous import rendezvous
+
+from infinity.config import Environment, read_environment
+from infinity.errors import ConfigError, WorldError
+
+
+@dataclass(eq=False, kw_only=True)
+class Peers:
+    """This rank among those that share a model. One object a process group, however many engines use it.
+
+    Reductions have a group of their own: ranks may reach them at different points of their gathers. What ranks agree
+    upon travels on the CPU, which the backend of ``data`` may not take.
+    """
+
+    data: dist.ProcessGroup
+    rank: int
+    world_size: int
+    reductions: dist.ProcessGroup | None
+    """None with one rank."""
+    control: dist.ProcessGroup | None
+    """Of gloo. None with one rank."""
+    timeout_s: float
+    num_users: int = 0
+
+    _of: ClassVar[dict[dist.ProcessGroup, Peers]] = {}
+
+    @classmethod
+    def join(cls, group: dist.ProcessGroup | None = None, environment: Environment | None = None) -> Peers | None:
+        """Collective over ``group``, by default all ranks. None where nothing says that there are others.
+
+        Raises ConfigError if torch.distributed and the environment disagree, WorldError if the others do not come.
+        """
+        environment = environment or read_environment()
+        _start_or_check(environment)
+        if not (dist.is_available() and dist.is_initialized()):
+            if group is not None:
+                raise ConfigError("process_group", group, "torch.distributed is not initialised: initialise it first")
+            return None
+        group = group or dist.group.WORLD
+        if group is None or dist.get_rank(group) < 0:
+            raise ConfigError(
+                "process_group", "without this rank", f"rank {dist.get_rank()} is not in it: pass it where it is"
+            )
+        _check_backend(group)
+        peers = cls._of.get(group)
+        if peers is None:
+            peers = cls._of[group] = cls._make(group, environment.timeout_s)
+        peers.num_users += 1
+        return peers
+
+    @classmethod
+    def _make(cls, group: dist.ProcessGroup, timeout_s: float) -> Peers:
+        ranks = dist.get_process_group_ranks(group)
+        timeout = timedelta(seconds=timeout_s)
+        # groups of a part of the world must not wait for the rest of it
+        options = {"timeout": timeout, "use_local_synchronization": len(ranks) < dist.get_world_size()}
+        alone = len(ranks) == 1
+        return cls(
+            data=group,
+            rank=dist.get_rank(group),
+            world_size=len(ranks),
+            reductions=None if alone else dist.new_group(ranks, backend=_backend_of(group), **options),  # type: ignore[arg-type]
+            control=None if alone else dist.new_group(ranks, backend="gloo", **options),  # type: ignore[arg-type]
+            timeout_s=timeout_s,
+        )
+
+    @property
+    def root(self) -> int:
+        """Rank 0 of these, as torch's broadcasts want it: in the whole world."""
+        return dist.get_global_rank(self.data, 0)
+
+    def release(self) -> None:
+        """One user less. With the last one of all, what was started here ends."""
+        self.num_users -= 1
+        if self.num_users == 0 and not (dist.is_initialized() and self.world_size < dist.get_world_size()):
+            self._close()
+        if not any(peers.num_users for peers in Peers._of.values()):
+            _end_started()
+
+    def _close(self) -> None:
+        """Let go of the groups. Those of a part of the world stay with the world: their names would be used again."""
+        Peers._of.pop(self.data, None)
+        for group in (self.reductions, self.control):
+            if group is not None and dist.is_initialized():
+                with suppress(ValueError):  # the user has destroyed it, with all others
+                    dist.destroy_process_group(group)
+        # A group that something still refers to outlives destroy_process_group, and a thread of gloo's that lets go of
+        # a tensor while the interpreter ends aborts the process (pytorch's AsyncBarrierWork, seen 1 in 9).
+        self.reductions = self.control = None
+
+
+_store: Any = None
+"""Of the ranks that the launcher started: it outlives the process groups, and a second one needs other keys in it."""
+_num_started = 0
+_started: dist.ProcessGroup | None = None
+"""The default process group, where it was started here."""
+
+
+def _start_or_check(environment: Environment) -> None:
+    if not environment.launched:
+        return
+    if not dist.is_available():
+        if environment.world_size > 1:
+            raise ConfigError("WORLD_SIZE", environment.world_size, "this torch has no torch.distributed: install it")
+        return
+    if not dist.is_initialized():
+        _choose_device(environment)
+        if environment.rendezvous:
+            _start(environment)
+        elif environment.world_size > 1:
+            raise ConfigError(
+                "MASTER_ADDR, MASTER_PORT",
+                None,
+                f"RANK and WORLD_SIZE = {environment.world_size} say that there are others, but not where to meet "
+                "them: start with `infinity run`, or unset RANK and WORLD_SIZE",
+            )
+        return
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    if world_size != environment.world_size:
+        raise ConfigError(
+            "WORLD_SIZE",
+            environment.world_size,
+            f"torch.distributed was initialised with {world_size}: let infinity.initialize() or Init do it, initialise "
+            "it with WORLD_SIZE ranks, or start with `infinity run --nproc-per-node "
+            f"{max(world_size, environment.world_size)}`",
+        )
+    if rank != environment.rank:
+        raise ConfigError(
+            "RANK",
+            environment.rank,
+            f"torch.distributed was initialised as rank {rank}: let infinity.initialize() or Init do it, or give it "
+            "the rank that the launcher set",
+        )
+
+
+def _choose_device(environment: Environment) -> None:
+    """Before any backend is started: NCCL takes the current device for the rank's."""
+    if not torch.accelerator.is_available():
+        return
+    num_devices = torch.accelerator.device_count()
+    if environment.local_rank >= num_devices:
+        raise ConfigError(
+            "LOCAL_RANK",
+            environment.local_rank,
+            f"this process sees {num_devices} devices: start at most so many ranks on a node (--nproc-per-node)",
+        )
+    torch.accelerator.set_device_index(environment.local_rank)
+
+
+def _start(environment: Environment) -> None:
+    global _store, _num_started, _started
+    timeout = timedelta(seconds=environment.timeout_s)
+    try:
+        if _store is None:
+            _store = next(rendezvous("env://", timeout=timeout))[0]
+        dist.init_process_group(
+            _backends(),
+            store=dist.PrefixStore(f"infinity/{_num_started}", _store),  # type: ignore[attr-defined]
+            rank=environment.rank,
+            world_size=environment.world_size,
+            timeout=timeout,
+        )
+    except RuntimeError as error:  # what torch's distributed errors have in common
+        raise WorldError(
+            f"rank {environment.rank} did not meet the other {environment.world_size - 1} ranks at "
+            f"{environment.rendezvous} within {environment.timeout_s:g} s: {error}"
+        ) from error
+    _num_started += 1
+    _started = dist.group.WORLD
+
+
+def _backends() -> str:
+    """gloo on the CPU, and what torch takes on the accelerator (NCCL on NVIDIA's)."""
+    if not torch.accelerator.is_available():
+        return "gloo"
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return "gloo"
+    return f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
+
+
+def _backend_of(group: dist.ProcessGroup) -> str:
+    """As ``new_group`` takes it: one name, or device:name pairs where they differ."""
+    config: str = dist.distributed_c10d.get_backend_config(group)
+    names = {pair.partition(":")[2] for pair in config.split(",")}
+    return names.pop() if len(names) == 1 else config
+
+
+def _check_backend(group: dist.ProcessGroup) -> None:
+    """Weights travel where they are used."""
+    config: str = dist.distributed_c10d.get_backend_config(group)
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    used = "cpu" if accelerator is None else accelerator.type
+    if used not in {pair.partition(":")[0] for pair in config.split(",")}:
+        raise ConfigError(
+            "process_group",
+            config,
+            f"its backend takes no {used} tensors, and weights are used there: "
+            f'make it with backend="{dist.get_default_backend_for_device(used)}"',
+        )
+
+
+def _end_started() -> None:
+    global _started
+    group, _started = _started, None
+    if group is None:
+        return
+    for peers in list(Peers._of.values()):
+        peers._close()
+    if dist.is_initialized() and dist.group.WORLD is group:
+        dist.destroy_process_group()
+
+
+@atexit.register
+def _leave() -> None:
+    """A script may end without ``destroy()``; what still refers to a group then must not."""
+    _end_started()
+    for peers in list(Peers._of.values()):
+        peers._close()

@@ -1,0 +1,47 @@
+"""Buffers stay whole on every rank and follow rank 0's, exactly as DDP has them with ``broadcast_buffers``.
+
+DDP sends them when it is made, and before every forward unless the last forward ran without gradients: so an evaluation
+takes rank 0's once, and the first training forward after it keeps what each rank has, which is still the same unless
+the evaluation changed it. They are written in place, version counters kept, since autograd may have saved them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from infinity.tiers.collectives import Collectives
+
+
+class FollowedBuffers:
+    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
+        """Collective: every rank has rank 0's afterwards."""
+        self._module, self._collectives = module, collectives
+        self._due = True
+        self._broadcast()
+
+    def before_forward(self) -> None:
+        if self._due:
+            self._broadcast()
+        self._due = torch.is_grad_enabled()
+
+    def _broadcast(self) -> None:
+        if self._collectives.world_size == 1:
+            return
+        by_kind: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+        for buffer in self._module.buffers():  # asked anew: buffers are often replaced
+            if buffer.device.type != "meta" and buffer.numel():
+                by_kind.setdefault((buffer.device, buffer.dtype), []).append(buffer)
+        for buffers in by_kind.values():
+            values = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
+            self._collectives.broadcast(values, f"broadcast {values.numel()} elements of buffers of {values.dtype}")
+            for buffer, value in zip(buffers, torch.split(values, [b.numel() for b in buffers]), strict=True):
+                _write(buffer, value.view(buffer.shape))
+
+
+def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """``buffer.data``: in place without a new version."""
+    if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
+        buffer.data = value.clone()  # an expanded one cannot be written
+    else:
+        buffer.data.copy_(value)

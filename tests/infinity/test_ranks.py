@@ -1,0 +1,291 @@
+"""Ranks that share one model: who starts torch.distributed, who ends it, and what is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+import infinity
+from infinity.errors import ConfigError, WorldError
+from tests.support.ranks import end_of, free_port, run_ranks, start_launcher
+
+PRELUDE = """
+import copy, json, os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+import infinity
+
+rank = int(os.environ["RANK"])
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 10},
+}
+DDP_ADAM = {"lr": 1e-2, "weight_decay": 0.0, "fused": True}
+
+def build(seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(32, 64), nn.BatchNorm1d(64), nn.Linear(64, 1))
+
+def batches(count, rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(2, 32, generator=generator) for _ in range(count)]
+
+def train(engine, batches):
+    losses = []
+    for batch in batches:
+        loss = engine(batch).square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+def weights(engine):
+    return {name: value.tolist() for name, value in engine.full_state_dict().items() if "running" not in name}
+
+def bits(tensor):
+    return tensor.detach().contiguous().view(torch.int32 if tensor.dtype is torch.float32 else torch.int64).tolist()
+"""
+
+
+def test_ranks_share_one_model_and_what_was_started_ends_quietly(tmp_path: Path) -> None:
+    """Built differently on every rank, with ``Init`` on the way, twice in one process: rank 0's model everywhere."""
+    code = """
+    runs = []
+    for seed in (10, 20):
+        with infinity.Init(config_dict_or_path=CONFIG):
+            model = build(seed + rank)
+        started = dist.is_initialized() and (dist.get_world_size(), dist.get_rank())
+        engine, *_ = infinity.initialize(model=model, config=CONFIG)
+        train(engine, batches(3, rank))
+        runs.append(dict(started=started, batch=engine.train_batch_size(), weights=weights(engine)))
+        engine.destroy()
+        runs[-1]["ended"] = not dist.is_initialized()
+    print(json.dumps(runs))
+    """
+    ranks = run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2)
+    answers = [rank.answer for rank in ranks]
+    for rank, runs in enumerate(answers):
+        assert [run["started"] for run in runs] == [[2, rank]] * 2
+        assert [run["batch"] for run in runs] == [4, 4]
+        assert all(run["ended"] for run in runs)
+    assert answers[0][0]["weights"] == answers[1][0]["weights"] != answers[0][1]["weights"] == answers[1][1]["weights"]
+    assert [rank.errors for rank in ranks] == ["", ""]
+
+
+def test_a_script_that_forgets_destroy_ends_quietly(tmp_path: Path) -> None:
+    code = """
+    model = build()
+    engine, *_ = infinity.initialize(model=model, config=CONFIG)
+    train(engine, batches(2, rank))
+    """
+    ranks = run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2)
+    assert [(rank.code, rank.errors) for rank in ranks] == [(0, "")] * 2
+
+
+def test_engines_share_the_world_and_the_users_own_is_left_to_the_user(tmp_path: Path) -> None:
+    code = """
+    first, *_ = infinity.initialize(model=build(), config=CONFIG)
+    second, *_ = infinity.initialize(model=build(), config=CONFIG)
+    losses = [train(first, batches(2, rank)), train(second, batches(2, rank))]
+    first.destroy()
+    losses.append(train(second, batches(1, rank)))
+    second.destroy()
+    ended = not dist.is_initialized()
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=rank, world_size=2)
+    third, *_ = infinity.initialize(model=build(), config=CONFIG)
+    losses.append(train(third, batches(2, rank)))
+    third.destroy()
+    print(json.dumps([ended, dist.is_initialized(), losses]))
+    dist.barrier()
+    dist.destroy_process_group()
+    """
+    ranks = run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2, words=[str(tmp_path)])
+    for rank in ranks:
+        ended, kept, (first, second, _, third) = rank.answer
+        assert ended
+        assert kept
+        assert first == second == third
+        assert rank.errors == ""
+
+
+def test_groups_of_a_part_of_the_world_train_models_of_their_own(tmp_path: Path) -> None:
+    code = """
+    dist.init_process_group("gloo")
+    groups = {members: dist.new_group(members) for members in ((0, 2), (1,))}
+    mine = next(members for members in groups if rank in members)
+    group = groups[mine]
+    try:
+        infinity.initialize(model=build(), config=CONFIG, process_group=next(g for m, g in groups.items() if m != mine))
+        refused = ""
+    except infinity.errors.ConfigError as error:
+        refused = str(error)
+    with infinity.Init(config_dict_or_path=CONFIG, process_group=group):
+        model = build(rank)
+    engine, *_ = infinity.initialize(model=model, config=CONFIG, process_group=group)
+    train(engine, batches(2, rank))
+    print(json.dumps([engine.train_batch_size(), weights(engine), refused]))
+    engine.destroy()
+    again, *_ = infinity.initialize(model=build(), config=CONFIG, process_group=group)
+    train(again, batches(2, rank))
+    again.destroy()
+    dist.destroy_process_group()
+    """
+    ranks = run_ranks(PRELUDE + "import infinity.errors\n" + _body(code), tmp_path, num_ranks=3)
+    batch, weights, refused = zip(*(rank.answer for rank in ranks), strict=True)
+    assert batch == (4, 2, 4)
+    assert weights[0] == weights[2] != weights[1]
+    assert all(f"rank {rank} is not in it" in words for rank, words in enumerate(refused))
+
+
+def test_buffers_follow_rank_0_as_ddps_do(tmp_path: Path) -> None:
+    """Losses and buffers bit for bit, over training, evaluations with and without gradients, and training again."""
+    code = """
+    plan = ["train", "train", "eval", "eval", "train", "train", "grads", "train", "train"]
+    engine, *_ = infinity.initialize(model=build(rank), config=CONFIG)
+    own = nn.parallel.DistributedDataParallel(build(rank))
+    adam = torch.optim.AdamW(own.parameters(), **DDP_ADAM)
+    found = []
+    for kind, batch in zip(plan, batches(len(plan), rank)):
+        for model in (engine, own):
+            model.train(kind != "eval")
+            with torch.set_grad_enabled(kind != "eval"):
+                loss = model(batch).square().mean()
+            if kind == "train" and model is engine:
+                engine.backward(loss)
+                engine.step()
+            elif kind == "train":
+                loss.backward()
+                adam.step()
+                adam.zero_grad()
+            module = model.module
+            found.append([bits(loss), *(bits(buffer) for buffer in module.buffers())])
+    print(json.dumps([found[0::2], found[1::2]]))
+    engine.destroy()
+    """
+    ranks = run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2)
+    answers = [rank.answer for rank in ranks]
+    for ours, ddps in answers:
+        assert ours == ddps
+    assert answers[0][0] != answers[1][0], "ranks see batches of their own"
+
+
+def test_models_that_differ_are_refused_by_name_on_every_rank(tmp_path: Path) -> None:
+    code = """
+    model = build()
+    if rank == 1:
+        model.append(nn.Linear(1, 5))
+    infinity.initialize(model=model, config=CONFIG)
+    """
+    for rank in run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2):
+        assert rank.code == 1
+        assert "rank 1 has 3.weight (5, 1)" in rank.errors
+        assert "rank 0 has " in rank.errors
+        assert "build the same model on all ranks" in rank.errors
+
+
+def test_two_launchers_are_two_nodes_with_a_daemon_each(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    code = """
+    offload = {"device": "nvme", "nvme_path": sys.argv[1]}
+    CONFIG["zero_optimization"] |= {"offload_param": offload, "offload_optimizer": offload}
+    CONFIG["io_daemon"] = {"host_budget_bytes": 1 << 26}
+    engine, *_ = infinity.initialize(model=build(rank), config=CONFIG)
+    train(engine, batches(3, rank))
+    print(json.dumps([engine.train_batch_size(), weights(engine)]))
+    engine.destroy()
+    """
+    script.write_text(PRELUDE + _body(code))
+    port, launchers = str(free_port()), []
+    for node in range(2):
+        (swap_dir := tmp_path / f"node{node}").mkdir()
+        words: list[str | Path] = [
+            "--swap-dir",
+            swap_dir,
+            "--nnodes",
+            "2",
+            "--node-rank",
+            str(node),
+            "--nproc-per-node",
+            "1",
+        ]
+        words += ["--master-addr", "127.0.0.1", "--master-port", port, script, swap_dir]
+        launchers.append(start_launcher(*words))
+    nodes = [end_of(launcher) for launcher in launchers]
+    answers = [node.answer for node in nodes]
+    assert answers[0] == answers[1]
+    assert answers[0][0] == 4
+    for number, ended in enumerate(nodes):
+        attached = [line for line in ended.errors.splitlines() if "attached" in line]
+        assert len(attached) == 1
+        assert f"rank {number} " in attached[0], "each rank is its own node's daemon's"
+        assert list((tmp_path / f"node{number}").iterdir()) == []
+
+
+# --- what is refused
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """As rank 0 of 2, with nobody to meet."""
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_RANK", "0")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    return monkeypatch
+
+
+def _initialize() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    infinity.initialize(model=torch.nn.Linear(4, 4), config=config)[0].destroy()
+
+
+@pytest.mark.parametrize(("in_environment", "in_group"), [(2, 1), (1, 2), (3, 2)])
+def test_a_world_that_disagrees_with_the_environment(
+    in_environment: int, in_group: int, launched: pytest.MonkeyPatch
+) -> None:
+    launched.setenv("WORLD_SIZE", str(in_environment))
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=in_group)
+    try:
+        with pytest.raises(ConfigError, match=rf"WORLD_SIZE = {in_environment}: .* initialised with {in_group}: let"):
+            _initialize()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_rank_that_disagrees_with_the_environment(launched: pytest.MonkeyPatch) -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=1, world_size=2)
+    try:
+        with pytest.raises(ConfigError, match=r"RANK = 0: torch\.distributed was initialised as rank 1"):
+            _initialize()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_launcher_that_does_not_say_where_to_meet(launched: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"MASTER_ADDR.*start with `infinity run`"):
+        _initialize()
+
+
+def test_a_world_size_without_a_rank(launched: pytest.MonkeyPatch) -> None:
+    launched.delenv("RANK")
+    with pytest.raises(ConfigError, match="RANK = None: must be set beside WORLD_SIZE"):
+        _initialize()
+
+
+def test_ranks_that_do_not_come(launched: pytest.MonkeyPatch) -> None:
+    launched.setenv("MASTER_ADDR", "127.0.0.1")
+    launched.setenv("MASTER_PORT", str(free_port()))
+    launched.setenv("INFINITY_TIMEOUT_S", "1")
+    with pytest.raises(WorldError, match=r"rank 0 did not meet the other 1 ranks at 127\.0\.0\.1"):
+        _initialize()
+
+
+def _body(code: str) -> str:
+    """``code`` without its indentation, so that it can follow the prelude."""
+    lines = code.splitlines()
+    return "\n".join(line.removeprefix("    ") for line in lines) + "\n"

@@ -1,0 +1,96 @@
+"""Scripts on several ranks: started as a launcher would, with no word of torch.distributed in between."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
+TIMEOUT_S: Final = 240.0
+LAUNCHER_VARIABLES: Final = (
+    "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT",
+    "INFINITY_IO_SOCKET",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ended:
+    """What is left of one rank."""
+
+    code: int
+    output: str
+    errors: str
+
+    @property
+    def answer(self) -> Any:
+        """Its last line, which is JSON."""
+        if self.code != 0 or not self.output:
+            raise AssertionError(f"exit code {self.code}\n{self.output}\n{self.errors}")
+        return json.loads(self.output.splitlines()[-1])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def quiet_environment(**variables: str) -> dict[str, str]:
+    """This process's own, without what a launcher around the tests may have set."""
+    own = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
+    return {**own, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1", **variables}
+
+
+def run_ranks(
+    code: str, directory: Path, *, num_ranks: int, words: Sequence[str] = (), variables: Mapping[str, str] | None = None
+) -> list[Ended]:
+    """Run ``code`` as a script on ``num_ranks`` processes of this machine; each one's end, in rank order."""
+    script = directory / "script.py"
+    script.write_text(textwrap.dedent(code))
+    port = str(free_port())
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank in range(num_ranks):
+            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+            env = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **(variables or {}))
+            env |= {name: str(value) for name, value in places.items()}
+            command = [sys.executable, str(script), *words]
+            process = stack.enter_context(
+                subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            )
+            stack.callback(process.kill)
+            processes.append(process)
+        return [_ended(process) for process in processes]
+
+
+def start_launcher(*words: str | Path, **variables: str) -> subprocess.Popen[str]:
+    """``infinity run WORDS`` on one node."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "infinity", "run", *map(str, words)],
+        env=quiet_environment(**variables),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _ended(process: subprocess.Popen[str]) -> Ended:
+    output, errors = process.communicate(timeout=TIMEOUT_S)
+    return Ended(code=process.returncode, output=output, errors=errors)
+
+
+def end_of(launcher: subprocess.Popen[str]) -> Ended:
+    try:
+        return _ended(launcher)
+    finally:
+        launcher.kill()
