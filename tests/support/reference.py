@@ -95,7 +95,7 @@ def train_reference(model: nn.Module, batches: Sequence[Batch], recipe: Recipe, 
         cast_bf16(model)
     forward: Callable[[Batch], Any] = model
     if ddp:
-        forward = DistributedDataParallel(model, find_unused_parameters=True, broadcast_buffers=False)
+        forward = DistributedDataParallel(model, find_unused_parameters=True)
     run, remaining = Run(), iter(batches)
     for _ in range(recipe.num_steps):
         for batch in itertools.islice(remaining, recipe.accumulation):
