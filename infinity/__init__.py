@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from infinity.engine import Engine
+    from infinity import zero
     from infinity.entry import initialize
     from infinity.weights.init_context import Init
 
-__all__ = ["Engine", "Init", "initialize"]
+__all__ = ["Engine", "Init", "initialize", "zero"]
 __version__ = "0.1.0"
 
 _HOMES = {"Engine": "infinity.engine", "Init": "infinity.weights.init_context", "initialize": "infinity.entry"}
@@ -18,6 +19,8 @@ _HOMES = {"Engine": "infinity.engine", "Init": "infinity.weights.init_context", 
 
 def __getattr__(name: str) -> Any:
     """Imported on first use, so that the command line answers before torch is loaded."""
+    if name == "zero":
+        return importlib.import_module("infinity.zero")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(importlib.import_module(_HOMES[name]), name)

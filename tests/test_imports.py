@@ -34,7 +34,7 @@ LADDERS = {
         "tiers",
         "weights",
         "update",
-        "report sharded_model",
+        "report sharded_model zero",
         "engine",
         "entry",
         "__init__",
