@@ -128,12 +128,12 @@ nb::class_<Ring<Entry>> bind_ring(nb::module_& module, const char* name) {
       .def(
           "__init__",
           [](R* self, std::shared_ptr<Region> region, std::int64_t offset, std::int64_t num_entries,
-             int event_fd, bool create) {
+             int wake_fd, bool create) {
             new (self) R(std::move(region), as_unsigned(offset, "offset"),
-                         as_unsigned(num_entries, "num_entries"), event_fd,
+                         as_unsigned(num_entries, "num_entries"), wake_fd,
                          create ? RingOrigin::kCreate : RingOrigin::kAttach);
           },
-          "region"_a, "offset"_a, "num_entries"_a, "event_fd"_a, nb::kw_only(), "create"_a)
+          "region"_a, "offset"_a, "num_entries"_a, "wake_fd"_a, nb::kw_only(), "create"_a)
       .def("pop",
            [](R& self) -> std::optional<decltype(as_tuple(Entry{}))> {
              const auto entry = self.pop();

@@ -1,6 +1,5 @@
 #include "ring.hpp"
 
-#include <fcntl.h>
 #include <poll.h>
 
 #include <algorithm>
@@ -24,19 +23,14 @@ int remaining_ms(Clock::time_point deadline) {
 }  // namespace
 
 RingBase::RingBase(std::shared_ptr<Region> region, std::size_t offset, std::size_t num_entries,
-                   std::size_t entry_bytes, int event_fd, RingOrigin origin)
-    : region_(std::move(region)), num_entries_(num_entries) {
+                   std::size_t entry_bytes, int wake_fd, RingOrigin origin)
+    : region_(std::move(region)), num_entries_(num_entries), wake_(wake_fd) {
   require(std::has_single_bit(num_entries) && num_entries <= kEntriesMax,
           "num_entries is not a power of two up to 2**20");
   require(offset % wire::kCacheLine == 0, "a ring starts at a multiple of 64");
   require(region_->writable(), "a ring needs a writable region");
   const auto bytes = region_->slice(offset, sizeof(wire::RingHeader) + num_entries * entry_bytes);
   header_ = reinterpret_cast<wire::RingHeader*>(bytes.data());
-  event_ = Descriptor::duplicate(event_fd);
-  const int flags = ::fcntl(event_.get(), F_GETFL);
-  if (flags < 0 || ::fcntl(event_.get(), F_SETFL, flags | O_NONBLOCK) < 0) {
-    throw_last_errno("make the event descriptor non-blocking");
-  }
   if (origin == RingOrigin::kCreate) format(entry_bytes);
   verify(entry_bytes);
   seen_head_ = head_ = load_acquire(header_->head);
@@ -105,7 +99,7 @@ std::size_t RingBase::num_ready() const {
 }
 
 void RingBase::wake_consumer() {
-  if (exchange_seq_cst<std::uint32_t>(header_->consumer_sleeps, 0) != 0) signal_event(event_.get());
+  if (exchange_seq_cst<std::uint32_t>(header_->consumer_sleeps, 0) != 0) wake_.signal();
 }
 
 bool RingBase::prepare_sleep() {
@@ -120,11 +114,11 @@ WaitResult RingBase::wait(int timeout_ms, int other_fd) {
   const auto deadline = Clock::now() + std::chrono::milliseconds(timeout_ms);
   if (num_to_pop() > 0) return WaitResult::kReady;
   while (prepare_sleep()) {
-    pollfd fds[2] = {{event_.get(), POLLIN, 0}, {other_fd, POLLIN, 0}};
+    pollfd fds[2] = {{wake_.fd(), POLLIN, 0}, {other_fd, POLLIN, 0}};
     const int num_fds = ::poll(fds, 2, remaining_ms(deadline));
     if (num_fds < 0 && errno != EINTR) throw_last_errno("poll");
     const bool interrupted = num_fds < 0;
-    if (!interrupted && fds[0].revents != 0) drain_event(event_.get());
+    if (!interrupted && fds[0].revents != 0) wake_.drain();
     if (num_to_pop() > 0) break;
     if (interrupted) return WaitResult::kInterrupted;
     if (fds[1].revents != 0) return WaitResult::kOtherFd;

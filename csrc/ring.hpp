@@ -16,8 +16,8 @@
 #include <vector>
 
 #include "atomics.hpp"
-#include "descriptor.hpp"
 #include "region.hpp"
+#include "wake_socket.hpp"
 #include "wire.hpp"
 
 namespace infinity {
@@ -28,14 +28,14 @@ enum class RingOrigin { kCreate, kAttach };
 enum class WaitResult { kReady = 0, kTimedOut = 1, kOtherFd = 2, kInterrupted = 3 };
 
 // The half of a ring that does not depend on the type of its entries. Holds the region and a
-// duplicate of the event descriptor.
+// duplicate of this side's wake socket.
 class RingBase {
  public:
   RingBase(const RingBase&) = delete;
   RingBase& operator=(const RingBase&) = delete;
 
   // Consumer: raises the sleep flag. True if the ring is still empty, so that the caller may sleep
-  // on the event descriptor; false (flag lowered) if there is something to pop.
+  // on the wake socket; false (flag lowered) if there is something to pop.
   bool prepare_sleep();
 
   // Consumer: sleeps until an entry is there, other_fd (-1: none) is readable or hung up, or
@@ -49,7 +49,7 @@ class RingBase {
 
  protected:
   RingBase(std::shared_ptr<Region> region, std::size_t offset, std::size_t num_entries,
-           std::size_t entry_bytes, int event_fd, RingOrigin origin);
+           std::size_t entry_bytes, int wake_fd, RingOrigin origin);
   ~RingBase() = default;
 
   // Entries ready for this consumer, loading the tail only if fewer than wanted are known of.
@@ -80,15 +80,15 @@ class RingBase {
   void verify(std::size_t entry_bytes) const;
   std::uint64_t validated_distance(std::uint64_t tail, std::uint64_t head) const;
 
-  Descriptor event_;
+  WakeSocket wake_;
 };
 
 template <typename Entry>
 class Ring : public RingBase {
  public:
-  Ring(std::shared_ptr<Region> region, std::size_t offset, std::size_t num_entries, int event_fd,
+  Ring(std::shared_ptr<Region> region, std::size_t offset, std::size_t num_entries, int wake_fd,
        RingOrigin origin)
-      : RingBase(std::move(region), offset, num_entries, sizeof(Entry), event_fd, origin),
+      : RingBase(std::move(region), offset, num_entries, sizeof(Entry), wake_fd, origin),
         entries_(reinterpret_cast<Entry*>(header_ + 1)) {}
 
   static std::size_t bytes_required(std::size_t num_entries) noexcept {

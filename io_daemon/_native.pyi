@@ -57,11 +57,12 @@ class Region:
 class SubmissionRing:
     """SPSC ring of wire::Sqe at ``offset`` of a region. ``create`` formats it; otherwise magic,
     version and geometry are verified (ValueError), and the ring goes on where it stands. Indexes that the other
-    process corrupts are a ValueError of whichever verb sees them. event_fd is duplicated and made non-blocking.
+    process corrupts are a ValueError of whichever verb sees them. ``wake_fd``: this side's end of a pair of Unix
+    datagram sockets, duplicated; what the other side does to its end neither blocks this one nor makes it busy.
     The producer side takes a lock: several threads may push."""
     @staticmethod
     def bytes_required(num_entries: int) -> int: ...
-    def __init__(self, region: Region, offset: int, num_entries: int, event_fd: int, *, create: bool) -> None: ...
+    def __init__(self, region: Region, offset: int, num_entries: int, wake_fd: int, *, create: bool) -> None: ...
     def push(
         self,
         seq: int,
@@ -74,11 +75,12 @@ class SubmissionRing:
         dirty_mask: int = 0,
         dead_mask: int = 0,
     ) -> bool:
-        """False if the ring is full. Wakes a sleeping consumer through event_fd."""
+        """False if the ring is full. Wakes a sleeping consumer through the sockets. Never blocks."""
     def pop(self) -> tuple[int, int, int, int, int, int, int, int, int] | None: ...
     def pop_batch(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int, int, int]]: ...
     def prepare_sleep(self) -> bool:
-        """Arm the wake-up; True if the ring is still empty and the caller may sleep on event_fd."""
+        """Arm the wake-up; True if the ring is still empty and the caller may sleep on the socket (and
+        receives what has woken it: one datagram a wake-up)."""
     def wait(self, timeout_ms: int, other_fd: int = -1) -> int:
         """Sleep until an entry is there: 0 ready, 1 timed out, 2 other_fd readable or hung up. GIL released; signal
         handlers run in between. timeout_ms must not be negative."""
@@ -89,7 +91,7 @@ class CompletionRing:
     """SPSC ring of wire::Cqe; the same verbs."""
     @staticmethod
     def bytes_required(num_entries: int) -> int: ...
-    def __init__(self, region: Region, offset: int, num_entries: int, event_fd: int, *, create: bool) -> None: ...
+    def __init__(self, region: Region, offset: int, num_entries: int, wake_fd: int, *, create: bool) -> None: ...
     def push(
         self,
         seq: int,

@@ -84,9 +84,9 @@ void test_region() {
 
 void test_ring() {
   const auto region = make_region(2 * wire::kPage);
-  const Descriptor event = Descriptor::event();
-  SubmissionRing producer(region, 64, 4, event.get(), RingOrigin::kCreate);
-  SubmissionRing consumer(region, 64, 4, event.get(), RingOrigin::kAttach);
+  const auto [producers, consumers] = WakeSocket::make_pair();
+  SubmissionRing producer(region, 64, 4, producers.get(), RingOrigin::kCreate);
+  SubmissionRing consumer(region, 64, 4, consumers.get(), RingOrigin::kAttach);
   const wire::Sqe entries[4] = {{.seq = 1}, {.seq = 2}, {.seq = 3}, {.seq = 4}};
   CHECK(!consumer.pop() && consumer.prepare_sleep());
   CHECK(consumer.wait(0, -1) == WaitResult::kTimedOut);
@@ -105,7 +105,9 @@ void test_ring() {
   header->head = 1000;
   CHECK(throws<std::invalid_argument>([&] { producer.push(entries); }));
   CHECK(throws<std::invalid_argument>(
-      [&] { SubmissionRing(region, 0, 4, event.get(), RingOrigin::kAttach); }));
+      [&] { SubmissionRing(region, 0, 4, producers.get(), RingOrigin::kAttach); }));
+  CHECK(throws<std::invalid_argument>(
+      [&] { SubmissionRing(region, 0, 4, Descriptor::event().get(), RingOrigin::kCreate); }));
 }
 
 // A reactor over one temporary file and one arena whose first half is written, second half read.

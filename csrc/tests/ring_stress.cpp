@@ -41,12 +41,11 @@ struct Settings {
 // One of the two sides. Both rings lie in the same region; each side attaches rings of its own.
 class Side {
  public:
-  Side(const std::shared_ptr<Region>& region, const Descriptor (&events)[2], int index,
-       unsigned seed)
-      : in_(region, static_cast<std::size_t>(index) * kRingBytes, kEntries, events[index].get(),
+  Side(const std::shared_ptr<Region>& region, const Descriptor& wake, int index, unsigned seed)
+      : in_(region, static_cast<std::size_t>(index) * kRingBytes, kEntries, wake.get(),
             RingOrigin::kAttach),
-        out_(region, static_cast<std::size_t>(1 - index) * kRingBytes, kEntries,
-             events[1 - index].get(), RingOrigin::kAttach),
+        out_(region, static_cast<std::size_t>(1 - index) * kRingBytes, kEntries, wake.get(),
+             RingOrigin::kAttach),
         random_(seed + static_cast<unsigned>(index)) {}
 
   void send(std::uint64_t seq) {
@@ -139,13 +138,12 @@ int run(const Settings& settings) {
   const Descriptor memory(::memfd_create("ring_stress", MFD_CLOEXEC));
   if (::ftruncate(memory.get(), 2 * kRingBytes) != 0) return 1;
   const auto region = std::make_shared<Region>(memory.get(), 2 * kRingBytes, true);
-  const Descriptor events[2] = {Descriptor::event(), Descriptor::event()};
+  const auto [ours, theirs] = WakeSocket::make_pair();
   for (std::size_t i = 0; i < 2; ++i) {
-    const SubmissionRing format(region, i * kRingBytes, kEntries, events[i].get(),
-                                RingOrigin::kCreate);
+    const SubmissionRing format(region, i * kRingBytes, kEntries, ours.get(), RingOrigin::kCreate);
   }
-  Side driver(region, events, 0, settings.seed);
-  Side server(region, events, 1, settings.seed);
+  Side driver(region, ours, 0, settings.seed);
+  Side server(region, theirs, 1, settings.seed);
 
   const auto begin = Clock::now();
   const bool well = run_beside(

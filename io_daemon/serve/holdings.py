@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -24,7 +25,11 @@ NUM_CQES: Final = 4096
 
 
 class Rings:
-    """Submission and completion ring of one tenant, on one sealed memfd, as the daemon holds them."""
+    """Submission and completion ring of one tenant, on one sealed memfd, as the daemon holds them.
+
+    Daemon and rank wake each other through a pair of datagram sockets, each by an end of its own: nothing that the
+    rank does to its end can make the daemon wait (an eventfd is one description for both: O_NONBLOCK is the rank's to
+    clear and the counter the rank's to fill)."""
 
     def __init__(self) -> None:
         self.cq_offset = align_up(SubmissionRing.bytes_required(NUM_SQES), PAGE_BYTES)
@@ -34,14 +39,24 @@ class Rings:
             undo.callback(os.close, self.fd)
             os.ftruncate(self.fd, self.num_bytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, SEALS)
-            self.sq_event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            undo.callback(os.close, self.sq_event_fd)
-            self.cq_event_fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-            undo.callback(os.close, self.cq_event_fd)
+            self._wake, self.rank_wake = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+            """The daemon's end, and the rank's."""
+            undo.callback(self._wake.close)
+            undo.callback(self.rank_wake.close)
             region = Region(self.fd, self.num_bytes)
-            self.sq = SubmissionRing(region, 0, NUM_SQES, self.sq_event_fd, create=True)
-            self.cq = CompletionRing(region, self.cq_offset, NUM_CQES, self.cq_event_fd, create=True)
+            self.sq = SubmissionRing(region, 0, NUM_SQES, self.wake_fd, create=True)
+            self.cq = CompletionRing(region, self.cq_offset, NUM_CQES, self.wake_fd, create=True)
             undo.pop_all()
+
+    @property
+    def wake_fd(self) -> int:
+        """Readable when the rank has submitted something after ``sq.prepare_sleep``."""
+        return self._wake.fileno()
+
+    def take_wake_up(self) -> None:
+        """Never blocks, whether or not there is one."""
+        with contextlib.suppress(BlockingIOError):
+            self._wake.recv(1, socket.MSG_DONTWAIT)
 
     def num_completions(self) -> int:
         """Completions that the rank has not reaped. Raises ProtocolError if the indexes are garbage."""
@@ -78,8 +93,9 @@ class Rings:
             raise ProtocolError("completion ring: the room that was kept is gone, so its head was tampered with")
 
     def close(self) -> None:
-        for fd in (self.fd, self.sq_event_fd, self.cq_event_fd):
-            os.close(fd)
+        os.close(self.fd)
+        self._wake.close()
+        self.rank_wake.close()
 
 
 @dataclass(eq=False)

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import itertools
 import logging
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import Final
@@ -127,13 +126,14 @@ class Tenant:
             cq_offset=self.rings.cq_offset,
             swap_files=tuple(str(seat.swap_file.path) for seat in self.seats),
         )
-        return answer, [self.table.fd, self.rings.fd, self.rings.sq_event_fd, self.rings.cq_event_fd]
+        wake_fd = self.rings.rank_wake.fileno()
+        return answer, [self.table.fd, self.rings.fd, wake_fd, wake_fd]
 
     def serve(self) -> None:
         """Begin to take submissions."""
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.SERVING)
         self._listening = True
-        self._loop.add_reader(self.rings.sq_event_fd, self._on_submissions)
+        self._loop.add_reader(self.rings.wake_fd, self._on_submissions)
         self._on_submissions()
 
     async def register(self, specs: Sequence[ChunkSpec]) -> range:
@@ -198,8 +198,7 @@ class Tenant:
 
     def _on_submissions(self) -> None:
         """The rank has submitted. Takes one batch; comes again by itself while there may be more."""
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.rings.sq_event_fd)
+        self.rings.take_wake_up()
         try:
             # every entry may need one completion: none is taken without room for its answer
             room = NUM_CQES - self.rings.num_completions() - len(self._unanswered)
@@ -312,7 +311,7 @@ class Tenant:
 
     def _stop_listening(self) -> None:
         self._listening = False
-        self._loop.remove_reader(self.rings.sq_event_fd)
+        self._loop.remove_reader(self.rings.wake_fd)
         if self._retry is not None:
             self._retry.cancel()
             self._retry = None

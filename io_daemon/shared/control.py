@@ -119,7 +119,8 @@ class Welcome(Message):
 
 
 class Attached(Message):
-    """Comes with four fds: table (read-only), rings, submission eventfd, completion eventfd."""
+    """Comes with four fds: table (read-only), rings, and twice the rank's end of the wake-up sockets, for the
+    submission and for the completion ring."""
 
     type: Literal["attached"] = "attached"
     table_bytes: int

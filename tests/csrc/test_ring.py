@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -26,10 +28,23 @@ DEADLINE_MS = 60_000
 
 
 @pytest.fixture
-def event_fd() -> Iterator[int]:
-    fd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-    yield fd
-    os.close(fd)
+def wakes() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """What a producer and a consumer wake each other through."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    yield ends
+    for end in ends:
+        end.close()
+
+
+@pytest.fixture
+def wake_fd(wakes: tuple[socket.socket, socket.socket]) -> int:
+    """The producer's end."""
+    return wakes[0].fileno()
+
+
+@pytest.fixture
+def consumer_wake(wakes: tuple[socket.socket, socket.socket]) -> socket.socket:
+    return wakes[1]
 
 
 @pytest.fixture
@@ -38,13 +53,13 @@ def region() -> Region:
 
 
 @pytest.fixture
-def producer(region: Region, event_fd: int) -> SubmissionRing:
-    return SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, event_fd, create=True)
+def producer(region: Region, wake_fd: int) -> SubmissionRing:
+    return SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, wake_fd, create=True)
 
 
 @pytest.fixture
-def consumer(region: Region, producer: SubmissionRing, event_fd: int) -> SubmissionRing:
-    return SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, event_fd, create=False)
+def consumer(region: Region, producer: SubmissionRing, consumer_wake: socket.socket) -> SubmissionRing:
+    return SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, consumer_wake.fileno(), create=False)
 
 
 def push(ring: SubmissionRing, seq: int) -> bool:
@@ -67,8 +82,8 @@ def test_entries_arrive_whole(producer: SubmissionRing, consumer: SubmissionRing
     assert (consumer.pop(), consumer.pop(), consumer.pop()) == (SENTINEL, largest, None)
 
 
-def test_completions_arrive_whole(region: Region, event_fd: int) -> None:
-    ring = CompletionRing(region, 0, NUM_ENTRIES, event_fd, create=True)
+def test_completions_arrive_whole(region: Region, wake_fd: int) -> None:
+    ring = CompletionRing(region, 0, NUM_ENTRIES, wake_fd, create=True)
     first = (1, 2, -3, 4, 5, 6, 7, 8, 9, 10)
     largest = (2**64 - 1, 2**32 - 1, -(2**31), 2**32 - 1, 2**16 - 1, 255, 255, 2**64 - 1, 2**64 - 1, 2**64 - 1)
     assert ring.push(*first)
@@ -97,53 +112,57 @@ def test_order_holds_over_many_turns(producer: SubmissionRing, consumer: Submiss
 
 
 def test_a_restarted_side_goes_on_where_the_ring_stands(
-    region: Region, producer: SubmissionRing, consumer: SubmissionRing, event_fd: int
+    region: Region, producer: SubmissionRing, consumer: SubmissionRing, wake_fd: int
 ) -> None:
     for seq in range(6):
         push(producer, seq)
     consumer.pop_batch(2)
-    again = SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, event_fd, create=False)
+    again = SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, wake_fd, create=False)
     assert [entry[0] for entry in again.pop_batch(100)] == [2, 3, 4, 5]
-    successor = SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, event_fd, create=False)
+    successor = SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, wake_fd, create=False)
     assert push(successor, 6)
     assert again.pop() == (6, 0, 0, 0, 0, 0, 0, 0, 0)
 
 
 @pytest.mark.parametrize("field", ["magic", "version", "num_entries", "entry_bytes"])
-def test_another_geometry_is_refused(region: Region, producer: SubmissionRing, event_fd: int, field: str) -> None:
+def test_another_geometry_is_refused(region: Region, producer: SubmissionRing, wake_fd: int, field: str) -> None:
     set_header(region, field, 16)
     with pytest.raises(ValueError, match=r"ring"):
-        SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, event_fd, create=False)
+        SubmissionRing(region, RING_OFFSET, NUM_ENTRIES, wake_fd, create=False)
 
 
-def test_ring_of_another_kind_is_refused(region: Region, producer: SubmissionRing, event_fd: int) -> None:
+def test_ring_of_another_kind_is_refused(region: Region, producer: SubmissionRing, wake_fd: int) -> None:
     with pytest.raises(ValueError, match="another size"):
-        CompletionRing(region, RING_OFFSET, NUM_ENTRIES, event_fd, create=False)
+        CompletionRing(region, RING_OFFSET, NUM_ENTRIES, wake_fd, create=False)
 
 
 @pytest.mark.parametrize(
     ("offset", "num_entries"),
     [(0, 0), (0, 3), (0, -8), (32, 8), (-64, 8), (REGION_BYTES - 64, 1), (0, 256), (2**40, 8), (0, 2**21)],
 )
-def test_rings_that_do_not_fit_are_refused(region: Region, event_fd: int, offset: int, num_entries: int) -> None:
+def test_rings_that_do_not_fit_are_refused(region: Region, wake_fd: int, offset: int, num_entries: int) -> None:
     with pytest.raises(ValueError):
-        SubmissionRing(region, offset, num_entries, event_fd, create=True)
+        SubmissionRing(region, offset, num_entries, wake_fd, create=True)
 
 
-def test_bytes_required_is_what_a_ring_takes(event_fd: int) -> None:
+def test_bytes_required_is_what_a_ring_takes(wake_fd: int) -> None:
     for kind in (SubmissionRing, CompletionRing):
         num_bytes = kind.bytes_required(NUM_ENTRIES)
-        kind(make_region(num_bytes), 0, NUM_ENTRIES, event_fd, create=True)
+        kind(make_region(num_bytes), 0, NUM_ENTRIES, wake_fd, create=True)
         with pytest.raises(ValueError):
-            kind(make_region(num_bytes - 1), 0, NUM_ENTRIES, event_fd, create=True)
+            kind(make_region(num_bytes - 1), 0, NUM_ENTRIES, wake_fd, create=True)
 
 
-def test_read_only_region_and_bad_event_fd_are_refused(region: Region, event_fd: int) -> None:
+def test_read_only_region_and_bad_wake_fds_are_refused(region: Region, wake_fd: int) -> None:
     with pytest.raises(ValueError, match="writable"):
-        SubmissionRing(make_region(REGION_BYTES, writable=False), 0, NUM_ENTRIES, event_fd, create=True)
+        SubmissionRing(make_region(REGION_BYTES, writable=False), 0, NUM_ENTRIES, wake_fd, create=True)
     with pytest.raises(OSError) as caught:
         SubmissionRing(region, 0, NUM_ENTRIES, -1, create=True)
     assert caught.value.errno == errno.EBADF
+    event_fd = os.eventfd(0)  # one description for both sides: the other side could make this one block
+    with pytest.raises(ValueError, match="datagram socket"):
+        SubmissionRing(region, 0, NUM_ENTRIES, event_fd, create=True)
+    os.close(event_fd)
 
 
 @pytest.mark.parametrize("tail", [NUM_ENTRIES + 1, 2**32, 2**64 - 1])
@@ -173,9 +192,10 @@ def test_hostile_header_cannot_move_an_attached_ring(
     assert [entry[0] for entry in consumer.pop_batch(9)] == [1, 2]
 
 
-def test_several_threads_may_push(region: Region, event_fd: int) -> None:
+def test_several_threads_may_push(region: Region, wake_fd: int, consumer_wake: socket.socket) -> None:
     num_threads, num_each = 4, 500
-    ring = SubmissionRing(region, 0, 128, event_fd, create=True)
+    ring = SubmissionRing(region, 0, 128, wake_fd, create=True)
+    consumer = SubmissionRing(region, 0, 128, consumer_wake.fileno(), create=False)
 
     def produce(chunk: int) -> None:
         for seq in range(num_each):
@@ -187,24 +207,28 @@ def test_several_threads_may_push(region: Region, event_fd: int) -> None:
         thread.start()
     received: list[list[int]] = [[] for _ in range(num_threads)]
     while sum(map(len, received)) < num_threads * num_each:
-        assert ring.wait(DEADLINE_MS) == READY
-        for entry in ring.pop_batch(128):
+        assert consumer.wait(DEADLINE_MS) == READY
+        for entry in consumer.pop_batch(128):
             received[entry[5]].append(entry[0])
     for thread in threads:
         thread.join()
     assert received == [list(range(num_each))] * num_threads
 
 
-def test_push_signals_only_a_sleeper(producer: SubmissionRing, consumer: SubmissionRing, event_fd: int) -> None:
+def test_push_signals_only_a_sleeper(
+    producer: SubmissionRing, consumer: SubmissionRing, consumer_wake: socket.socket
+) -> None:
     push(producer, 1)
     with pytest.raises(BlockingIOError):
-        os.eventfd_read(event_fd)
+        consumer_wake.recv(1, socket.MSG_DONTWAIT)
     assert not consumer.prepare_sleep()  # there is something to pop
     consumer.pop()
     assert consumer.prepare_sleep()
     push(producer, 2)
     push(producer, 3)
-    assert os.eventfd_read(event_fd) == 1
+    assert consumer_wake.recv(64, socket.MSG_DONTWAIT)
+    with pytest.raises(BlockingIOError):
+        consumer_wake.recv(1, socket.MSG_DONTWAIT)
 
 
 def test_wait_sees_time_pass_entries_and_the_other_descriptor(
@@ -226,21 +250,43 @@ def test_wait_sees_time_pass_entries_and_the_other_descriptor(
         consumer.wait(-1)
 
 
-def test_wait_is_not_fooled_by_stale_signals(consumer: SubmissionRing, event_fd: int) -> None:
-    os.eventfd_write(event_fd, 5)
+def test_wait_is_not_fooled_by_stale_signals(consumer: SubmissionRing, wakes: tuple[socket.socket, ...]) -> None:
+    for _ in range(5):
+        wakes[0].send(b"x")
     assert consumer.wait(1) == TIMED_OUT
 
 
-def test_hostile_event_descriptor_blocks_nobody(
-    producer: SubmissionRing, consumer: SubmissionRing, event_fd: int
+def flood(end: socket.socket) -> None:
+    """Until its queue takes no more."""
+    with contextlib.suppress(BlockingIOError):
+        while True:
+            end.send(b"x" * 64, socket.MSG_DONTWAIT)
+
+
+def test_nothing_that_the_other_side_does_to_its_socket_blocks_this_one(
+    producer: SubmissionRing, consumer: SubmissionRing, wakes: tuple[socket.socket, ...]
 ) -> None:
-    os.set_blocking(event_fd, True)
-    os.eventfd_write(event_fd, 2**64 - 2)  # full: another write would block
+    for end in wakes:
+        os.set_blocking(end.fileno(), True)
+        flood(end)
     assert consumer.prepare_sleep()
-    push(producer, 1)
+    push(producer, 1)  # its wake-up finds no room
     assert consumer.wait(DEADLINE_MS) == READY
     consumer.pop()
     assert consumer.wait(1) == TIMED_OUT
+
+
+def test_a_side_that_has_gone_makes_the_other_neither_fail_nor_spin(
+    region: Region, wakes: tuple[socket.socket, ...]
+) -> None:
+    ring = SubmissionRing(region, 0, NUM_ENTRIES, wakes[0].fileno(), create=True)
+    wakes[1].shutdown(socket.SHUT_RDWR)
+    wakes[1].close()
+    assert ring.prepare_sleep()
+    push(ring, 1)  # as producer: nobody is there to be woken
+    ring.pop()
+    assert ring.prepare_sleep()
+    assert select.select([wakes[0]], [], [], 0)[0] == []  # as consumer: asleep, not awake for ever
 
 
 def test_wait_lets_other_threads_run_and_wakes(producer: SubmissionRing, consumer: SubmissionRing) -> None:
@@ -280,10 +326,10 @@ def test_wait_runs_signal_handlers_and_goes_on_or_raises(consumer: SubmissionRin
 ECHO_SCRIPT = """
 import sys
 from io_daemon._native import CompletionRing, Region, SubmissionRing
-memory, sq_event, cq_event, num_entries, cq_offset, num_rounds = map(int, sys.argv[1:])
+memory, wake_fd, num_entries, cq_offset, num_rounds = map(int, sys.argv[1:])
 region = Region(memory, cq_offset * 2)
-sq = SubmissionRing(region, 0, num_entries, sq_event, create=False)
-cq = CompletionRing(region, cq_offset, num_entries, cq_event, create=False)
+sq = SubmissionRing(region, 0, num_entries, wake_fd, create=False)
+cq = CompletionRing(region, cq_offset, num_entries, wake_fd, create=False)
 num_answered = 0
 while num_answered < num_rounds:
     if sq.wait(60_000) != 0:
@@ -294,17 +340,16 @@ while num_answered < num_rounds:
 """
 
 
-def test_two_processes_hand_entries_to_and_fro(event_fd: int) -> None:
+def test_two_processes_hand_entries_to_and_fro(wake_fd: int, consumer_wake: socket.socket) -> None:
     num_rounds, cq_offset = 2000, 4096
     memory = os.memfd_create("rings")
     os.truncate(memory, 2 * cq_offset)
     region = Region(memory, 2 * cq_offset)
-    cq_event = os.eventfd(0, os.EFD_NONBLOCK)
-    sq = SubmissionRing(region, 0, NUM_ENTRIES, event_fd, create=True)
-    cq = CompletionRing(region, cq_offset, NUM_ENTRIES, cq_event, create=True)
-    arguments = [memory, event_fd, cq_event, NUM_ENTRIES, cq_offset, num_rounds]
+    sq = SubmissionRing(region, 0, NUM_ENTRIES, wake_fd, create=True)
+    cq = CompletionRing(region, cq_offset, NUM_ENTRIES, wake_fd, create=True)
+    arguments = [memory, consumer_wake.fileno(), NUM_ENTRIES, cq_offset, num_rounds]
     echo = subprocess.Popen(
-        [sys.executable, "-c", ECHO_SCRIPT, *map(str, arguments)], pass_fds=(memory, event_fd, cq_event)
+        [sys.executable, "-c", ECHO_SCRIPT, *map(str, arguments)], pass_fds=(memory, consumer_wake.fileno())
     )
     exit_fd = os.pidfd_open(echo.pid)
     answers: list[int] = []
@@ -317,15 +362,15 @@ def test_two_processes_hand_entries_to_and_fro(event_fd: int) -> None:
     assert answers == list(range(num_rounds))
     assert echo.wait(60) == 0
     assert cq.wait(DEADLINE_MS, exit_fd) == OTHER_FD  # the death of the other side ends a wait
-    for fd in (memory, cq_event, exit_fd):
+    for fd in (memory, exit_fd):
         os.close(fd)
 
 
-def test_rings_give_their_descriptors_back(region: Region, event_fd: int) -> None:
+def test_rings_give_their_descriptors_back(region: Region, wake_fd: int, consumer_wake: socket.socket) -> None:
     before = os.listdir("/proc/self/fd")
-    ring = SubmissionRing(region, 0, NUM_ENTRIES, event_fd, create=True)
+    ring = SubmissionRing(region, 0, NUM_ENTRIES, wake_fd, create=True)
     ring.prepare_sleep()
     push(ring, 1)
-    assert select.select([event_fd], [], [], 0)[0] == [event_fd]
+    assert select.select([consumer_wake], [], [], 0)[0] == [consumer_wake]
     del ring
     assert os.listdir("/proc/self/fd") == before

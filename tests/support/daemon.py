@@ -82,6 +82,11 @@ class ServedDaemon:
                 links.append(os.readlink(f"/proc/{self.pid}/fd/{name}"))
         return sorted(links)
 
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
     def mapped(self, what: str) -> int:
         """How many of its mappings are of ``what``."""
         return sum(what in line for line in Path(f"/proc/{self.pid}/maps").read_text().splitlines())

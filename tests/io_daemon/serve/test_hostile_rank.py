@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import random
 import socket
+import stat
 import struct
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -82,7 +85,7 @@ class RawRank:
     def poke(self, offset: int, value: int) -> None:
         """Overwrite a ring index and wake the daemon."""
         struct.pack_into("<Q", self.rings.array().data, offset, value)
-        os.eventfd_write(self.fds[2], 1)
+        os.write(self.fds[2], b"x")
 
     def last_words(self) -> Ended:
         item = self.channel.receive(timeout_s=DEADLINE_S)
@@ -202,6 +205,39 @@ def test_a_sleep_flag_and_a_flood_of_wakeups_are_harmless(raw: RawRank) -> None:
     for _ in range(1000):
         raw.poke(SLEEPS_OFFSET, 0xDEADBEEF)
     assert not isinstance(raw.ask(StatsRequest())[0], Ended)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_a_rank_that_makes_its_wake_ups_block_stops_only_itself(raw: RawRank, bystander: Client, full: bool) -> None:
+    """More than a batch makes the daemon come again without a wake-up; a full queue leaves no room for one."""
+    raw.hello().attach()
+    for fd in raw.fds[2:]:
+        os.set_blocking(fd, True)
+    if full and stat.S_ISSOCK(os.fstat(raw.fds[3]).st_mode):
+        wake = socket.socket(fileno=os.dup(raw.fds[3]))
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                wake.send(b"x", socket.MSG_DONTWAIT)
+        wake.close()
+    for seq in range(1, 200):
+        assert raw.sq.push(seq, Opcode.ECHO, 0, 0, 0, 0, 0)
+    assert bystander.echo() < DEADLINE_S
+    num_answers = 0
+    while num_answers < 199:
+        assert raw.cq.wait(int(DEADLINE_S * 1000)) == 0
+        num_answers += len(raw.cq.pop_batch(CQES_MAX))
+    assert bystander.echo() < DEADLINE_S
+
+
+def test_a_rank_that_closes_its_end_of_the_wake_ups_is_not_spun_on(raw: RawRank, daemon: ServedDaemon) -> None:
+    raw.hello().attach()
+    for fd in raw.fds[2:]:
+        with socket.socket(fileno=os.dup(fd)) as wake:
+            wake.shutdown(socket.SHUT_RDWR)
+    assert not isinstance(raw.ask(StatsRequest())[0], Ended)
+    before_s = daemon.cpu_s()
+    time.sleep(0.5)
+    assert daemon.cpu_s() - before_s < 0.25
 
 
 def test_neither_arena_nor_rings_can_be_shrunk(raw: RawRank) -> None:
