@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import os
 import socket
 from collections.abc import Iterator, Sequence
@@ -35,6 +36,8 @@ from io_daemon.shared.control import (
     close_all,
 )
 from io_daemon.shared.protocol import PROTOCOL_VERSION
+
+log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
 SEND_TIMEOUT_S: Final = 30.0
@@ -77,6 +80,9 @@ class Conversation:
             return Ended(reason=str(error), by_fault=True)
         except (OSError, TimeoutError):
             return None
+        except Exception as error:  # whatever it is, it ends this tenant alone, and ends it whole
+            log.exception("process %d: the daemon failed to answer it", self._peer.pid)
+            return Ended(reason=f"the daemon failed: {type(error).__name__}: {error}", by_fault=False)
         return self._peer.departure.result() if self._peer.departure.done() else None
 
     async def end_tenant(self) -> None:

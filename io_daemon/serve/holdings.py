@@ -142,10 +142,11 @@ class Seat:
 
     def leave(self) -> None:
         """Only when no I/O of the tenant is in flight any more."""
-        self.device.reactor.remove_buffer(self.buffer)
-        self.device.reactor.remove_file(self.file)
-        self.swap_file.unlink()
-        self.swap_file.close()
+        with contextlib.ExitStack() as steps:  # each is taken, whatever becomes of the others
+            steps.callback(self.swap_file.close)
+            steps.callback(self.swap_file.unlink)
+            steps.callback(self.device.reactor.remove_file, self.file)
+            steps.callback(self.device.reactor.remove_buffer, self.buffer)
 
 
 class Holdings:

@@ -89,7 +89,7 @@ class Server:
     async def _shut_down(self) -> int:
         """Refuse new leases, let I/O in flight end, tell tenants, give everything back."""
         log.info("draining %d tenants", len(self._node.tenants))
-        drained = await self._within_deadline(asyncio.gather(*self._node.drain()))
+        drained = await self._within_deadline(asyncio.gather(*self._node.drain(), return_exceptions=True))
         for peer in self._peers:
             peer.depart(Ended(reason="the daemon is shutting down", by_fault=False))
         drained &= await self._within_deadline(asyncio.gather(*self._peers.values(), return_exceptions=True))
@@ -158,9 +158,12 @@ class Server:
                 with contextlib.suppress(OSError, TimeoutError):
                     await asyncio.wait_for(channel.send(ended), LAST_WORDS_TIMEOUT_S)
             channel.close()
-            await conversation.end_tenant()
         except Exception:
             log.exception("process %d: the conversation failed", peer.pid)
+        try:
+            await conversation.end_tenant()
+        except Exception:
+            log.exception("process %d: not everything that it owned could be given back", peer.pid)
         finally:
             channel.close()
             del self._peers[peer]

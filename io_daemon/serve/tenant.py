@@ -104,7 +104,11 @@ class Tenant:
         """``devices``: those that the rank named, in its order, which is that of file indexes. Raises what
         ``Holdings`` raises."""
         holdings = await asyncio.to_thread(Holdings, request, arena_fd, devices, config.block_bytes, owner)
-        return cls(request, holdings, pid, config, planner, on_end)
+        try:
+            return cls(request, holdings, pid, config, planner, on_end)
+        except BaseException:
+            await asyncio.to_thread(holdings.close)
+            raise
 
     def __str__(self) -> str:
         return f"{self.job} rank {self.rank} (pid {self.pid})"
@@ -292,7 +296,10 @@ class Tenant:
     def unlink_files(self) -> None:
         """Remove the names of the swap files; their space follows when the last I/O has let go of them."""
         for seat in self.seats:
-            seat.swap_file.unlink()
+            try:
+                seat.swap_file.unlink()
+            except OSError as error:  # a directory that has become read-only, say: all else is still given back
+                log.error("%s: %s stays: %s", self, seat.swap_file.path, error.strerror)
 
     async def close(self) -> None:
         """Drop what is queued, wait for what is in flight, give everything back. Idempotent."""
