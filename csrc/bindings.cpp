@@ -57,10 +57,10 @@ nb::dict wire_layout() {
   nb::dict structs;
   for (const auto& layout : wire::kStructs) {
     nb::dict fields;
-    fields[""] = nb::make_tuple(layout.bytes, layout.alignment);
+    fields[""] = nb::make_tuple(layout.bytes, layout.alignment, 0);
     for (const auto& field : layout.fields) {
       fields[nb::str(field.name.data(), field.name.size())] =
-          nb::make_tuple(field.offset, field.bytes);
+          nb::make_tuple(field.offset, field.bytes, field.item_bytes);
     }
     structs[nb::str(layout.name.data(), layout.name.size())] = fields;
   }

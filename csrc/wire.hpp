@@ -1,7 +1,8 @@
 // The shared-memory contract between ranks and the I/O daemon: ring entries, ring header,
 // residency table, arena header, swap-file header.  Every struct is plain data with a fixed
-// layout; io_daemon/shared/protocol.py and io_daemon/shared/table.py are its Python twins and a
-// test holds the two sides together.  Changing anything here means raising kProtocolVersion.
+// layout; io_daemon/shared/wire.py makes its codecs from wire_layout.hpp, and a test holds the
+// constants of io_daemon/shared/protocol.py against these. Changing anything here means raising
+// kProtocolVersion.
 #pragma once
 
 #include <cstddef>

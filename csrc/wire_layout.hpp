@@ -1,4 +1,4 @@
-// The layout of the wire structs as data, for the test that holds the Python twins against it.
+// The layout of the wire structs as data, from which io_daemon/shared/wire.py makes its codecs.
 #pragma once
 
 #include <array>
@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <span>
 #include <string_view>
+#include <type_traits>
 
 #include "wire.hpp"
 
@@ -15,6 +16,7 @@ struct FieldLayout {
   std::string_view name;
   std::size_t offset;
   std::size_t bytes;
+  std::size_t item_bytes;  // as bytes, unless it is an array
 };
 
 struct StructLayout {
@@ -29,8 +31,11 @@ struct Constant {
   std::uint64_t value;
 };
 
-#define INFINITY_FIELD(Struct, field) \
-  FieldLayout { #field, offsetof(Struct, field), sizeof(Struct::field) }
+#define INFINITY_FIELD(Struct, field)                              \
+  FieldLayout {                                                    \
+    #field, offsetof(Struct, field), sizeof(Struct::field),        \
+        sizeof(std::remove_all_extents_t<decltype(Struct::field)>) \
+  }
 #define INFINITY_STRUCT(Struct, fields) \
   StructLayout { #Struct, sizeof(Struct), alignof(Struct), fields }
 

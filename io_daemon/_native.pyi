@@ -8,8 +8,8 @@ from numpy.typing import NDArray
 
 ENGINES: Final[tuple[str, ...]]
 """Engines compiled in, best first: a subset of ("io_uring", "libaio", "posix")."""
-WIRE_LAYOUT: Final[dict[str, dict[str, tuple[int, int]]]]
-"""struct -> field -> (offset, size); the key "" holds (sizeof, alignof)."""
+WIRE_LAYOUT: Final[dict[str, dict[str, tuple[int, int, int]]]]
+"""struct -> field -> (offset, bytes, bytes of one item); the key "" holds (sizeof, alignof, 0)."""
 WIRE_CONSTANTS: Final[dict[str, int]]
 NUM_LATENCY_BUCKETS: Final[int]
 """Of a histogram; see io_daemon/bench/latency.py."""

@@ -68,7 +68,7 @@ def push(ring: SubmissionRing, seq: int) -> bool:
 
 def set_header(region: Region, field: str, value: int) -> None:
     """What a hostile process would do."""
-    offset, num_bytes = HEADER[field]
+    offset, num_bytes, _ = HEADER[field]
     begin = RING_OFFSET + offset
     region.array()[begin : begin + num_bytes] = np.frombuffer(value.to_bytes(num_bytes, "little"), np.uint8)
 
