@@ -30,6 +30,12 @@ class StartIo:
 
 
 @dataclass(frozen=True, slots=True)
+class Hurry:
+    """A lease has come to wait for write-behind that was asked for earlier: what of it has not been started is on
+    demand from now on."""
+
+
+@dataclass(frozen=True, slots=True)
 class Complete:
     """Push this CQE."""
 
@@ -45,7 +51,7 @@ class Complete:
     actual: int = 0
 
 
-Action = StartIo | Complete
+Action = StartIo | Hurry | Complete
 
 
 class TableWriter(Protocol):

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Final
 
-from io_daemon.policy.actions import StartIo, TableWriter
+from io_daemon.policy.actions import Hurry, StartIo, TableWriter
 from io_daemon.policy.catalog import KINDS_OF, Catalog, Chunk
 from io_daemon.policy.counters import StepCounters
 from io_daemon.policy.cursor import Cursor
@@ -145,7 +145,10 @@ class HostTier:
 
     def reclaim(self, num_frames: int) -> bool:
         """Make ``num_frames`` free for a lease. True if they are free now, False: when writes in flight have ended."""
-        return self._make_room(num_frames, after=-1, demand=True)
+        if self._make_room(num_frames, after=-1, demand=True):
+            return True
+        self._transfers.hurry()
+        return False
 
     def expect(self, item: SwapObject) -> None:
         """A queued lease will want this object: it should be among the last to go."""
@@ -189,7 +192,7 @@ class HostTier:
 
     # I/O.
 
-    def take_started(self) -> list[StartIo]:
+    def take_started(self) -> list[StartIo | Hurry]:
         """I/O decided upon since the last call."""
         started, self._transfers.started = self._transfers.started, []
         return started

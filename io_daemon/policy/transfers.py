@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from io_daemon.policy.actions import Complete, StartIo, TableWriter
+from io_daemon.policy.actions import Complete, Hurry, StartIo, TableWriter
 from io_daemon.policy.swap_object import SwapObject
 from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, NO_OBJECT, Status
 from io_daemon.shared.states import (
@@ -40,13 +40,13 @@ class Transfer:
 
 
 class Transfers:
-    """Owns the free frames. ``started`` collects StartIo actions for the caller to hand on."""
+    """Owns the free frames. ``started`` collects actions for the caller to hand on."""
 
     def __init__(
         self, num_frames: int, frame_bytes: int, block_bytes: int, table: TableWriter, *, verify: bool
     ) -> None:
         self.free_frames = list(range(num_frames - 1, -1, -1))
-        self.started: list[StartIo] = []
+        self.started: list[StartIo | Hurry] = []
         self.resident_bytes = [0] * KINDS_MAX
         self.frames_idle_in = 0
         """Frames of swap-ins that no lease holds: prefetch in flight."""
@@ -58,6 +58,8 @@ class Transfers:
         self._verify = verify
         self._pieces: dict[int, tuple[Transfer, int]] = {}
         self._next_io_id = 1
+        self._written_behind = False
+        """Swap-outs that nobody waited for were started since the last ``hurry``."""
 
     @property
     def num_in_flight(self) -> int:
@@ -108,7 +110,14 @@ class Transfers:
             raise AssertionError(f"swap-out of object {item.object_id}, which has nothing to write or nowhere to go")
         item.committed_offset = NO_EXTENT
         item.pending_offset = item.extent_offset
+        self._written_behind |= not demand
         self._start(item, _SWAPPING_OUT, item.extent_offset, demand=demand)
+
+    def hurry(self) -> None:
+        """A lease waits for the frames of swap-outs under way."""
+        if self._written_behind and self.frames_idle_out:
+            self.started.append(Hurry())
+        self._written_behind = False
 
     def finish(
         self, io_id: int, status: int, error_number: int, offset: int, expected: int, actual: int

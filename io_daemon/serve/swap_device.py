@@ -89,6 +89,11 @@ class SwapDevice:
         """Queue one request; ``pump`` starts it in its tenant's turn."""
         self._queue.push(tenant_id, request)
 
+    def hurry(self, tenant_id: int) -> None:
+        """Leases of the tenant wait for what it writes behind."""
+        self._queue.hurry(tenant_id)
+        self.pump()
+
     def forget(self, tenant_id: int) -> int:
         """Drop what the tenant has queued and not started; how many requests that was."""
         return len(self._queue.remove(tenant_id))
@@ -122,7 +127,7 @@ class SwapDevice:
 
     def _finish(self, tag: int) -> SwapRequest:
         request = self._in_flight.pop(tag)
-        self._queue.complete(request.io.num_bytes)
+        self._queue.complete(request)
         return request
 
     def status(self) -> DeviceStatus:

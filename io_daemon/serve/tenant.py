@@ -16,7 +16,7 @@ from typing import Final
 from io_daemon.config import ServeConfig
 from io_daemon.disk.swap_file import Owner
 from io_daemon.errors import ProtocolError, SwapSpaceError, WorldError
-from io_daemon.policy.actions import Action, Complete, StartIo
+from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
 from io_daemon.policy.counters import Counters
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.residency import Plan, PlanRequest
@@ -258,6 +258,9 @@ class Tenant:
                 seat.device.enqueue(self.tenant_id, seat.request(action, self.table, self))
                 devices.add(seat.device)
                 self._count_in_flight(+1)
+            elif isinstance(action, Hurry):
+                for seat in self.seats:
+                    seat.device.hurry(self.tenant_id)
             else:
                 self._complete(action)
         for device in devices:

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from io_daemon.policy.actions import Action, Complete, StartIo
+from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.fair_queue import FairQueue
 from io_daemon.policy.residency import plan
@@ -48,6 +48,7 @@ class ModelTenant:
         chunks_max: int = 1 << 12,
         in_flight_frames_max: int = 8,
         start: Callable[[StartIo], None] | None = None,
+        hurry: Callable[[], None] = lambda: None,
     ) -> None:
         self.memory = FakeMemory(num_frames)
         self.disk = FakeDisk(self.memory)
@@ -68,6 +69,7 @@ class ModelTenant:
         self.failures: dict[int, Complete] = {}
         self.on_grant: Callable[[int], None] = lambda _seq: None
         self._start = start if start is not None else self.disk.start
+        self._hurry = hurry
         self._versions = itertools.count(1)
         self._seqs = itertools.count(1)
 
@@ -148,6 +150,8 @@ class ModelTenant:
         for action in actions:
             if isinstance(action, StartIo):
                 self._start(action)
+            elif isinstance(action, Hurry):
+                self._hurry()
             elif action.status != Status.OK:
                 self.failures[action.seq] = action
                 self.leases.pop(action.seq, None)
@@ -196,6 +200,8 @@ class DiskModel:
     jitter: float = 2.0
     """An I/O's latency is drawn from [1, 1 + jitter) times latency_us: so completions overtake each other."""
     in_flight_bytes_max: int = 32 * PAGE_BYTES
+    one_channel: bool = False
+    """Reads and writes share one way to the medium, first come, first served."""
     fault: Callable[[random.Random, StartIo], Outcome | None] = lambda _rng, _action: None
 
 
@@ -207,7 +213,7 @@ class Simulator:
         self.now_us = 0.0
         self.ranks: list[Rank] = []
         self._disk = disk
-        self._queue: FairQueue[StartIo] = FairQueue(disk.in_flight_bytes_max)
+        self._queue: FairQueue[StartIo] = FairQueue(disk.in_flight_bytes_max, quantum_bytes=PAGE_BYTES)
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._order = itertools.count()
         self._channel_free_us = {False: 0.0, True: 0.0}
@@ -222,7 +228,11 @@ class Simulator:
     ) -> Rank:
         """``tenant_options`` are those of ModelTenant; register the chunks with ``rank.tenant``."""
         index = len(self.ranks)
-        tenant = ModelTenant(**tenant_options, start=functools.partial(self._queue.push, index))
+        tenant = ModelTenant(
+            **tenant_options,
+            start=functools.partial(self._queue.push, index),
+            hurry=functools.partial(self._queue.hurry, index),
+        )
         rank = Rank(self, tenant, passes=passes, leases_ahead=leases_ahead, compute_us=compute_us)
         self.ranks.append(rank)
         return rank
@@ -230,11 +240,13 @@ class Simulator:
     def after(self, delay_us: float, event: Callable[[], None]) -> None:
         heapq.heappush(self._events, (self.now_us + delay_us, next(self._order), event))
 
-    def run(self) -> None:
-        """AssertionError if nothing can happen any more and a rank has not finished."""
+    def run(self, until: Rank | None = None) -> None:
+        """Until all ranks have finished, or this one has. AssertionError if nothing can happen any more before."""
         for rank in self.ranks:
             self.after(0, rank.proceed)
         while self._events:
+            if until is not None and until.finished:
+                return
             self.now_us, _, event = heapq.heappop(self._events)
             event()
             self._start_io()
@@ -248,14 +260,15 @@ class Simulator:
             index, action = popped
             self.ranks[index].tenant.disk.start(action)
             rate = self._disk.write_bytes_per_us if action.write else self._disk.read_bytes_per_us
-            begin_us = max(self.now_us, self._channel_free_us[action.write])
-            self._channel_free_us[action.write] = begin_us + action.num_bytes / rate
+            channel = action.write and not self._disk.one_channel
+            begin_us = max(self.now_us, self._channel_free_us[channel])
+            self._channel_free_us[channel] = begin_us + action.num_bytes / rate
             latency_us = self._disk.latency_us * (1 + self._disk.jitter * self.rng.random())
-            delay_us = self._channel_free_us[action.write] + latency_us - self.now_us
+            delay_us = self._channel_free_us[channel] + latency_us - self.now_us
             self.after(delay_us, functools.partial(self._end_io, index, action))
 
     def _end_io(self, index: int, action: StartIo) -> None:
-        self._queue.complete(action.num_bytes)
+        self._queue.complete(action)
         outcome = self._disk.fault(self.rng, action)
         self.ranks[index].tenant.finish(action.io_id, outcome if outcome is not None else Outcome())
 
@@ -272,8 +285,8 @@ class Pass:
 class Rank:
     """Runs passes in order: acquires up to ``leases_ahead`` accesses ahead, computes, releases.
 
-    A write mask is dirty when it is released. ``stall_us`` is the time without work to do, ``pass_ends_us`` when each
-    pass ended. A lease that fails ends the rank; ``failure`` says why.
+    A write mask is dirty when it is released. ``stall_us`` is the time without work to do, ``waits_us`` its parts,
+    one an access, ``pass_ends_us`` when each pass ended. A lease that fails ends the rank; ``failure`` says why.
     """
 
     def __init__(
@@ -281,6 +294,7 @@ class Rank:
     ) -> None:
         self.tenant = tenant
         self.stall_us = 0.0
+        self.waits_us: list[float] = []
         self.pass_ends_us: list[float] = []
         self.failure: Complete | None = None
         self.finished = False
@@ -307,7 +321,8 @@ class Rank:
             self._end(self.tenant.failures[seq])
         elif self.tenant.leases[seq].granted:
             self._computing = True
-            self.stall_us += self._simulator.now_us - self._idle_since_us
+            self.waits_us.append(self._simulator.now_us - self._idle_since_us)
+            self.stall_us += self.waits_us[-1]
             self._simulator.after(self._compute_us, self._compute_ended)
 
     def _issue(self) -> None:

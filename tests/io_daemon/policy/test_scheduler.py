@@ -111,6 +111,20 @@ def test_chunks_are_striped_over_the_files_and_contiguous_in_them() -> None:
     assert tenant.scheduler.swap_bytes_needed([specs[0]] * 2) == [3 * PAGE_BYTES, 3 * PAGE_BYTES]
 
 
+def test_a_lease_that_comes_to_wait_for_write_behind_hurries_it_once() -> None:
+    started: list[StartIo] = []
+    hurried: list[bool] = []
+    tenant = ModelTenant(num_frames=4, start=started.append, hurry=lambda: hurried.append(True))
+    tenant.register([ONE] * 4 + [ChunkSpec((PAGE_BYTES,) * 3)])
+    for chunk in range(4):
+        tenant.release(tenant.acquire(chunk, write=1), dirty=1)
+    assert [(io.write, io.demand) for io in started] == [(True, False)] * 2, "written behind"
+    assert not hurried
+    tenant.acquire(4, write=7)
+    tenant.acquire(3, read=1)
+    assert hurried == [True]
+
+
 # Order of leases.
 
 
