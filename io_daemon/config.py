@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 import tempfile
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, get_args
@@ -16,9 +17,14 @@ EngineName = Literal["io_uring", "libaio", "posix"]
 EngineChoice = Literal["auto", "require:io_uring", "require:libaio", "require:posix"]
 ENGINES_BY_RANK: Final[tuple[EngineName, ...]] = get_args(EngineName)
 """The daemon's engines, best first: here they have their names, and nowhere else in Python."""
-Fault = tuple[str, int, int]
+FaultKind = Literal["errno_read", "errno_write", "short_read", "short_write", "flip_read", "flip_write", "delay"]
+FaultNumber = Annotated[int, Field(ge=0, lt=1 << 63)]
+Fault = tuple[FaultKind, FaultNumber, FaultNumber]
 """(what, which block I/O, value), as ``_native.Reactor`` takes it."""
 
+TIMEOUT_S_MAX: Final = 86_400.0
+"""A day: whoever waits for longer would not be believed, and no clock of the C++ side overflows."""
+Timeout = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX, allow_inf_nan=False)]
 UNLIMITED_BYTES: Final = (1 << 63) - 1
 
 
@@ -36,15 +42,15 @@ class ServeConfig(BaseModel):
     """False: no checksums are kept at all."""
     private: bool = False
     """End when the last tenant has left or the parent process is gone."""
-    parent_pidfd: Annotated[int, Field(ge=0)] | None = None
+    parent_pidfd: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     """End when the process that this inherited pidfd names is gone. None: where ``private``, whoever is the parent."""
-    host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] = UNLIMITED_BYTES
+    host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=UNLIMITED_BYTES)] = UNLIMITED_BYTES
     """Most arena bytes of one tenant."""
-    swap_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] = UNLIMITED_BYTES
+    swap_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=UNLIMITED_BYTES)] = UNLIMITED_BYTES
     """Most swap-file bytes of one tenant, over all directories."""
-    lock_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
+    lock_timeout_s: Timeout = 60.0
     """Longest wait for the last I/O of a dead daemon to land."""
-    drain_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 10.0
+    drain_timeout_s: Timeout = 10.0
     """Longest wait for in-flight I/O at shutdown."""
     faults: tuple[Fault, ...] = ()
     """Injected I/O faults, for tests."""
@@ -68,18 +74,38 @@ class ServeConfig(BaseModel):
 def default_socket_path() -> Path:
     """``$INFINITY_IO_SOCKET``, or the per-user default."""
     named = os.environ.get("INFINITY_IO_SOCKET")
-    if named:
-        return Path(named)
+    return Path(named) if named else user_socket(_runtime_dir(), Path(tempfile.gettempdir()))
+
+
+def user_socket(runtime_dir: Path | None, temp_dir: Path) -> Path:
+    """Where a user's own daemon listens: in the first of these directories that nobody else has taken or may write to.
+    In ``temp_dir`` anybody may make it first; what lies beside the state of this user nobody can."""
+    directories = [temp_dir / f"infinity-{os.geteuid()}", state_dirs()[0]]
+    if runtime_dir is not None and _is_ours(runtime_dir):
+        directories.insert(0, runtime_dir / "infinity")
+    return next((each for each in directories if _is_ours(each)), directories[-1]) / "io.sock"
+
+
+def _is_ours(directory: Path) -> bool:
+    """Also if it is yet to be made."""
+    try:
+        status = os.stat(directory, follow_symlinks=False)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
+
+
+def _runtime_dir() -> Path | None:
     runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
-    base = Path(runtime_dir) / "infinity" if runtime_dir else Path(tempfile.gettempdir()) / f"infinity-{os.getuid()}"
-    return base / "io.sock"
+    return Path(runtime_dir) if runtime_dir and os.path.isdir(runtime_dir) else None
 
 
 def socket_parents() -> list[Path]:
     """Where directories for private sockets may be made, best first."""
-    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
-    parents = [Path(runtime_dir)] if runtime_dir and os.path.isdir(runtime_dir) else []
-    return [*parents, Path(tempfile.gettempdir()), Path("/tmp")]
+    parents = (_runtime_dir(), Path(tempfile.gettempdir()), Path("/tmp"))
+    return [parent for parent in parents if parent is not None]
 
 
 def state_dirs() -> tuple[Path, ...]:

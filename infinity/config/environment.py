@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from io_daemon.config import user_socket
 from io_daemon.errors import ConfigError
 
 DEBUG_FLAGS = frozenset({"poison"})
@@ -48,8 +49,7 @@ class Environment:
     @property
     def default_socket(self) -> Path:
         """The per-user socket of a daemon that was started by hand: the same as ``io-daemon serve``'s own default."""
-        base = self.runtime_dir / "infinity" if self.runtime_dir else self.temp_dir / f"infinity-{os.getuid()}"
-        return base / "io.sock"
+        return user_socket(self.runtime_dir, self.temp_dir)
 
 
 def read_environment(variables: Mapping[str, str] | None = None) -> Environment:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, TypeVar, get_args
 
-from pydantic import BaseModel
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from io_daemon.config import Fault
+from io_daemon.config import Fault, FaultKind
 from io_daemon.errors import ConfigError
 
 Settings = TypeVar("Settings", bound=BaseModel)
+_FAULT: Final[TypeAdapter[Fault]] = TypeAdapter(Fault)
 
 
 def settings_from(arguments: argparse.Namespace, model: type[Settings], **others: object) -> Settings:
@@ -39,7 +40,10 @@ def parse_path(text: str) -> Path:
 
 def parse_fault(text: str) -> Fault:
     """``what:nth:value``, e.g. ``errno_read:3:5``."""
-    what, *numbers = text.split(":")
-    if len(numbers) != 2 or not all(number.isdecimal() for number in numbers):
-        raise argparse.ArgumentTypeError(f"{text!r}: write what:nth:value, for example errno_read:3:5")
-    return what, int(numbers[0]), int(numbers[1])
+    try:
+        return _FAULT.validate_python(tuple(text.split(":")))
+    except ValidationError as error:
+        kinds = ", ".join(get_args(FaultKind))
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: write what:nth:value, for example errno_read:3:5, with what one of {kinds}"
+        ) from error

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import math
+
+from io_daemon.config import TIMEOUT_S_MAX
 
 
 def parse_bytes(text: str) -> int:
@@ -26,8 +27,8 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_timeout(text: str) -> float:
-    """As ``parse_seconds``, of a wait: above 0, and it ends."""
+    """As ``parse_seconds``, of a wait: above 0, and it ends within a day."""
     seconds = parse_seconds(text)
-    if not 0 < seconds < math.inf:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time to wait: write 10, 10s, 5m or 1h")
+    if not 0 < seconds <= TIMEOUT_S_MAX:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time to wait: write 10, 10s, 5m or 1h, and no more than 24h")
     return seconds

@@ -99,21 +99,31 @@ class StaleFile:
 
 
 def find_stale(directory: Path) -> list[StaleFile]:
-    """Files of dead daemons. Whatever lacks our name or our header, or has a living owner, is not looked at twice."""
+    """Files of this user's dead daemons. Whatever lacks our name or our header, has a living owner or belongs to
+    another user is not looked at twice: where all may write, a stranger's file must not hold anything up."""
     stale = []
     for path in sorted(directory.glob(f"{PREFIX}*{SUFFIX}")):
         try:
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
             continue  # gone meanwhile, a link, or not ours to read
-        header = None
-        if stat.S_ISREG(os.fstat(fd).st_mode):
-            header = SwapHeader.unpack(os.pread(fd, PAGE_BYTES, 0))
+        header = _header_of_ours(path, fd)
         if header is None or header.owner.lives():
             os.close(fd)
         else:
             stale.append(StaleFile(path, fd, header))
     return stale
+
+
+def _header_of_ours(path: Path, fd: int) -> SwapHeader | None:
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+        return None
+    try:
+        return SwapHeader.unpack(os.pread(fd, PAGE_BYTES, 0))
+    except OSError as error:
+        log.warning("%s: cannot be read (%s): left alone", path, error.strerror)
+        return None
 
 
 async def lock_stale(files: Sequence[StaleFile], timeout_s: float) -> list[StaleFile]:

@@ -8,6 +8,7 @@ up to 0.3 s.)
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import mmap
@@ -20,6 +21,7 @@ from typing import Final
 import numpy as np
 
 from io_daemon._native import allocate, checksum
+from io_daemon.disk.kernel_text import read_text
 from io_daemon.errors import DeviceIOError, SwapSpaceError
 from io_daemon.shared.protocol import PAGE_BYTES, PROTOCOL_VERSION
 from io_daemon.shared.wire import SWAP_HEADER, SWAP_MAGIC
@@ -36,11 +38,10 @@ def boot_id() -> str:
 
 def process_starttime(pid: int) -> int | None:
     """Clock ticks after boot at which ``pid`` started (/proc/PID/stat field 22); None if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+    stat = read_text(Path(f"/proc/{pid}/stat"))
+    if stat is None:
         return None
-    fields = stat[stat.rindex(")") + 2 :].split()  # the name may hold spaces and parentheses
+    fields = stat[stat.rindex(")") + 2 :].split()  # the name may hold spaces, parentheses, any bytes
     return None if fields[0] in "ZX" else int(fields[19])
 
 
@@ -108,6 +109,9 @@ class SwapHeader:
         _store_checksum(blank, 0)
         if _page_checksum(blank) != record["header_checksum"]:
             return None
+        boot = bytes(record["boot_id"])
+        if not boot.isascii():
+            return None  # a checksum is no proof of who wrote it
         return cls(
             job=bytes(record["job"]).decode(errors="replace"),
             rank=int(record["rank"]),
@@ -115,9 +119,7 @@ class SwapHeader:
             file_bytes=int(record["file_bytes"]),
             frame_bytes=int(record["frame_bytes"]),
             created_ns=int(record["created_ns"]),
-            owner=Owner(
-                int(record["owner_pid"]), int(record["owner_starttime"]), bytes(record["boot_id"]).decode("ascii")
-            ),
+            owner=Owner(int(record["owner_pid"]), int(record["owner_starttime"]), boot.decode("ascii")),
         )
 
 
@@ -155,12 +157,12 @@ class SwapFile:
         )
         swap_file = cls(path, fd, header)
         try:
-            # nobody else can hold it: until the header is written, no reclaim takes the file for ours
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            swap_file._lock()
             swap_file._allocate(PAGE_BYTES)
             swap_file._write_header()
         except BaseException:
-            swap_file.unlink()
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                swap_file.unlink()
             swap_file.close()
             raise
         return swap_file
@@ -170,17 +172,28 @@ class SwapFile:
         return self.header.file_bytes
 
     def grow(self, file_bytes: int) -> None:
-        """Reserve space up to ``file_bytes`` in all, header page included. On failure the file is as before."""
+        """Reserve space up to ``file_bytes`` in all, header page included. On failure the file is as before.
+
+        Raises SwapSpaceError or DeviceIOError."""
         if file_bytes <= self.file_bytes:
             return
+        before = self.header
         self._allocate(file_bytes)
-        self.header = replace(self.header, file_bytes=file_bytes)
-        self._write_header()
+        self.header = replace(before, file_bytes=file_bytes)
+        try:
+            self._write_header()
+        except DeviceIOError:
+            with contextlib.suppress(DeviceIOError):  # the first error is the one to tell
+                self.shrink(before.file_bytes)
+            raise
 
     def shrink(self, file_bytes: int) -> None:
-        """Give back what lies beyond ``file_bytes``: the undoing of a ``grow``."""
-        os.ftruncate(self.fd, file_bytes)
+        """Give back what lies beyond ``file_bytes``: the undoing of a ``grow``. Raises DeviceIOError."""
         self.header = replace(self.header, file_bytes=file_bytes)
+        try:
+            os.ftruncate(self.fd, file_bytes)
+        except OSError as error:
+            raise self._failed("truncation", error, offset=file_bytes) from error
         self._write_header()
 
     def unlink(self) -> None:
@@ -190,13 +203,21 @@ class SwapFile:
     def close(self) -> None:
         os.close(self.fd)
 
+    def _lock(self) -> None:
+        """Nobody else can hold it: until the header is written, no reclaim takes the file for ours."""
+        try:
+            fcntl.flock(self.fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            raise self._failed("lock", error) from error
+
     def _allocate(self, file_bytes: int) -> None:
         """Only what lies beyond the end is touched: I/O may be in flight before it."""
         before_bytes = os.fstat(self.fd).st_size
         try:
             _reserve(self.fd, before_bytes, file_bytes - before_bytes)
         except OSError as error:
-            os.ftruncate(self.fd, before_bytes)  # also gives back blocks that were reserved beyond the end
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.fd, before_bytes)  # also gives back blocks that were reserved beyond the end
             space = os.fstatvfs(self.fd)
             free_bytes = space.f_bavail * space.f_frsize
             raise SwapSpaceError(
@@ -212,20 +233,26 @@ class SwapFile:
             page[:] = self.header.pack()
             try:
                 written = os.pwrite(self.fd, page, 0)
-                os.fsync(self.fd)
             except OSError as error:
-                raise self._failed(error.errno or errno.EIO, 0) from error
+                raise self._failed("write of the header", error, expected_bytes=PAGE_BYTES) from error
         if written != PAGE_BYTES:
-            raise self._failed(0, written)
+            raise self._failed("write of the header", None, expected_bytes=PAGE_BYTES, actual_bytes=written)
+        try:
+            os.fsync(self.fd)
+        except OSError as error:
+            raise self._failed("fsync", error, expected_bytes=PAGE_BYTES, actual_bytes=PAGE_BYTES) from error
 
-    def _failed(self, error_number: int, actual_bytes: int) -> DeviceIOError:
+    def _failed(
+        self, operation: str, error: OSError | None, *, offset: int = 0, expected_bytes: int = 0, actual_bytes: int = 0
+    ) -> DeviceIOError:
+        """``error``: None of a short transfer."""
         return DeviceIOError(
-            errno=error_number,
+            errno=0 if error is None else error.errno or errno.EIO,
             path=str(self.path),
-            offset=0,
-            expected_bytes=PAGE_BYTES,
+            offset=offset,
+            expected_bytes=expected_bytes,
             actual_bytes=actual_bytes,
-            operation="write of the header",
+            operation=operation,
         )
 
 

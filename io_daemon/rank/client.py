@@ -40,6 +40,8 @@ CONTROL_TIMEOUT_S: Final = 60.0
 RESERVE_TIMEOUT_S: Final = 600.0
 """Reserving space writes metadata for terabytes on some filesystems."""
 LEASE_TIMEOUT_S: Final = 120.0
+WAIT_S_MAX: Final = 3600.0
+"""Of one sleep: milliseconds for the kernel are 32 bits wide."""
 SUBMIT_RETRY_S: Final = 0.0005
 REAP_MAX: Final = 256
 LEASES_DUMPED_MAX: Final = 8
@@ -334,7 +336,7 @@ class Client:
         self._arrival.release()
         gone = False
         try:
-            gone = self._cq.wait(int(timeout_s * 1000) + 1, self._connection.watch_fd) == 2
+            gone = self._cq.wait(int(min(timeout_s, WAIT_S_MAX) * 1000) + 1, self._connection.watch_fd) == 2
         finally:
             self._arrival.acquire()
             self._reaping = False

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
+from io_daemon.disk.kernel_text import read_text
 from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, WorldError
 from io_daemon.shared.control import Channel, Ended, Fault, Hello, Message, Welcome, close_all
 from io_daemon.shared.protocol import PROTOCOL_VERSION
@@ -37,9 +38,8 @@ def check_socket_path(path: str) -> None:
 
 def process_state(pid: int) -> str:
     """What the kernel says the process is doing, for the text of an error."""
-    try:
-        text = Path(f"/proc/{pid}/status").read_text()
-    except OSError:
+    text = read_text(Path(f"/proc/{pid}/status"))  # holds the process's name, which may be any bytes
+    if text is None:
         return "gone"
     return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("State:")), "unknown")
 

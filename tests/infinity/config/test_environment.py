@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -72,3 +74,33 @@ def test_library_and_daemon_agree_on_the_default_socket(
 def test_the_named_socket_is_read_by_both(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINITY_IO_SOCKET", "/run/io-daemon/io.sock")
     assert read_environment().io_socket == default_socket_path() == Path("/run/io-daemon/io.sock")
+
+
+@pytest.mark.parametrize("taken", ["open to all", "somebody else's", "a file", "a link"])
+def test_a_directory_that_somebody_else_made_first_is_not_used(
+    taken: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In /tmp anybody may: whoever owns the directory could take the socket away."""
+    temp_dir, state_dir = tmp_path / "tmp", tmp_path / "state"
+    temp_dir.mkdir()
+    for name in ("INFINITY_IO_SOCKET", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", str(temp_dir))
+    monkeypatch.setattr(tempfile, "tempdir", str(temp_dir))
+    monkeypatch.setenv("INFINITY_STATE_DIR", str(state_dir))
+    usual = temp_dir / f"infinity-{os.geteuid()}"
+    assert default_socket_path() == usual / "io.sock"
+    usual.mkdir(mode=0o700)
+    assert default_socket_path() == usual / "io.sock"
+    if taken == "open to all":
+        usual.chmod(0o777)
+    elif taken == "somebody else's":
+        if os.geteuid() != 0:
+            pytest.skip("a directory of another user needs root")
+        os.chown(usual, 65534, 65534)
+    else:
+        usual.rmdir()
+        usual.touch() if taken == "a file" else usual.symlink_to(state_dir)
+    assert default_socket_path() == read_environment().default_socket == state_dir / "io.sock"
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    assert default_socket_path() == read_environment().default_socket == tmp_path / "infinity" / "io.sock"

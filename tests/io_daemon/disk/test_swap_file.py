@@ -4,18 +4,34 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import itertools
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
+from io_daemon._native import checksum
 from io_daemon.disk.swap_dir import filesystem_of
-from io_daemon.disk.swap_file import Owner, SwapFile, SwapHeader
-from io_daemon.errors import SwapSpaceError
+from io_daemon.disk.swap_file import Owner, SwapFile, SwapHeader, process_starttime
+from io_daemon.errors import DeviceIOError, SwapSpaceError
+from io_daemon.rank.connection import process_state
 from io_daemon.shared.protocol import PAGE_BYTES
 from io_daemon.shared.wire import SWAP_HEADER
+
+HEADER = SwapHeader(
+    job="job",
+    rank=3,
+    file_index=1,
+    file_bytes=PAGE_BYTES,
+    frame_bytes=8192,
+    created_ns=1,
+    owner=Owner.this_process(),
+)
 
 
 def create(directory: Path, *, direct: bool = True) -> SwapFile:
@@ -143,3 +159,95 @@ assert 3 << 20 <= blocks < 4 << 20, blocks
 def test_filesystems_are_told_apart() -> None:
     assert filesystem_of(Path("/proc/self")) == "proc"
     assert filesystem_of(Path("/")) not in ("", "unknown")
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, module: object, name: str, error_number: int, nth: int = 0) -> None:
+    """The nth call of a function fails; the others go through."""
+    original, calls = getattr(module, name), itertools.count()
+
+    def call(*arguments: object, **options: object) -> object:
+        if next(calls) == nth:
+            raise OSError(error_number, os.strerror(error_number))
+        return original(*arguments, **options)
+
+    monkeypatch.setattr(module, name, call)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "error_number", "words"),
+    [
+        (os, "pwrite", errno.EIO, "write of the header of .*Input/output error"),
+        (os, "pwrite", errno.ENOSPC, "write of the header of .*No space left"),
+        (os, "fsync", errno.EIO, "fsync of .*Input/output error"),
+        (fcntl, "flock", errno.ENOLCK, "lock of .*No locks available"),
+    ],
+)
+def test_a_file_whose_header_cannot_be_written_is_not_left_behind(
+    module: object, name: str, error_number: int, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, module, name, error_number)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(DeviceIOError, match=words) as caught:
+        create(tmp_path)
+    assert caught.value.errno == error_number
+    assert caught.value.path == str(tmp_path / "infinity-job-r3-0.swap")
+    assert list(tmp_path.iterdir()) == []
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_short_write_of_the_header_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "pwrite", lambda fd, page, offset: 512)
+    with pytest.raises(DeviceIOError, match="short transfer; 512 of 4096 bytes"):
+        create(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_while_cleaning_up_hides_neither_the_first_one_nor_the_descriptor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refuse(monkeypatch, os, "fsync", errno.EIO)
+    refuse(monkeypatch, Path, "unlink", errno.EROFS)
+    before = set(os.listdir("/proc/self/fd"))
+    with pytest.raises(DeviceIOError, match="fsync"):
+        create(tmp_path)
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+@pytest.mark.parametrize("name", ["pwrite", "fsync"])
+def test_a_file_that_cannot_grow_is_as_before(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    swap_file = create(tmp_path)
+    swap_file.grow(1 << 20)
+    header = swap_file.header
+    refuse(monkeypatch, os, name, errno.EIO)
+    with pytest.raises(DeviceIOError):
+        swap_file.grow(4 << 20)
+    assert swap_file.header == header == SwapHeader.unpack(swap_file.path.read_bytes())
+    assert swap_file.path.stat().st_size == 1 << 20
+    swap_file.grow(2 << 20)
+    assert swap_file.path.stat().st_size == 2 << 20
+    swap_file.close()
+
+
+@given(st.integers(0, 1 << 64))
+def test_whatever_a_valid_checksum_covers_is_read_or_refused(seed: int) -> None:
+    """Anybody can compute a checksum."""
+    page = bytearray(np.random.default_rng(seed).integers(0, 256, PAGE_BYTES, dtype=np.uint8))
+    magic = SWAP_HEADER.offset_of("magic")
+    sealed = SwapHeader.pack(HEADER)
+    page[magic : magic + 8] = sealed[magic : magic + 8]
+    at = SWAP_HEADER.offset_of("header_checksum")
+    page[at : at + 4] = bytes(4)
+    page[at : at + 4] = checksum(np.frombuffer(page, np.uint8)).to_bytes(4, "little")
+    header = SwapHeader.unpack(bytes(page))
+    if header is not None:
+        assert not header.owner.lives()
+
+
+def test_the_name_of_a_process_may_be_any_bytes() -> None:
+    code = "import sys; open('/proc/self/comm', 'wb').write(b'\\xff (\\xfe)'); print(flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        child.stdout.readline()
+        assert process_starttime(child.pid) is not None
+        assert process_state(child.pid) not in ("gone", "unknown")
+        child.communicate()

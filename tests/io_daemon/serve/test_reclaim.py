@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import fcntl
 import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from io_daemon.__main__ import main
+from io_daemon._native import checksum
 from io_daemon.disk.swap_dir import find_stale, lock_stale, reclaim
 from io_daemon.disk.swap_file import Owner, SwapFile, SwapHeader
 from io_daemon.errors import SwapBusyError
+from io_daemon.shared.wire import SWAP_HEADER
 from tests.io_daemon.conftest import Serve
 from tests.support.daemon import DEADLINE_S
+
+NOBODY = 65534
 
 
 def dead_owner() -> Owner:
@@ -153,3 +160,55 @@ def test_a_successor_that_waits_for_a_lock_can_be_stopped(serve: Serve, swap_dir
     assert daemon.terminate() == 0
     assert path.exists()
     os.close(holder)
+
+
+def non_ascii(header: SwapHeader) -> bytes:
+    """A header page with a valid checksum and a boot id that no kernel wrote."""
+    page = bytearray(header.pack())
+    page[SWAP_HEADER.offset_of("boot_id")] = 0xFF
+    at = SWAP_HEADER.offset_of("header_checksum")
+    page[at : at + 4] = bytes(4)
+    page[at : at + 4] = checksum(np.frombuffer(page, np.uint8)).to_bytes(4, "little")
+    return bytes(page)
+
+
+def test_a_header_that_is_not_ascii_stops_neither_gc_nor_serve(
+    serve: Serve, swap_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    left = leave(swap_dir, dead_owner())
+    header = SwapHeader.unpack(left.read_bytes())
+    assert header is not None
+    odd = swap_dir / "infinity-a-r0-0.swap"
+    odd.write_bytes(non_ascii(header))
+    assert serve().files() == [odd.name]
+    leave(swap_dir, dead_owner())
+    assert main(["gc", "--swap-dir", str(swap_dir)]) == 0
+    assert str(left) in capsys.readouterr().out.splitlines()
+    assert list(swap_dir.iterdir()) == [odd]
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="files of another user need root")
+def test_a_strangers_locked_file_holds_nothing_up(swap_dir: Path) -> None:
+    mine, strangers = leave(swap_dir, dead_owner()), leave(swap_dir, dead_owner(), job="stranger")
+    os.chown(strangers, NOBODY, NOBODY)
+    with strangers.open() as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        assert run_reclaim(swap_dir, timeout_s=0.05) == [mine]
+    assert list(swap_dir.iterdir()) == [strangers]
+
+
+def test_a_file_that_cannot_be_read_holds_nothing_up(
+    swap_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bad, good = leave(swap_dir, dead_owner(), job="bad"), leave(swap_dir, dead_owner(), job="good")
+    pread = os.pread
+
+    def failing(fd: int, num_bytes: int, offset: int) -> bytes:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(bad):
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return pread(fd, num_bytes, offset)
+
+    monkeypatch.setattr(os, "pread", failing)
+    assert run_reclaim(swap_dir) == [good]
+    assert f"{bad}: cannot be read (Input/output error)" in caplog.text

@@ -11,11 +11,15 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from io_daemon.__main__ import main
+from io_daemon._native import Reactor
 from io_daemon.command.cli import EXIT_FAULT, EXIT_NO_DAEMON, EXIT_USAGE
+from io_daemon.command.options import parse_fault
+from io_daemon.config import FaultKind
 from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, SwapSpaceError
 from io_daemon.rank.client import Client
 from io_daemon.rank.connection import SOCKET_PATH_BYTES_MAX
@@ -58,6 +62,16 @@ def test_the_ready_line_says_what_is_served(daemon: ServedDaemon, swap_dir: Path
         (["--swap-dir", "{dir}", "--queue-depth", "0"], "greater than or equal to 1"),
         (["--swap-dir", "{dir}", "--socket", "/proc/none/s"], "its directory cannot be made"),
         (["--swap-dir", "{dir}", "--socket", "/tmp/" + "x" * SOCKET_PATH_BYTES_MAX], "name a shorter one"),
+        (["--swap-dir", "{dir}", "--inject-fault", "explode:0:5"], "errno_read, errno_write"),
+        (["--swap-dir", "{dir}", "--inject-fault", "errno_read:0:99999999999999999999"], "what:nth:value"),
+        (["--swap-dir", "{dir}", "--inject-fault", "errno_read:-1:5"], "what:nth:value"),
+        (["--swap-dir", "{dir}", "--inject-fault", "errno_read"], "what:nth:value"),
+        (["--swap-dir", "{dir}", "--queue-depth", "9" * 30], "--queue-depth"),
+        (["--swap-dir", "{dir}", "--block-size", "9" * 30], "--block-size"),
+        (["--swap-dir", "{dir}", "--host-budget-bytes", "9" * 30], "--host-budget-bytes"),
+        (["--swap-dir", "{dir}", "--swap-budget-bytes", "9" * 30], "--swap-budget-bytes"),
+        (["--swap-dir", "{dir}", "--parent-pidfd", "9" * 30], "--parent-pidfd"),
+        (["--swap-dir", "{dir}", "--parent-pidfd", "-1"], "--parent-pidfd"),
         ([], "--swap-dir"),
     ],
 )
@@ -226,7 +240,7 @@ def test_gc_says_what_is_still_locked(swap_dir: Path, capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("option", ["serve --lock-timeout", "serve --drain-timeout", "gc --lock-timeout"])
-@pytest.mark.parametrize("text", ["nan", "inf", "-5", "0", "soon"])
+@pytest.mark.parametrize("text", ["nan", "inf", "-5", "0", "soon", "600h", "86401"])
 def test_a_wait_that_never_ends_or_was_over_before_is_refused(
     option: str, text: str, swap_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -235,6 +249,18 @@ def test_a_wait_that_never_ends_or_was_over_before_is_refused(
         main([command, "--swap-dir", str(swap_dir), name, text])
     assert ended.value.code == EXIT_USAGE
     assert f"argument {name}: '{text}' is no time" in capsys.readouterr().err
+
+
+def test_the_longest_drain_is_one_that_the_daemon_survives(serve: Serve) -> None:
+    daemon = serve("--drain-timeout", "24h", "--lock-timeout", "24h")
+    with daemon.attached():
+        assert daemon.terminate() == 0
+    assert "Traceback" not in daemon.stderr()
+
+
+@pytest.mark.parametrize("kind", get_args(FaultKind))
+def test_every_fault_that_parses_is_one_that_the_engine_knows(kind: str) -> None:
+    Reactor("posix", 1, 4096, faults=[parse_fault(f"{kind}:0:5")]).close(int(DEADLINE_S * 1000))
 
 
 def test_systemd_hears_that_it_is_ready(serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
