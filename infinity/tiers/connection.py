@@ -21,6 +21,8 @@ from io_daemon.rank.client import Client
 PROBE_TIMEOUT_S = 1.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 """Of the machine: two may have one host name."""
+DRAIN_TIMEOUT_S = 30.0
+LOST_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,7 @@ class DaemonConnection(HostTier):
         self._config, self._environment = config, environment
         self._rank = collectives.rank
         self._process: DaemonProcess | None = None
+        self._clients: list[Client] = []
         self.job: str = collectives.broadcast_object(uuid.uuid4().hex[:16], "name the job")
         own = collectives.together(lambda: self._find_or_start(start=place.local_rank == 0), "find the I/O daemon")
         paths = collectives.gather_objects((place.node, own), "tell the I/O daemon's socket")
@@ -62,6 +65,7 @@ class DaemonConnection(HostTier):
     def open(self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device) -> DaemonStore:
         """Attach this rank under the name ``job``, with an arena of ``plan``."""
         client = Client.connect(self.socket_path, job=job, rank=self._rank)
+        self._clients.append(client)
         try:
             client.attach(
                 num_frames=plan.num_frames,
@@ -76,9 +80,11 @@ class DaemonConnection(HostTier):
             raise
 
     def close(self) -> None:
-        """End the private daemon, if this rank started one."""
+        """End the private daemon, if this rank started one. One that was found hung is not waited for again."""
         if self._process is not None:
-            self._process.terminate()
+            was_lost = any(client.was_lost for client in self._clients)
+            self._process.terminate(LOST_TIMEOUT_S if was_lost else DRAIN_TIMEOUT_S)
+        self._clients.clear()
 
     def _find_or_start(self, *, start: bool) -> str | None:
         settings = self._config.io_daemon

@@ -202,7 +202,7 @@ class Client:
 
         Raises DeviceIOError, IntegrityError or BudgetError if it cannot be granted (the lease is then over, and
         releasing it is harmless), DaemonLostError if the daemon dies, or when ``timeout_s`` (120 s unless given) is
-        up, with a dump of what is waited for. After the latter the lease may be waited for again."""
+        up, with a dump of what is waited for. It is then lost for every other call as well."""
         lease = self._leases.get(seq)
         if lease is None or lease.state != "issued":
             raise ValueError(f"seq {seq} is no lease that waits to be granted")
@@ -249,6 +249,11 @@ class Client:
         return time.perf_counter() - start
 
     # --- the end
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether the daemon was found dead or hung, or ended this rank, before ``close``."""
+        return self._connection.was_lost
 
     def close(self, *, clean: bool = True) -> None:
         """Detach. A clean end waits until the daemon has removed the swap files; otherwise the socket just closes
@@ -302,7 +307,7 @@ class Client:
                 if self._connection.wait_lost(SUBMIT_RETRY_S):
                     raise self._connection.lost("room in the submission ring")
                 if time.monotonic() > deadline:
-                    raise DaemonLostError(self._dump("room in the submission ring", LEASE_TIMEOUT_S))
+                    raise self._connection.lose(self._dump("room in the submission ring", LEASE_TIMEOUT_S))
             self._next_seq = seq + 1
         return seq
 
@@ -321,7 +326,7 @@ class Client:
                     self._check()
                     remaining_s = deadline - time.monotonic()
                     if remaining_s <= 0:
-                        raise DaemonLostError(self._dump(self._describe(seq), timeout_s))
+                        raise self._connection.lose(self._dump(self._describe(seq), timeout_s))
                     if self._reaping:
                         self._arrival.wait(remaining_s)
                     else:

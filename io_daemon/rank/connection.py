@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import select
 import socket
 import struct
 import threading
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TypeVar
@@ -21,6 +23,8 @@ SOCKET_PATH_BYTES_MAX: Final = 107
 PEER_CREDENTIALS: Final = struct.Struct("iII")
 
 M = TypeVar("M", bound=Message)
+
+_open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
@@ -52,6 +56,8 @@ class Connection:
         self.daemon_pid = peer_credentials(channel.socket)[0]
         self._channel = channel
         self._lock = threading.Lock()
+        self.was_lost = False
+        """Whether the daemon was found dead or hung, or ended this rank."""
         self._lost: WorldError | None = None
         self._watch = select.epoll()
         self._watch.register(channel.socket, select.EPOLLRDHUP)  # not EPOLLIN: answers wake nobody but their asker
@@ -61,6 +67,7 @@ class Connection:
             self._watch.register(self._pidfd, select.EPOLLIN)
         except (OSError, ValueError):
             pass  # the daemon lives in another pid namespace: its hanging up still tells
+        _open_connections.add(self)
 
     @classmethod
     def open(cls, socket_path: str, timeout_s: float) -> tuple[Connection, Welcome]:
@@ -113,7 +120,7 @@ class Connection:
                 self._channel.send(message, fds, timeout_s=timeout_s)
                 item = self._channel.receive(timeout_s=timeout_s)
             except TimeoutError:
-                raise self._lose(
+                raise self.lose(
                     f"the I/O daemon (pid {self.daemon_pid}, state: {process_state(self.daemon_pid)}) at "
                     f"{self.socket_path} did not answer `{what}` within {timeout_s:g} s"
                 ) from None
@@ -121,7 +128,7 @@ class Connection:
                 # the reason may lie in the socket, sent before the daemon hung up
                 raise self._last_words(f"`{what}` ({os.strerror(error.errno or errno.EIO)})") from error
             if item is None:
-                raise self._lose(f"the I/O daemon at {self.socket_path} hung up instead of answering `{what}`")
+                raise self.lose(f"the I/O daemon at {self.socket_path} hung up instead of answering `{what}`")
             answer, answer_fds = item
             if isinstance(answer, answer_type):
                 return answer, answer_fds
@@ -130,7 +137,7 @@ class Connection:
                 raise answer.exception()
             if isinstance(answer, Ended):
                 raise self._lose_ended(answer)
-            raise self._lose(f"the I/O daemon answered `{what}` with `{type(answer).__name__.lower()}`")
+            raise self.lose(f"the I/O daemon answered `{what}` with `{type(answer).__name__.lower()}`")
 
     def wait_lost(self, timeout_s: float) -> bool:
         """Sleep up to ``timeout_s``; True as soon as the daemon is gone."""
@@ -139,7 +146,7 @@ class Connection:
     def lost(self, waiting_for: str, timeout_s: float = 1.0) -> WorldError:
         """``watch_fd`` has fired: the error that says why, with the daemon's last words if it left any."""
         if not self._lock.acquire(timeout=timeout_s):
-            return DaemonLostError(f"the I/O daemon (pid {self.daemon_pid}) is gone; waited for: {waiting_for}")
+            return self.lose(f"the I/O daemon (pid {self.daemon_pid}) is gone; waited for: {waiting_for}")
         try:
             return self._lost if self._lost is not None else self._last_words(waiting_for)
         finally:
@@ -150,7 +157,16 @@ class Connection:
         if self._lost is not None:
             raise self._lost
 
+    def lose(self, text: str) -> WorldError:
+        """Whoever waits for this daemon, in whichever call and on whichever connection of this process, is to wait no
+        longer. The error that says so: ``text``, or what was known before."""
+        for each in list(_open_connections):
+            if each is not self and (each.socket_path, each.daemon_pid) == (self.socket_path, self.daemon_pid):
+                each._end(DaemonLostError(text))
+        return self._end(DaemonLostError(text))
+
     def close(self) -> None:
+        _open_connections.discard(self)
         self._lost = self._lost or DaemonLostError("the connection is closed")
         self._watch.close()
         if self._pidfd >= 0:
@@ -172,16 +188,19 @@ class Connection:
             close_all(item[1])
             if isinstance(item[0], Ended):
                 return self._lose_ended(item[0])
-        return self._lose(
+        return self.lose(
             f"the I/O daemon (pid {self.daemon_pid}, state: {process_state(self.daemon_pid)}) at {self.socket_path} "
             f"is gone; waited for: {waiting_for}"
         )
 
     def _lose_ended(self, ended: Ended) -> WorldError:
         text = f"the I/O daemon at {self.socket_path} ended this rank: {ended.reason}"
-        self._lost = ProtocolError(text) if ended.by_fault else DaemonLostError(text)
-        return self._lost
+        return self._end(ProtocolError(text) if ended.by_fault else DaemonLostError(text))
 
-    def _lose(self, text: str) -> WorldError:
-        self._lost = DaemonLostError(text)
+    def _end(self, error: WorldError) -> WorldError:
+        """Wakes all that sleep on the socket or on ``watch_fd``."""
+        self.was_lost |= self._lost is None
+        self._lost = self._lost or error
+        with contextlib.suppress(OSError):
+            self._channel.socket.shutdown(socket.SHUT_RDWR)
         return self._lost

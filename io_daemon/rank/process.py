@@ -107,7 +107,8 @@ class DaemonProcess:
         """SIGTERM, so that the daemon drains; SIGKILL after ``timeout_s``. Returns the exit status. Idempotent."""
         _end(self._popen, self._stderr, self._directory, self._owner_pid, timeout_s)
         self._finalizer.detach()
-        return self._popen.wait(KILL_TIMEOUT_S)
+        status = self._popen.poll()
+        return -signal.SIGKILL if status is None else status  # what becomes of it once the kernel lets go of it
 
     def __enter__(self) -> Self:
         return self
@@ -277,7 +278,8 @@ def _end(
                 timeout_s,
             )
             popen.kill()
-            popen.wait(KILL_TIMEOUT_S)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # its I/O hangs in the kernel: nobody can end it
+                popen.wait(KILL_TIMEOUT_S)
     if popen.stdout is not None:
         popen.stdout.close()
     stderr.join(KILL_TIMEOUT_S)

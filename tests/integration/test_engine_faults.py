@@ -17,6 +17,7 @@ import torch
 import infinity
 from infinity.commands.demo.footprint import process_name, process_tree
 from infinity.errors import BudgetError, ConfigError, DaemonLostError, SwapSpaceError
+from io_daemon.rank import client
 from tests.support.matrix import TIERS
 from tests.support.models import batches, decay_groups, everything, loss_of, seeded
 from tests.support.parity import engine_config, least_budget_bytes, train_engine
@@ -24,6 +25,8 @@ from tests.support.reference import Recipe
 
 RECIPE = Recipe(num_steps=2)
 DAEMON_LOSS_NOTICED_S = 10.0
+DESTROYED_S = 20.0
+"""A minute and a half where each call waits for the hung daemon anew."""
 
 
 @pytest.fixture(autouse=True)
@@ -120,3 +123,21 @@ def test_killed_daemon_is_a_typed_error_and_never_a_hang(steps_before: int, tmp_
             step(stream[-1])
     finally:
         engine.destroy()
+
+
+def test_a_daemon_that_hung_once_is_not_waited_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(client, "LEASE_TIMEOUT_S", 0.5)
+    config = nvme_config(tmp_path)
+    config["io_daemon"]["host_budget_bytes"] = least_budget_bytes(everything, config)
+    before = set(process_tree(os.getpid()))
+    engine = initialize(config)
+    (daemon,) = [pid for pid in process_tree(os.getpid()) if pid not in before and "io_daemon" in process_name(pid)]
+    try:
+        os.kill(daemon, signal.SIGSTOP)
+        with pytest.raises(DaemonLostError, match=r"within 0\.5 s"):
+            engine.backward(loss_of(engine(batches(1)[0])))
+    finally:
+        start = time.monotonic()
+        engine.destroy()
+    assert time.monotonic() - start < DESTROYED_S
+    assert daemon not in process_tree(os.getpid())

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -87,9 +88,49 @@ def test_a_stopped_daemon_is_told_by_the_deadline_with_a_dump(daemon: ServedDaem
         assert f"lease {seq} (chunk {chunk}, read WEIGHT, write nothing) issued" in message
         with pytest.raises(DaemonLostError, match=r"did not answer `hello` within 0\.2 s"):
             Client.connect(daemon.socket, job="late", rank=0, timeout_s=0.2)
-        os.kill(daemon.pid, signal.SIGCONT)
-        assert client.wait(seq, DEADLINE_S).born_mask == WEIGHT  # it was only slow: the lease still counts
-        client.release(seq)
+        for call in (client.echo, client.stats, lambda: client.wait(seq), lambda: client.acquire(0, read=WEIGHT)):
+            with pytest.raises(DaemonLostError, match=r"within 0\.2 s"):
+                call()
+
+
+def seconds_to(call: Callable[[], object]) -> float:
+    start = time.monotonic()
+    call()
+    return time.monotonic() - start
+
+
+def test_a_daemon_that_one_call_has_lost_is_lost_for_all_at_once(daemon: ServedDaemon) -> None:
+    """Also for those that wait already, on whichever connection of the process: each has a deadline of minutes."""
+    with daemon.attached() as client, daemon.attached(rank=1) as other:
+        (chunk,) = client.register(specs(1))
+        errors: list[Exception] = []
+
+        def expect_lost(call: Callable[[], object]) -> None:
+            try:
+                call()
+            except DaemonLostError as error:
+                errors.append(error)
+
+        os.kill(daemon.pid, signal.SIGSTOP)
+        seq = client.acquire(chunk, read=WEIGHT)
+        waits: list[Callable[[], object]] = [lambda: client.wait(seq), client.stats, other.stats, other.echo]
+        threads = [threading.Thread(target=expect_lost, args=(wait,), daemon=True) for wait in waits]
+        for thread in threads:
+            thread.start()
+        expect_lost(lambda: client.wait(client.acquire(chunk, read=WEIGHT), 0.5))
+        for thread in threads:
+            thread.join(DETECTION_S)
+        assert len(errors) == 1 + len(waits)
+        assert seconds_to(client.close) + seconds_to(other.close) < DETECTION_S
+        assert client.was_lost
+        assert other.was_lost
+
+
+def test_a_client_that_just_closed_has_lost_nothing(daemon: ServedDaemon) -> None:
+    with daemon.attached() as client, daemon.attached(rank=1) as other:
+        client.close()
+        assert not client.was_lost
+        assert other.echo() < DEADLINE_S
 
 
 def test_sigterm_drains(daemon: ServedDaemon) -> None:
