@@ -55,6 +55,8 @@ class HostTier:
         self._readied_frames = 0
         self._kept_free_frames = 0
         self._since_rebuild = 0
+        self._short_at = -1
+        """Tick at which frames were last short, so that something had to leave."""
 
     # The pass and its predictions.
 
@@ -239,6 +241,9 @@ class HostTier:
 
         While enough writes are in flight, what is dirty is passed over for clean objects that only stream by.
         """
+        if self.free_frames >= num_frames:
+            return True
+        self._short_at = self._cursor.tick
         passed_over: list[SwapObject] = []
         above = after
         while self.free_frames < num_frames and (victim := self._order.pop_above(above)) is not None:
@@ -314,13 +319,17 @@ class HostTier:
 
     def _write_behind(self) -> None:
         """Clean what will leave next, until a window's and a largest lease's worth of frames is free, clean or being
-        written. With a plan that knows what it keeps, only what it does not."""
+        written. With a plan that knows what it keeps, only what it does not; without one, only while frames are short:
+        what is used fits if nothing had to leave in as many accesses as there are frames, and stays unwritten."""
         pool = self._window_frames + self._catalog.demand_frames_max
         after = -1
         if (plan := self._cursor.plan) is not None:
             after = STREAMING if plan.selective else self._pointer
         else:
             pool = min(pool, self._catalog.usable_frames // 2)
+        chosen = plan is not None and plan.selective
+        if not chosen and not 0 <= self._short_at >= self._cursor.tick - self._catalog.usable_frames:
+            return
         ready = self.free_frames + self._transfers.frames_idle_out
         clean: list[SwapObject] = []
         while ready < pool and (item := self._order.pop_above(after)) is not None:

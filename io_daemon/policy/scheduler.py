@@ -200,8 +200,11 @@ class TenantScheduler:
             raise ValueError("the trace was taken on chunks of other sizes")
         trace.validate(self._catalog.kind_masks())
         usable_frames = self._catalog.usable_frames
-        shared_frames = frames_to_plan(usable_frames, self._in_flight_frames_max, self._catalog.demand_frames_max)
-        return PlanRequest(trace, self._catalog.object_frames(), shared_frames)
+        object_frames = self._catalog.object_frames()
+        shared_frames = usable_frames  # all that is used fits, and nothing streams
+        if object_frames[trace.touched_objects()].sum(dtype=np.int64) > usable_frames:
+            shared_frames = frames_to_plan(usable_frames, self._in_flight_frames_max, self._catalog.demand_frames_max)
+        return PlanRequest(trace, object_frames, shared_frames)
 
     def adopt_plan(self, trace_id: int, plan: Plan) -> list[Action]:
         """Follow ``plan`` in passes marked ``trace_id``. If the last MARK named it, the next access is taken to be its

@@ -79,6 +79,12 @@ class Trace(Sequence[Access]):
         columns = (self.chunk, self.read_mask, self.write_mask, self.dead_mask)
         return map(Access, *(column.tolist() for column in columns))
 
+    def touched_objects(self) -> NDArray[np.int64]:
+        """Ids (chunk * KINDS_MAX + kind) of the objects that any access names, ascending."""
+        bits = np.unpackbits((self.read_mask | self.write_mask)[:, None], axis=1, bitorder="little")
+        position, kind = np.nonzero(bits)
+        return np.unique(self.chunk[position].astype(np.int64) * KINDS_MAX + kind)
+
     def validate(self, kind_masks: NDArray[np.uint8]) -> None:
         """ValueError, naming the first bad access, unless every access fits chunks with these kinds.
 

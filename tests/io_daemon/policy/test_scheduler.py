@@ -115,12 +115,14 @@ def test_a_lease_that_comes_to_wait_for_write_behind_hurries_it_once() -> None:
     started: list[StartIo] = []
     hurried: list[bool] = []
     tenant = ModelTenant(num_frames=4, start=started.append, hurry=lambda: hurried.append(True))
-    tenant.register([ONE] * 4 + [ChunkSpec((PAGE_BYTES,) * 3)])
+    tenant.register([ONE] * 5 + [ChunkSpec((PAGE_BYTES,) * 3)])
     for chunk in range(4):
         tenant.release(tenant.acquire(chunk, write=1), dirty=1)
-    assert [(io.write, io.demand) for io in started] == [(True, False)] * 2, "written behind"
+    waiting = tenant.acquire(4, write=1)
+    assert [(io.write, io.demand) for io in started] == [(True, True), (True, False)], "one is written behind"
     assert not hurried
-    tenant.acquire(4, write=7)
+    tenant.release(waiting)
+    tenant.acquire(5, write=7)
     tenant.acquire(3, read=1)
     assert hurried == [True]
 
@@ -594,10 +596,11 @@ def test_a_trace_dies_with_its_chunks() -> None:
 
 
 def test_draining_refuses_new_leases_and_ends_when_io_does() -> None:
-    tenant = tenant_of(2, TWO_KINDS, TWO_KINDS, window=2)
-    write(tenant, 0, 3)
-    held = tenant.acquire(1, write=1)
-    queued = tenant.acquire(1, write=3)
+    tenant = tenant_of(2, ONE, ONE, ONE, TWO_KINDS, window=2)
+    write(tenant, 0)
+    evict(tenant, 0, range(3))
+    held = tenant.acquire(0, read=1)
+    queued = tenant.acquire(3, write=3)
     tenant.take(tenant.scheduler.drain())
     assert tenant.failures[queued].status == Status.SHUTTING_DOWN
     assert tenant.failures[tenant.acquire(0, read=1)].status == Status.SHUTTING_DOWN
@@ -605,5 +608,5 @@ def test_draining_refuses_new_leases_and_ends_when_io_does() -> None:
     assert tenant.scheduler.idle is False
     tenant.finish_all()
     assert [tenant.scheduler.idle, granted(tenant, held)] == [True, True], "what had its frames was still served"
-    tenant.release(held, dirty=1)
+    tenant.release(held)
     assert not tenant.disk.in_flight
