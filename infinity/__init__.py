@@ -6,8 +6,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity.engine import Engine
     from infinity import zero
+    from infinity.engine import Engine
     from infinity.entry import initialize
     from infinity.weights.init_context import Init
 

@@ -19,14 +19,15 @@ from infinity.config import Config, parse_config, read_environment
 from infinity.engine import Engine
 from infinity.errors import ConfigError
 from infinity.plan.precision import Precision
-from infinity.sharded_model import Layout, ShardedModel
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.update.optimizer import ShardedAdam, adam_from_config, adam_from_torch, group_indices
 from infinity.update.schedules import build_schedule
+from infinity.weights.admission import refuse_owned
 from infinity.weights.heap import return_freed
-from infinity.weights.init_context import StagingArea, budget_beside, staged_param
-from infinity.weights.param import is_sharded
+from infinity.weights.param import ShardedParam, flattened, memory_order
+from infinity.weights.sharded_model import Layout, ShardedModel
+from infinity.weights.staging import StagingArea, budget_beside, staged_param
 
 Initialized = tuple[Engine, ShardedAdam, "DataLoader[Any] | None", LRScheduler | None]
 
@@ -72,10 +73,10 @@ def initialize(
         environment = read_environment()
         place = NodePlace.find(collectives, environment)
         device = _device(environment.local_rank if environment.launched else place.local_rank)
+        refuse_owned(model.named_parameters(), lambda owner: isinstance(owner, StagingArea))
         layout = Layout.of(model, parsed, collectives.world_size)
         _check_same_model(layout, collectives)
         optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
-        _check_whole(layout)
         connection = next((area.connection for area in areas if area.connection is not None), None)
         if connection is None and parsed.offloads:
             connection = DaemonConnection(parsed, environment, collectives, place)
@@ -167,16 +168,6 @@ def _check_same_model(layout: Layout, collectives: Collectives) -> None:
     )
 
 
-def _check_whole(layout: Layout) -> None:
-    for name, param in zip(layout.names, layout.params, strict=True):
-        if staged_param(param) is None and is_sharded(param):
-            raise ConfigError(
-                f"model.{name}",
-                "sharded",
-                "an engine holds its values, or held them until destroy(): build the model anew",
-            )
-
-
 def _staging_areas(model: nn.Module) -> list[StagingArea]:
     staged = (staged_param(param) for param in model.parameters())
     return list(dict.fromkeys(s.area for s in staged if s is not None))
@@ -185,24 +176,24 @@ def _staging_areas(model: nn.Module) -> list[StagingArea]:
 def _broadcast_plain(layout: Layout, collectives: Collectives) -> None:
     for param in layout.params:
         if staged_param(param) is None:
-            values = param.data.contiguous()
+            values = flattened(param.detach(), memory_order(param)).contiguous()
             collectives.broadcast(values, "broadcast a parameter of rank 0")
-            param.data.copy_(values)
+            if collectives.rank:
+                param.data = values.as_strided(param.shape, ShardedParam.layout_for(param).stride())
 
 
-def _values_of(param: nn.Parameter, first: int, numel: int) -> torch.Tensor:
+def _values_of(param: ShardedParam, first: int, numel: int) -> torch.Tensor:
     """Initial values from the model as it was built: what ``Init`` staged, or the parameter itself."""
-    staged = staged_param(param)
-    if staged is not None:
-        staged.check_unchanged()
+    staged = staged_param(param.param)
+    if staged is not None and staged.is_staged:
         return staged.read(first, numel)
-    return param.detach().reshape(-1)[first : first + numel]
+    return flattened(param.param.detach(), param.order)[first : first + numel]
 
 
 def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Buffers stay whole on every rank; floating ones take the weights' dtype, as ``module.to(dtype)`` would."""
+    """Buffers stay whole on every rank; those in fp32 take the weights' dtype, others keep what they were made with."""
     for buffer in model.buffers():
-        buffer.data = buffer.data.to(device, dtype if buffer.is_floating_point() else buffer.dtype)
+        buffer.data = buffer.data.to(device, dtype if buffer.dtype is torch.float32 else buffer.dtype)
 
 
 def _check_schedule(

@@ -1,4 +1,4 @@
-"""The typed errors a caller of infinity meets; defined once, beside the daemon that raises most of them."""
+"""The typed errors a caller of infinity meets; most are defined once, beside the daemon that raises them."""
 
 from io_daemon.errors import (
     BudgetError,
@@ -16,8 +16,22 @@ __all__ = [
     "ConfigError",
     "DaemonLostError",
     "DeviceIOError",
+    "EngineStateError",
     "IntegrityError",
     "ProtocolError",
     "SwapSpaceError",
+    "WeightsError",
     "WorldError",
 ]
+
+
+class EngineStateError(RuntimeError):
+    """A call that the engine cannot serve where it stands; the text says where, and what can be called instead."""
+
+
+class WeightsError(RuntimeError):
+    """A use of weights that sharded ones cannot serve. ``name`` is the parameter or module, ``remedy`` what to do."""
+
+    def __init__(self, name: str, problem: str, remedy: str) -> None:
+        self.name, self.problem, self.remedy = name, problem, remedy
+        super().__init__(f"{name} {problem}: {remedy}")

@@ -34,7 +34,7 @@ LADDERS = {
         "tiers",
         "weights",
         "update",
-        "report sharded_model zero",
+        "report zero",
         "engine",
         "entry",
         "__init__",

@@ -31,15 +31,17 @@ from torch.utils.flop_counter import FlopCounterMode
 from infinity.commands.absent_peers import AbsentPeers
 from infinity.commands.standard_model import standard_model, standard_shape
 from infinity.config import Config, parse_config
-from infinity.engine import TRAIN_TRACE, Engine
+from infinity.engine import Engine
+from infinity.engine.runtime import TRAIN_TRACE
 from infinity.errors import ConfigError
 from infinity.plan.precision import Precision
-from infinity.sharded_model import Layout, ShardedModel
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.daemon import chunk_spec
 from infinity.tiers.recording import RecordingTier, StepRecorder
 from infinity.update.optimizer import adam_from_config, group_indices
-from infinity.weights.init_context import budget_beside, staging_plan
+from infinity.weights.param import flattened
+from infinity.weights.sharded_model import Layout, ShardedModel
+from infinity.weights.staging import budget_beside, staging_plan
 from io_daemon.machine.cpu_load import CpuLoad
 from io_daemon.policy.step_trace import SUFFIX, CpuRates, StepTrace, save, world_text
 from io_daemon.shared.metrics import size_text
@@ -105,7 +107,9 @@ class StepOfModel:
             budget_bytes=budget_beside(self.staging_bytes, config),
             poison=False,
         )
-        sharded.write_initial(lambda param, first, numel: param.detach().reshape(-1)[first : first + numel])
+        sharded.write_initial(
+            lambda param, first, numel: flattened(param.param.detach(), param.order)[first : first + numel]
+        )
         self.engine = Engine(
             model, sharded, optimizer, optimizer_groups, config=config, collectives=collectives, connection=None
         )

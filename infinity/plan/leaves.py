@@ -24,7 +24,7 @@ def set_leaf_modules(model: nn.Module, modules: Sequence[ModuleKind]) -> list[nn
     """Mark modules of ``model`` as leaves, before ``infinity.initialize``; all ranks mark the same.
 
     Every call of a leaf brings the weights of everything in it, and so does its part of backward: ranks may differ in
-    what they call inside. Parameters that a rank did not use count as zero gradients there. A leaf must itself be called
+    what they call inside. Parameters that a rank did not use count as zero gradients there. A leaf must be called
     on every rank, and backward must reach its output on every rank.
 
     Returns:
@@ -38,7 +38,7 @@ def set_leaf_modules(model: nn.Module, modules: Sequence[ModuleKind]) -> list[nn
 
 def unset_leaf_modules(model: nn.Module, modules: Sequence[ModuleKind]) -> list[nn.Module]:
     """Take the marks of ``set_leaf_modules`` away; the modules that had one."""
-    return [module for module in _change("unset_leaf_modules", model, modules, leaf=False)]
+    return _change("unset_leaf_modules", model, modules, leaf=False)
 
 
 def get_leaf_modules(model: nn.Module) -> list[nn.Module]:

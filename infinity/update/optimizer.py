@@ -138,17 +138,30 @@ class Update:
         """Updates that each parameter has had; one without a gradient neither decays nor counts."""
         self.grad_norm: float | None = None
         """Global norm before clipping in the last step; None without clipping."""
+        self._norm_asked = max_norm > 0
+        self._clip_once: float | None = None
         self.num_updated = 0
         """Chunks that the running, or failed, step has begun to change: with 0 the step may be repeated."""
 
     @property
     def wants_norms(self) -> bool:
-        return self._max_norm > 0
+        """Whether norms should be taken while gradients are warm."""
+        return self._norm_asked
+
+    def ask_for_norm(self) -> float | None:
+        """The norm of the last step, if it was taken; from now on it is."""
+        self._norm_asked = True
+        return self.grad_norm
+
+    def clip_once(self, max_norm: float) -> torch.Tensor:
+        """Have the coming update clip to ``max_norm``, whatever the config says. The norm, 0-D fp32."""
+        self._clip_once = float(max_norm)
+        return self._norm()
 
     def run(self, present: Sequence[bool]) -> None:
         """``present``: for each parameter, whether any rank has a gradient for it."""
         self.num_updated = 0
-        clip = self._clip_factor() if self.wants_norms else None
+        clip = self._clip_factor()
         todo = [g for g in self._sub_groups if any(present[s.param] for s in g.placement.segments)]
         options = [{name: group[name] for name in OPTIONS} for group in self._optimizer.param_groups]
         leases: deque[tuple[SubGroup, Lease]] = deque()
@@ -172,11 +185,20 @@ class Update:
             if flag:
                 self.steps[index] += 1
         self._gradients.clear()
+        self._clip_once = None
 
-    def _clip_factor(self) -> torch.Tensor:
-        """As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1."""
+    def _clip_factor(self) -> torch.Tensor | None:
+        """As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1. None: no clipping."""
+        max_norm = self._max_norm if self._clip_once is None else self._clip_once
+        if max_norm <= 0 and self._clip_once is None:
+            if self._norm_asked:
+                self._norm()
+            return None
+        return (max_norm / (self._norm() + 1e-6)).clamp(max=1.0)
+
+    def _norm(self) -> torch.Tensor:
         total = self._gradients.square_sum()
         self._collectives.sum(total, "sum the norm of the gradients")
         norm = total.sqrt().float()
         self.grad_norm = float(norm)
-        return (self._max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return norm

@@ -38,6 +38,10 @@ class Reducer:
         """For each parameter, whether any rank had a gradient for it since ``clear``; true after ``finish``."""
         return [bool(flag) for flag in self._used.tolist()]
 
+    def holds(self, param: int) -> bool:
+        """Whether the running step has a gradient of the parameter."""
+        return bool(self._used[param])
+
     def clear(self) -> None:
         """Drop the gradients of an update that was done, or of a step that failed."""
         self._gradients.clear()
@@ -102,7 +106,7 @@ class Reducer:
         self._num_issued += 1
 
     def _start(self, group: ParamGroup) -> None:
-        self._used[[param.index for param in group.params if param.param.grad is not None]] = 1
+        self._used[[param.index for param in group.params if param.gradient is not None]] = 1
         self._in_flight.append((group, *group.reduce_scatter_gradients()))
 
     def _add_reduced(self) -> None:

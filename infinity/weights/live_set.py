@@ -36,13 +36,17 @@ class LiveSet:
         self._trace = self._traces[training]
         self._trace.begin()
 
-    def use(self, group: ParamGroup) -> None:
-        """Unshard the group now, if it is not, and lease the next ones ahead."""
+    def use(self, group: ParamGroup, *, in_pass: bool = True) -> None:
+        """Unshard the group now, if it is not, and lease the next ones ahead.
+
+        ``in_pass``: it will be used again at this place of the next pass.
+        """
         if group.persistent:
             if group.state is not ShardedState.UNSHARDED:
                 group.wait_for_unshard()
             return
-        self._trace.use(group.index)
+        if in_pass:
+            self._trace.use(group.index)
         if group.state is not ShardedState.UNSHARDED:
             self._settle_lingering()
             self._make_room(group.numel)
@@ -50,7 +54,8 @@ class LiveSet:
             self._live[group.index] = group
             self.live_numel += group.numel
             self.live_numel_peak = max(self.live_numel_peak, self.live_numel)
-        self._gather_ahead()
+        if in_pass:
+            self._gather_ahead()
 
     def done(self, group: ParamGroup) -> None:
         """A use ended. Keep the group if it is needed again soon, else reshard it."""
@@ -64,9 +69,14 @@ class LiveSet:
             self._reshard(group)
 
     def linger(self, group: ParamGroup) -> None:
-        """A saved view of the group went to an autograd node; decide about the group when another one is needed."""
+        """An operation or a node of backward had the weights; decide about the group when another one is needed."""
         if not group.persistent:
             self._lingering[group.index] = group
+
+    def forget(self, group: ParamGroup) -> None:
+        """Somebody wrote to the weights: what is here is not what the store has. Nothing else may hold them."""
+        if group.index in self._live and not group.in_use:
+            self._reshard(group)
 
     def reshard_all(self, *, persistent: bool = False) -> None:
         """Nothing is in use: reshard what is live and drop what was leased ahead."""
@@ -75,7 +85,8 @@ class LiveSet:
             if group.persistent and not persistent:
                 continue
             if group.index in self._live:
-                self._reshard(group)
+                if not group.in_use:
+                    self._reshard(group)
             elif group.state is not ShardedState.SHARDED:
                 group.reshard()
 
@@ -120,4 +131,4 @@ class LiveSet:
         del self._live[group.index]
         self._lingering.pop(group.index, None)
         self.live_numel -= group.numel
-        group.reshard()  # last: it refuses weights that were changed in place
+        group.reshard()

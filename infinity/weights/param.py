@@ -3,80 +3,154 @@
 Tensors of a parameter, listed once:
 
 - ``param``: the user's ``nn.Parameter``; the same object for the engine's life, so ties and references hold.
-- ``full``: the unsharded weights. One tensor over one storage for the engine's life; resharding frees the storage's
-  memory (``resize_(0)``), unsharding allocates it again. Autograd keeps views of that storage (``F.linear`` saves
-  ``weight.t()``), which therefore see the weights again once the storage is refilled (as torch's FSDP2 does).
-- ``placeholder``: one NaN expanded to the parameter's shape. What a sharded parameter reads as: shape, dtype and
-  numel stay true, a stray use yields NaN rather than freed memory.
+- ``full``: the unsharded weights, or None while they are elsewhere. Memory of its own, referenced and never freed by
+  force: a view that somebody keeps goes on reading what it read. Autograd keeps none, see ``saved_tensors``.
+- ``placeholder``: one NaN expanded to the parameter's shape: what C++ sees of a sharded parameter. Python asks the
+  owner before it gets there (``access``).
 - ``param.grad``: the unsharded gradient, from its accumulation until the group reduces it.
+
+Weights are flattened in the order in which they lie in memory, so that a parameter keeps its strides.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
+from torch.multiprocessing import reductions
+
+from infinity.weights import access
+
+_storage_reference: Any = reductions.StorageWeakRef
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """The tensor's dimensions from the one with the longest stride to the one with the shortest."""
+    strides = tensor.stride()
+    return sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether each element has a place of its own and no place lies between them: not expanded, not sliced."""
+    expected = 1
+    for dim in sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.size(dim))):
+        if tensor.size(dim) != 1:
+            if tensor.stride(dim) != expected:
+                return tensor.numel() == 0
+            expected *= tensor.size(dim)
+    return True
+
+
+def flattened(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
+    """[numel], the elements in the order of memory of a parameter whose ``memory_order`` is given; a view if it can."""
+    return tensor.permute(order).reshape(-1)
 
 
 class ShardedParam:
-    def __init__(self, index: int, name: str, param: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
+    """``resident``: storage identity -> parameter, of all of a model whose weights are here."""
+
+    def __init__(
+        self,
+        index: int,
+        name: str,
+        param: nn.Parameter,
+        dtype: torch.dtype,
+        device: torch.device,
+        resident: dict[int, ShardedParam] | None = None,
+    ) -> None:
         self.index = index
         self.name = name
         self.param = param
         self.shape = param.shape
         self.numel = param.numel()
-        self.full = torch.empty(param.shape, dtype=dtype, device=device)
+        self.dtype, self.device = dtype, device
+        self.full: torch.Tensor | None = None
+        self.generation = 0
+        """Updates that the weights have had: what was saved for backward is of one of them."""
+        self.order = memory_order(param)
+        self.layout = self.layout_for(param, dtype)
         self.placeholder = torch.full((), torch.nan, dtype=dtype, device=device).expand(param.shape)
-        self._storage = self.full.untyped_storage()
-        self._storage_bytes = self._storage.nbytes()
-        self._storage.resize_(0)
-        self._version = param._version
+        self._resident = resident if resident is not None else {}
+        self._key = 0
+        self._num_shown = 0
+        self._version = 0
+        self._outlived: list[Any] = []
 
-    @property
-    def storage_key(self) -> int:
-        """Identity of the storage that autograd's saved views share."""
-        key: int = self._storage._cdata
-        return key
+    @staticmethod
+    def layout_for(param: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """How the weights lie, on the meta device: as they did, or in the same order without holes."""
+        order = memory_order(param)
+        sizes = [param.size(dim) for dim in order]
+        packed = torch.empty(sizes, dtype=dtype or param.dtype, device="meta")
+        return packed.permute([order.index(dim) for dim in range(param.dim())])
 
     @property
     def gradient(self) -> torch.Tensor | None:
         """The accumulated gradient, flat and dense."""
-        grad = self.param.grad
+        grad = access.own_gradient(self.param)
         if grad is None:
             return None
-        return (grad.to_dense() if grad.is_sparse else grad).reshape(-1)
+        return flattened(grad.to_dense() if grad.is_sparse else grad, self.order)
 
     def allocate(self) -> torch.Tensor:
-        """Memory for the full weights, contents undefined; flat view of it."""
-        if self._storage.nbytes() == 0:
-            self._storage.resize_(self._storage_bytes)
-        return self.full.view(-1)
+        """Memory for the full weights, contents undefined; flat view of it. What is there already is taken again."""
+        if self.full is None:
+            with torch.inference_mode(mode=False):
+                self.full = torch.empty_strided(self.shape, self.layout.stride(), dtype=self.dtype, device=self.device)
+            self._key = self.full.untyped_storage()._cdata
+            self._resident[self._key] = self
+        return self.full.as_strided((self.numel,), (1,))
+
+    def unflattened(self, flat: torch.Tensor) -> torch.Tensor:
+        """``flat`` [numel] in memory order as the parameter lies; a view."""
+        return flat.as_strided(self.shape, self.layout.stride())
+
+    def show(self) -> None:
+        """The parameter is its weights, until ``hide`` was called as often."""
+        if self.full is None:
+            raise AssertionError(f"{self.name} is shown without its weights")
+        if self._num_shown == 0:
+            access.show(self.param, self.full)
+            self._version = self.param._version
+        self._num_shown += 1
+
+    def hide(self) -> bool:
+        """The counterpart of ``show``. False if somebody wrote to the weights in between."""
+        self._num_shown -= 1
+        if self._num_shown:
+            return True
+        changed = self.is_changed
+        access.hide(self.param, self.placeholder)
+        return not changed
+
+    @property
+    def is_shown(self) -> bool:
+        return self._num_shown > 0
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody wrote to the parameter since it was last sharded or unsharded."""
-        return self.param._version != self._version
+        """Whether somebody wrote to the weights since they were shown."""
+        return self._num_shown > 0 and self.param._version != self._version
 
-    def refuse_change(self) -> None:
-        """Weights live in the store and only the optimizer writes there: any other change would be lost in silence."""
-        raise RuntimeError(
-            f"{self.name or 'a parameter'} (shape {tuple(self.shape)}) was changed in place, which sharded weights do "
-            "not keep: change it before infinity.initialize(), or make the change part of forward's arithmetic"
-        )
+    def refresh(self) -> None:
+        """The weights changed where they are, by the owner: autograd's own checks must notice."""
+        self.generation += 1
+        if self._num_shown:
+            torch.autograd.graph.increment_version(self.param)
+            self._version = self.param._version
 
-    def to_unsharded(self) -> None:
-        self.param.data = self.full
-        self._version = self.param._version
+    def drop(self) -> None:
+        """Give up the weights. Their memory goes with the last view that somebody keeps, which is remembered."""
+        if self.full is None:
+            return
+        del self._resident[self._key]
+        memory = _storage_reference(self.full.untyped_storage())
+        self.full = None
+        if not memory.expired():
+            self._outlived = [*(view for view in self._outlived if not view.expired()), memory]
 
-    def to_sharded(self, *, poison: bool) -> None:
-        """Give the memory back; under the debug mode keep it and fill it with NaN, so that stale views show."""
-        self.param.data = self.placeholder
-        if poison:
-            self.full.fill_(torch.nan)
-        else:
-            self._storage.resize_(0)
-        self._version = self.param._version
-
-
-def is_sharded(param: nn.Parameter) -> bool:
-    """Whether the parameter is a placeholder of some engine. What ``Init`` staged looks alike: ask there first."""
-    return param.numel() > 1 and not any(param.stride())
+    def has_outliving_views(self) -> bool:
+        """Whether views of weights that were dropped are alive: they would not follow an update, as torch's do."""
+        self._outlived = [memory for memory in self._outlived if not memory.expired()]
+        return bool(self._outlived)

@@ -19,6 +19,7 @@ from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment
 from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.tiers.collectives import Collectives
+from infinity.weights import access
 from infinity.weights.param import ShardedParam
 from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
@@ -60,21 +61,17 @@ class ParamGroup:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         persistent: bool,
-        poison: bool,
     ) -> None:
         self.placement = placement
         self.params = params
         self.chunks = chunks
         self.persistent = persistent
         self.state = ShardedState.SHARDED
-        self.num_users = 0
-        """Module calls in progress that use the group."""
-        self.held_for_backward = False
-        """Recomputed inside backward: saved views may lie where the unpack hook does not see them."""
-        self.held_by_node = False
-        """The running autograd node has unpacked a view of the group."""
+        self.num_holds = 0
+        """Calls of modules and single operations that need the weights now."""
+        self._num_gradients = 0
         self._store, self._collectives, self._allowance, self._copies = store, collectives, allowance, copies
-        self._dtype, self._reduce_dtype, self._poison = dtype, reduce_dtype, poison
+        self._dtype, self._reduce_dtype = dtype, reduce_dtype
         self._leases: list[Lease] = []
         self._num_ahead = 0
 
@@ -93,7 +90,7 @@ class ParamGroup:
 
     @property
     def in_use(self) -> bool:
-        return bool(self.num_users or self.held_for_backward or self.held_by_node)
+        return self.num_holds > 0
 
     # Weights
 
@@ -108,42 +105,31 @@ class ParamGroup:
         """Copy the weights into the parameters. Blocks until every chunk was resident once."""
         if self.state is ShardedState.SHARDED:
             self.unshard()
-        for param in self.params:
-            if param.is_changed:
-                param.refuse_change()
-        flats = {param.index: param.allocate() for param in self.params}
-        self._gather_into(flats, ObjectKind.WEIGHT, self._dtype)
-        for param in self.params:
-            param.to_unsharded()
+        with torch.inference_mode(mode=False), torch.no_grad():
+            flats = {param.index: param.allocate() for param in self.params}
+            self._gather_into(flats, ObjectKind.WEIGHT, self._dtype)
         self._go(ShardedState.UNSHARDED)
 
     def gather(self, kind: ObjectKind, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """The full contents of one kind, for export: parameter index -> flat tensor [numel] on the CPU."""
         if self.state is ShardedState.UNSHARDING:
             self.reshard()  # what is leased ahead are weights, perhaps not the kind asked for
-        device = self.params[0].full.device
+        device = self.params[0].device
         flats = {param.index: torch.empty(param.numel, dtype=dtype, device=device) for param in self.params}
         self._gather_into(flats, kind, dtype)
         return {index: flat.cpu() for index, flat in flats.items()}
 
     def reshard(self) -> None:
-        """Give up the full weights, or the leases on them; a group in use may not be resharded."""
+        """Give up the full weights, or the leases on them; a group in use may not be resharded.
+
+        Weights of a persistent group stay where they are: the next ``wait_for_unshard`` overwrites them there.
+        """
         if self.state is ShardedState.UNSHARDING:
             self._drop_leases()
-            self._go(ShardedState.SHARDED)
-        else:
-            changed = [param for param in self.params if param.is_changed]
+        elif not self.persistent:
             for param in self.params:
-                param.to_sharded(poison=self._poison)
-            self._go(ShardedState.SHARDED)
-            for param in changed:
-                param.refuse_change()
-
-    def forget_users(self) -> None:
-        """After an exception: no call is in progress any more."""
-        self.num_users = 0
-        self.held_for_backward = False
-        self.held_by_node = False
+                param.drop()
+        self._go(ShardedState.SHARDED)
 
     def _drop_leases(self) -> None:
         for lease in self._leases:
@@ -183,7 +169,7 @@ class ParamGroup:
             self._drop_leases()
 
     def _all_gather(self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype) -> None:
-        device = self.params[0].full.device
+        device = self.params[0].device
         rank, world_size = self._collectives.rank, self._collectives.world_size
         shard_numel = self.placement.shard_numel
         agreement = self._collectives.agree(f"gather the {kind.name.lower()} of {self.label}")
@@ -202,13 +188,14 @@ class ParamGroup:
 
     # Gradients
 
-    @property
-    def has_gradients(self) -> bool:
-        return any(param.param.grad is not None for param in self.params)
+    def count_gradient(self) -> bool:
+        """Autograd has accumulated one parameter's gradient. True if all of the group have theirs."""
+        self._num_gradients += 1
+        return self._num_gradients >= len(self.params)
 
     @property
-    def has_all_gradients(self) -> bool:
-        return all(param.param.grad is not None for param in self.params)
+    def has_gradients(self) -> bool:
+        return self._num_gradients > 0
 
     def take_gradients(self) -> tuple[list[int], GradientOf]:
         """One rank: the parameters that have a gradient, and their flat gradients by segment."""
@@ -226,7 +213,7 @@ class ParamGroup:
         without a gradient counts as zero."""
         rank, world_size = self._collectives.rank, self._collectives.world_size
         full = torch.zeros(
-            world_size, self.placement.shard_numel, dtype=self._reduce_dtype, device=self.params[0].full.device
+            world_size, self.placement.shard_numel, dtype=self._reduce_dtype, device=self.params[0].device
         )
         for placement, param in zip(self.placement.params, self.params, strict=True):
             flat = param.gradient
@@ -247,7 +234,8 @@ class ParamGroup:
 
     def drop_gradients(self) -> None:
         for param in self.params:
-            param.param.grad = None
+            access.drop_gradient(param.param)
+        self._num_gradients = 0
 
     def _go(self, state: ShardedState) -> None:
         self.state = check_transition(SHARDED_TRANSITIONS, self.state, state)

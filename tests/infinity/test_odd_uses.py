@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity.engine import Engine
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, WeightsError
 from infinity.states import ShardedState
 
 WIDTH = 64
@@ -102,17 +102,21 @@ def test_weights_changed_in_forward_are_refused() -> None:
 def test_weights_changed_outside_are_refused() -> None:
     model = Net(lambda net, x: net.a(x))
     with engine_of(model) as engine:
-        nn.init.zeros_(model.a.weight)
-        with pytest.raises(RuntimeError, match=r"a\.weight.*changed in place"):
-            engine(torch.ones(1, WIDTH))
+        before = engine.full_state_dict()["a.weight"]
+        with pytest.raises(WeightsError, match=r"a\.weight.*changed in place"):
+            nn.init.zeros_(model.a.weight)
+        assert torch.equal(engine.full_state_dict()["a.weight"], before)
 
 
-def test_weights_changed_between_init_and_initialize_are_refused() -> None:
+def test_weights_changed_between_init_and_initialize_are_taken_over() -> None:
     with infinity.Init(config_dict_or_path=config()):
         model = Net(lambda net, x: net.a(x))
-    nn.init.zeros_(model.a.weight)
-    with pytest.raises(RuntimeError, match="changed in place"):
-        engine_of(model)
+    nn.init.eye_(model.a.weight)
+    model.b.weight.data.mul_(0.0).add_(2.0)
+    with engine_of(model) as engine:
+        weights = engine.full_state_dict()
+    assert torch.equal(weights["a.weight"], torch.eye(WIDTH))
+    assert torch.equal(weights["b.weight"], torch.full((WIDTH, WIDTH), 2.0))
 
 
 def test_a_backward_that_the_engine_does_not_see_is_refused() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, WeightsError
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -66,11 +67,14 @@ def test_a_model_without_parameters() -> None:
         infinity.initialize(model=nn.Identity(), config=CONFIG)
 
 
-def test_the_state_dict_of_a_sharded_module_is_not_full_of_nan_but_refused() -> None:
+def test_the_state_dict_of_a_sharded_module_has_keys_whose_weights_are_refused() -> None:
     module = model()
     with infinity.initialize(model=module, config=CONFIG)[0] as engine:
-        with pytest.raises(RuntimeError, match=r"engine\.full_state_dict"):
-            module.state_dict()
+        for given in (module.state_dict(), module[0].state_dict(prefix="0.")):
+            assert given["0.weight"].shape == (8, 8)
+            for use in (torch.Tensor.clone, torch.Tensor.numpy, pickle.dumps, torch.Tensor.data_ptr):
+                with pytest.raises(WeightsError, match=r"0\.weight.*engine\.full_state_dict"):
+                    use(given["0.weight"])
         assert all(torch.isfinite(value).all() for value in engine.full_state_dict().values())
 
 

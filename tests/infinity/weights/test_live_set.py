@@ -10,6 +10,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
+from infinity.weights import access
+from infinity.weights.access import ShardedParameter
 
 WIDTH = 200
 LAYER_NUMEL = WIDTH * WIDTH
@@ -79,8 +81,9 @@ def test_live_parameters_stay_within_the_limit() -> None:
     assert 3 * LAYER_NUMEL < peak <= limit
 
 
-def test_a_sharded_parameter_keeps_its_shape_and_reads_as_nan() -> None:
+def test_a_sharded_parameter_keeps_its_shape_takes_no_memory_and_lends_its_weights() -> None:
     model = Tower(num_layers=2, frozen=False, use_reentrant=None)
+    before = [p.detach().clone() for p in model.parameters()]
     shapes = [p.shape for p in model.parameters()]
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -89,7 +92,12 @@ def test_a_sharded_parameter_keeps_its_shape_and_reads_as_nan() -> None:
     }
     with infinity.initialize(model=model, config=config)[0]:
         assert [p.shape for p in model.parameters()] == shapes
-        assert all(torch.isnan(p).all() for p in model.parameters() if p.numel() > 1000)
+        sharded = [p for p in model.parameters() if p.numel() > 1000]
+        assert sharded
+        assert all(isinstance(p, ShardedParameter) for p in sharded)
+        assert all(torch.equal(param, value) for param, value in zip(model.parameters(), before, strict=True))
+        with access.raw():
+            assert all(p.untyped_storage().nbytes() == p.element_size() for p in sharded)
         assert all(torch.isfinite(p).all() for p in model.parameters() if p.numel() <= 1000), (
             "persistent ones are whole"
         )

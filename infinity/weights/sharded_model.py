@@ -13,24 +13,27 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.errors import ConfigError
 from infinity.plan.grouping import GroupMembers, group_params
 from infinity.plan.memory_plan import MemoryPlan, StateShape, plan_memory
 from infinity.plan.precision import FP32, Precision, Tiers
 from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
-from infinity.states import ShardedState
 from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, spans
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
 from infinity.tiers.memory import MemoryStore
+from infinity.weights import access
+from infinity.weights.admission import admit
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import LeaseAllowance, ParamGroup
 from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 
-ValuesOf = Callable[[nn.Parameter, int, int], torch.Tensor]
-"""(parameter, first element, numel) -> initial values of that part of the flattened parameter, 1-D."""
+ValuesOf = Callable[[ShardedParam, int, int], torch.Tensor]
+"""(parameter, first element, numel) -> initial values of that part of the parameter, flattened in memory order, 1-D."""
+
+UNITS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+"""Modules of torch's that use their children's weights, and take another path where they are not plain parameters."""
 
 LEASE_SHARE = 4
 """Leases held ahead take at most this fraction (1/n) of the streamed frames; the rest stays for demand."""
@@ -48,21 +51,13 @@ class Layout:
     index_of: dict[int, int]
     """id(parameter) -> index."""
     names: Sequence[str]
+    modules: Sequence[nn.Module]
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, world_size: int) -> Layout:
         zero = config.zero_optimization
+        admit(model, Precision.of(config).weight)
         named = list(model.named_parameters())
-        if not named:
-            raise ConfigError("model", type(model).__name__, "has no parameters: there is nothing to shard")
-        for name, module in model.named_modules():
-            if isinstance(module, torch.jit.ScriptModule):
-                raise ConfigError(
-                    f"model.{name}", "ScriptModule", "compiled modules hide their weights: pass it unscripted"
-                )
-        for name, param in named:
-            if not param.is_floating_point():
-                raise ConfigError(f"model.{name}", str(param.dtype), "only floating-point parameters can be sharded")
         index_of = {id(param): index for index, (_, param) in enumerate(named)}
         members = group_params(
             model,
@@ -85,6 +80,7 @@ class Layout:
             params=params,
             index_of=index_of,
             names=[name for name, _ in named],
+            modules=list(model.modules()),
         )
 
     def description(self) -> list[str]:
@@ -155,15 +151,18 @@ class ShardedModel:
         self.store = collectives.together(
             lambda: self._open_store(tiers, connection, poison), "open the store of shards"
         )
+        self.resident: dict[int, ShardedParam] = {}
+        """Parameters whose weights are on the device now, by the identity of their storage."""
         self.params = [
-            ShardedParam(index, name, param, precision.weight, device)
+            ShardedParam(index, name, param, precision.weight, device, self.resident)
             for index, (name, param) in enumerate(zip(layout.names, layout.params, strict=True))
         ]
-        self.groups = self._build_groups(poison)
+        self.groups = self._build_groups()
         self.anchors: dict[nn.Module, list[ParamGroup]] = {}
         for members, group in zip(layout.members, self.groups, strict=True):
             if members.anchor is not None:
                 self.anchors.setdefault(members.anchor, []).append(group)
+        self.units = frozenset(module for module in layout.modules if isinstance(module, UNITS))
 
     def write_initial(self, values_of: ValuesOf) -> None:
         """Write weights and master weights, and take each parameter's own memory away as it is done."""
@@ -171,13 +170,8 @@ class ShardedModel:
             for chunk_id, chunk in group.chunks:
                 self._write_chunk(chunk_id, chunk, values_of, trainable=group.placement.trainable)
             for param in group.params:
-                param.param.data = param.placeholder
-                param.param.grad = None
-
-    def refresh_persistent(self) -> None:
-        for group in self.groups:
-            if group.persistent and group.state is ShardedState.SHARDED:
-                group.wait_for_unshard()
+                access.drop_gradient(param.param)
+                access.hide(param.param, param.placeholder)
 
     @property
     def sub_groups_ahead(self) -> int:
@@ -210,7 +204,7 @@ class ShardedModel:
         trainable = self.layout.placements[chunk.group].trainable
         return ChunkLayout(numel=chunk.numel, dtypes=self.precision.dtypes(trainable=trainable))
 
-    def _build_groups(self, poison: bool) -> list[ParamGroup]:
+    def _build_groups(self) -> list[ParamGroup]:
         streamed = self.plan.num_frames - self.plan.pinned_frames if self.plan else len(self.chunks) * LEASE_SHARE
         allowance = LeaseAllowance(max(0, streamed // LEASE_SHARE))
         copies = CopyStream(self._device)
@@ -229,7 +223,6 @@ class ShardedModel:
                 dtype=self.precision.weight,
                 reduce_dtype=self.precision.reduce,
                 persistent=members.persistent,
-                poison=poison,
             )
             for placement, members in zip(self.layout.placements, self.layout.members, strict=True)
         ]
@@ -253,5 +246,5 @@ class ShardedModel:
         lease.release(dirty=mask)
 
     def _values(self, segment: Segment, values_of: ValuesOf) -> torch.Tensor:
-        values = values_of(self.layout.params[segment.param], segment.param_offset, segment.numel)
+        values = values_of(self.params[segment.param], segment.param_offset, segment.numel)
         return values.to(FP32) if self.precision.master else values

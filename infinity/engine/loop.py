@@ -1,0 +1,231 @@
+"""The loop that users drive: forward, backward, step, each a phase that an error leaves in a known place."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+
+from infinity.config import Config
+from infinity.engine.phases import Phases
+from infinity.engine.runtime import Runtime
+from infinity.errors import DaemonLostError, WeightsError
+from infinity.report import IoReport, StepTimes, TierTraffic
+from infinity.states import StepPhase
+from infinity.tiers.connection import DaemonConnection
+from infinity.update.optimizer import ShardedAdam, Update
+from infinity.update.sub_group import SubGroup
+from infinity.weights.access import ShardedAlias
+from infinity.weights.buffers import FollowedBuffers
+from infinity.weights.sharded_model import ShardedModel
+from io_daemon.shared.metrics import TenantStats
+from io_daemon.shared.protocol import ObjectKind
+
+_log = logging.getLogger(__name__)
+
+
+class TrainingLoop:
+    """``optimizer``: None where nothing trains."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        phases: Phases,
+        optimizer: ShardedAdam | None,
+        optimizer_groups: Sequence[int],
+        *,
+        config: Config,
+        connection: DaemonConnection | None,
+    ) -> None:
+        self.runtime, self.phases, self.optimizer, self.config = runtime, phases, optimizer, config
+        self.lr_scheduler: LRScheduler | None = None
+        self.global_steps = 0
+        self.micro_steps = 0
+        self._connection = connection
+        self._sharded: ShardedModel = runtime.sharded
+        self._times = self._last_times = StepTimes()
+        self._stall_seconds_before = 0.0
+        self._traffic: TierTraffic | None = None
+        self._last_traffic: TierTraffic | None = None
+        self._followed_buffers = FollowedBuffers(runtime.module, runtime.collectives)
+        self._update: Update | None = None
+        if optimizer is not None:
+            self._update = self._build_update(optimizer, optimizer_groups)
+            optimizer.bind(self.run_update)
+        self._close_traffic()
+
+    def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        training = module.training and torch.is_grad_enabled()
+        with self._phase_of(StepPhase.FORWARD):
+            self.runtime.collectives.agree(f"begin a {'training' if training else 'evaluating'} forward").wait()
+            self._followed_buffers.before_forward()
+            return module(*args, **kwargs)
+
+    def backward(self, loss: torch.Tensor, *, retain_graph: bool, scale: bool, create_graph: bool) -> torch.Tensor:
+        update = self._trained("backward")
+        with self._phase_of(StepPhase.BACKWARD):
+            self.runtime.collectives.agree("begin a backward").wait()
+            reducer = self.runtime.reducer
+            reducer.norms = update.wants_norms and self.is_boundary()
+            accumulated = self.config.gradient_accumulation_steps
+            scaled = loss / accumulated if scale and accumulated > 1 else loss
+            scaled.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
+            reducer.finish()
+            self.runtime.live_set.settle()
+        return scaled.detach()
+
+    def step(self) -> None:
+        self._trained("step")
+        if self.phases.phase is not StepPhase.IDLE:
+            self.phases.go(StepPhase.OPTIMIZER)  # refused: the message says what the engine is in
+        if not self.is_boundary():
+            self.micro_steps += 1
+            return
+        if self.optimizer is None:
+            raise AssertionError("an update without an optimizer")
+        with self._phase_of(StepPhase.OPTIMIZER):
+            self.optimizer.step()
+        if self.lr_scheduler is not None:
+            self.lr_scheduler.step()
+        self.global_steps += 1
+        every = self.config.steps_per_print
+        if every and self.global_steps % every == 0 and self.runtime.collectives.rank == 0:
+            rates = [group["lr"] for group in self.optimizer.param_groups]
+            _log.info("step %d, lr %s, %.3f s", self.global_steps, rates, self._times.seconds)
+        self._last_times = self._close_times()
+        self._close_traffic()
+
+    def run_update(self) -> None:
+        """The update of every chunk; what the optimizer's own ``step`` calls."""
+        update = self._trained("step")
+        self.runtime.begin_update()
+        update.run(self.runtime.reducer.used)
+        self.runtime.end_update()
+        self.micro_steps = 0
+
+    def is_boundary(self) -> bool:
+        """Whether the next call of ``step`` updates."""
+        return self.micro_steps >= self.config.gradient_accumulation_steps - 1
+
+    def zero_grad(self) -> None:
+        self.runtime.reducer.clear()
+        self.micro_steps = 0
+
+    def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
+        return self._trained("clip_grad_norm_").clip_once(max_norm)
+
+    def grad_norm(self) -> float | None:
+        return None if self._update is None else self._update.ask_for_norm()
+
+    def full_state_dict(self, module: nn.Module, *, rank0_only: bool) -> dict[str, Any]:
+        self.runtime.refuse_over("full_state_dict")
+        entries = dict(module.state_dict())
+        names: dict[int, list[str]] = {}
+        for name, value in entries.items():
+            if isinstance(value, ShardedAlias):
+                names.setdefault(id(value.param), []).append(name)
+            elif isinstance(value, torch.Tensor):
+                entries[name] = value.detach().cpu().clone()
+        wanted = not rank0_only or self.runtime.collectives.rank == 0
+        for group in self._sharded.groups:
+            flats = group.gather(ObjectKind.WEIGHT, self._sharded.precision.weight)
+            for param in group.params if wanted else ():
+                full = param.unflattened(flats[param.index]).contiguous()
+                entries.update(dict.fromkeys(names.get(id(param.param), ()), full))
+        return entries if wanted else {}
+
+    def io_report(self) -> IoReport:
+        return IoReport.of(
+            step=self.global_steps,
+            times=self._last_times,
+            live_numel_peak=self.runtime.live_set.live_numel_peak,
+            last_step=self._last_traffic,
+            tenant=self._tenant_stats(),
+        )
+
+    def close(self) -> None:
+        """Idempotent; also run when the engine is collected, or the interpreter ends."""
+        if self.phases.phase is StepPhase.CLOSED:
+            return
+        self.phases.phase = StepPhase.CLOSED
+        self.runtime.collectives.part()
+        self.runtime.close()
+        if self._connection is not None:
+            self._connection.close()
+
+    def _trained(self, call: str) -> Update:
+        if self._update is None:
+            raise WeightsError("the model", "has nothing to train", f"{call}() needs a parameter that requires_grad")
+        return self._update
+
+    def _build_update(self, optimizer: ShardedAdam, optimizer_groups: Sequence[int]) -> Update:
+        sharded = self._sharded
+        sub_groups = [
+            SubGroup(chunk_id, chunk, master=sharded.precision.master, group_of=optimizer_groups)
+            for chunk_id, chunk in enumerate(sharded.chunks)
+            if sharded.layout.placements[chunk.group].trainable
+        ]
+        return Update(
+            # last chunks first: the first ones, which the next forward needs first, are the ones left resident
+            sub_groups[::-1],
+            optimizer,
+            self.runtime.gradients,
+            store=sharded.store,
+            collectives=self.runtime.collectives,
+            num_params=len(sharded.params),
+            max_norm=self.config.gradient_clipping,
+            sub_groups_ahead=sharded.sub_groups_ahead,
+        )
+
+    @contextmanager
+    def _phase_of(self, phase: StepPhase) -> Iterator[None]:
+        """Be in ``phase``; an error leaves the engine IDLE where the step may be repeated, else FAILED."""
+        self.phases.go(phase)
+        start = time.perf_counter()
+        try:
+            yield
+        except BaseException as error:
+            self._abort(phase, error)
+            raise
+        name = {StepPhase.FORWARD: "forward", StepPhase.BACKWARD: "backward", StepPhase.OPTIMIZER: "update"}[phase]
+        key = f"{name}_seconds"
+        elapsed: Mapping[str, Any] = {key: getattr(self._times, key) + time.perf_counter() - start}
+        self._times = replace(self._times, **elapsed)
+        self.phases.go(StepPhase.IDLE)
+
+    def _abort(self, phase: StepPhase, error: BaseException) -> None:
+        half_applied = phase is StepPhase.OPTIMIZER and self._update is not None and self._update.num_updated > 0
+        if half_applied or isinstance(error, DaemonLostError):
+            self.phases.go(StepPhase.FAILED)
+            _log.error("the engine has failed in %s: destroy() it and resume from the last checkpoint", phase.name)
+            return
+        self.runtime.abandon_pass()
+        if phase is not StepPhase.OPTIMIZER:
+            self.zero_grad()
+            self.phases.in_training_pass = False
+        self.phases.go(StepPhase.IDLE)
+
+    def _close_times(self) -> StepTimes:
+        stall_seconds = self._sharded.store.stats().get("stall_seconds", 0.0)
+        times = replace(self._times, stall_seconds=stall_seconds - self._stall_seconds_before)
+        self._stall_seconds_before = stall_seconds
+        self._times = StepTimes()
+        return times
+
+    def _close_traffic(self) -> None:
+        tenant = self._tenant_stats()
+        if tenant is not None:
+            total = TierTraffic.of(tenant.total)
+            self._last_traffic = None if self._traffic is None else total.since(self._traffic)
+            self._traffic = total
+
+    def _tenant_stats(self) -> TenantStats | None:
+        host = self._sharded.host_store
+        return None if host is None else host.tenant_stats()

@@ -1,0 +1,33 @@
+"""Which phase of a step the engine is in, and whether a training pass is open. Shared by the loop and the runtime."""
+
+from __future__ import annotations
+
+from infinity.errors import EngineStateError
+from infinity.states import PHASE_TRANSITIONS, StepPhase
+
+
+class Phases:
+    def __init__(self, model_name: str) -> None:
+        self._engine = f"the engine of {model_name}"
+        self.phase = StepPhase.IDLE
+        self.in_training_pass = False
+        """From the first forward of a step to its update. An evaluation in between runs inside it."""
+
+    def go(self, phase: StepPhase) -> None:
+        """Raises EngineStateError if the engine cannot get there from where it is."""
+        if self.phase is StepPhase.FAILED and phase is not StepPhase.CLOSED:
+            raise EngineStateError(
+                f"{self._engine} has failed, its state is half a step ahead: call destroy() and resume from the last "
+                "checkpoint"
+            )
+        if self.phase is StepPhase.CLOSED:
+            raise EngineStateError(f"{self._engine} was destroyed: build the model anew and call infinity.initialize()")
+        if phase not in PHASE_TRANSITIONS[self.phase]:
+            raise EngineStateError(
+                f"{self._engine} is in {self.phase.name}: call {phase.name.lower()} when that is over, not inside it"
+            )
+        self.phase = phase
+
+    @property
+    def is_over(self) -> bool:
+        return self.phase in (StepPhase.FAILED, StepPhase.CLOSED)

@@ -1,0 +1,320 @@
+"""What a step runs on: groups of sharded weights, their store, the way of gradients, and who may use a weight when.
+
+The runtime is the ``Owner`` of the model's parameters and the ``Holder`` of its modules' calls. It refers to the model
+but not to the engine, so that an engine nobody refers to any more can end.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine.phases import Phases
+from infinity.errors import EngineStateError, WeightsError
+from infinity.states import ShardedState, StepPhase
+from infinity.tiers.collectives import Collectives
+from infinity.update.gradients import GradientChunks
+from infinity.update.reducer import Reducer
+from infinity.weights import access
+from infinity.weights.heap import return_freed
+from infinity.weights.holding import ModuleCalls
+from infinity.weights.live_set import LiveSet
+from infinity.weights.param import ShardedParam
+from infinity.weights.param_group import ParamGroup
+from infinity.weights.saved_tensors import SavedTensors
+from infinity.weights.sharded_model import ShardedModel
+from infinity.weights.state_dicts import StateDictHook
+from infinity.weights.structure import Structure
+
+TRAIN_TRACE, EVAL_TRACE = 0, 1
+
+
+class Runtime(access.Owner):
+    def __init__(
+        self, module: nn.Module, sharded: ShardedModel, phases: Phases, *, config: Config, collectives: Collectives
+    ) -> None:
+        self.sharded, self.store, self.collectives = sharded, sharded.store, collectives
+        self.module, self._phases = module, phases
+        self._lock = threading.RLock()
+        """Weights come and go under it: modules may be called in several threads, and backward has its own."""
+        self._num_calls = 0
+        self._may_autocast = torch.amp.is_autocast_available(self.device.type)
+        self._param_of = {id(param.param): param for param in sharded.params}
+        self._group_of = {param.index: group for group in sharded.groups for param in group.params}
+        zero = config.zero_optimization
+        self.live_set = LiveSet(
+            sharded.groups,
+            live_numel_max=zero.stage3_max_live_parameters,
+            reuse_distance_max=zero.stage3_max_reuse_distance,
+            prefetch_numel_max=zero.stage3_prefetch_bucket_size,
+        )
+        num_params = len(sharded.params)
+        self.gradients = GradientChunks(self.store, sharded.chunks, num_params)
+        self.reducer = Reducer(sharded.groups, self.gradients, collectives, num_params)
+        self._saved = SavedTensors(self._param_of, sharded.resident, self._bring)
+        self._streams = any(not group.persistent for group in sharded.groups)
+        self._structure = Structure(
+            module, [(p.name, p.param) for p in sharded.params if not self._group_of[p.index].placement.trainable]
+        )
+        for param in sharded.params:
+            access.adopt(param.param, self)
+        self.calls = ModuleCalls(module, self._groups_of_calls(), self)
+        self._removable: list[Any] = []
+        for group in sharded.groups:
+            for param in group.params if group.placement.trainable else ():
+                with access.raw():
+                    handle = param.param.register_post_accumulate_grad_hook(_GradientHook(self, group, param))  # type: ignore[no-untyped-call]
+                self._removable.append(handle)
+        for child in module.modules():
+            child.register_state_dict_post_hook(StateDictHook())  # type: ignore[no-untyped-call]
+        self.refresh_persistent()
+
+    def close(self) -> None:
+        """Give everything back. The parameters stay owned, and refuse every use."""
+        self.calls.remove()
+        for handle in self._removable:
+            handle.remove()
+        self._removable.clear()
+        self.reducer.clear()
+        for group in self.sharded.groups:
+            for param in group.params:
+                access.hide(param.param, param.placeholder)
+                param.drop()
+        self.store.close()
+        self.collectives.close()
+
+    # Calls of modules: the ``Holder``
+
+    def begin_call(self, module: nn.Module) -> None:
+        self._structure.check()
+        if self._phases.is_over:
+            raise WeightsError(type(module).__name__, "is called after its engine ended", "make a new engine")
+        with self._lock:
+            self._num_calls += 1
+            if (
+                not self._phases.in_training_pass
+                and self._phases.phase is not StepPhase.BACKWARD
+                and self._num_calls == 1
+            ):
+                self._begin_pass(training=self.module.training and torch.is_grad_enabled())
+        self._saved.begin_call()
+
+    def end_call(self, *, failed: bool) -> None:
+        with self._lock:
+            self._num_calls -= 1
+            if self._num_calls == 0 and not self._phases.in_training_pass and not self._phases.is_over:
+                self.live_set.reshard_all()
+                if failed:
+                    self.store.abandon()
+                else:
+                    self.store.complete()
+        self.return_freed()
+
+    def hold(self, group: ParamGroup) -> None:
+        with self._lock:
+            self.live_set.use(group)
+            group.num_holds += 1
+            for param in group.params:
+                param.show()
+
+    def release(self, groups: Sequence[ParamGroup]) -> None:
+        changed: list[ShardedParam] = []
+        with self._lock:
+            for group in reversed(groups):
+                spoiled = [param for param in group.params if not param.hide()]
+                group.num_holds -= 1
+                if spoiled:
+                    self.live_set.forget(group)
+                    changed += spoiled
+                else:
+                    self.live_set.done(group)
+            if groups and self._may_autocast and torch.is_autocast_enabled(self.device.type):
+                torch.clear_autocast_cache()  # it would keep a copy of every weight of the model
+        if changed:
+            access.refuse_write(self, changed[0].param)
+
+    def hooks(self, *, outermost: bool) -> AbstractContextManager[None]:
+        if not self._streams or not torch.is_grad_enabled():
+            return nullcontext()
+        return self._saved.around_call() if outermost else self._saved.beside_user_hooks()
+
+    # Uses of single parameters: the ``Owner``
+
+    @contextmanager
+    def borrow(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        if self._phases.is_over:
+            self.refuse(params[0], "is used after its engine ended", "export engine.full_state_dict() before destroy()")
+        lent = [self._param_of[id(param)] for param in params]
+        groups = list({id(group): group for group in (self._group_of[param.index] for param in lent)}.values())
+        with self._lock:
+            for group in groups:
+                self.live_set.use(group, in_pass=self._phases.in_training_pass or self._num_calls > 0)
+                group.num_holds += 1
+            for param in lent:
+                param.show()
+        try:
+            with self._saved.around_call() if torch.is_grad_enabled() else nullcontext():
+                yield
+        finally:
+            with self._lock:
+                changed = [param for param in lent if not param.hide()]
+                for group in groups:
+                    group.num_holds -= 1
+                    self.live_set.linger(group)
+                for param in changed:
+                    self.live_set.forget(self._group_of[param.index])
+        if changed:
+            access.refuse_write(self, changed[0].param)
+
+    def refuse_over(self, call: str) -> None:
+        """Raises EngineStateError if the weights are gone."""
+        if self._phases.phase is StepPhase.CLOSED:
+            name = type(self.module).__name__
+            raise EngineStateError(f"{call}() of {name}: its engine was destroyed: call it before destroy()")
+
+    def layout_of(self, param: nn.Parameter) -> torch.Tensor:
+        return self._param_of[id(param)].layout
+
+    def gradient_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        if self.reducer.holds(self._param_of[id(param)].index):
+            self._refuse_gradient(param)
+        return access.own_gradient(param)
+
+    def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        if gradient is not None or self.reducer.holds(self._param_of[id(param)].index):
+            self._refuse_gradient(param)
+        access.drop_gradient(param)
+
+    def _refuse_gradient(self, param: nn.Parameter) -> NoReturn:
+        self.refuse(
+            param,
+            "has its gradient in the engine's store, where param.grad does not reach",
+            'write "gradient_clipping" into the config or call engine.clip_grad_norm_(), engine.get_global_grad_norm() '
+            "and engine.zero_grad() instead",
+        )
+
+    def set_data(self, param: nn.Parameter, data: torch.Tensor) -> NoReturn:
+        self.refuse(
+            param,
+            "is sharded: its .data cannot be replaced",
+            "change values, dtype and device before infinity.initialize(), or by the config",
+        )
+
+    def copy(self, param: nn.Parameter) -> NoReturn:
+        self.refuse(
+            param,
+            "is sharded: a deep copy would need the whole model in memory",
+            "copy the model before infinity.initialize(), or load engine.full_state_dict() into one built anew",
+        )
+
+    def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
+        found = self._param_of.get(id(param))
+        name = found.name if found is not None else "a parameter"
+        raise WeightsError(f"{name} (shape {tuple(param.shape)})", problem, remedy)
+
+    # Passes and updates: what the loop drives
+
+    @property
+    def device(self) -> torch.device:
+        return self.sharded.params[0].device
+
+    def refresh_persistent(self) -> None:
+        """Persistent weights are what the store has, where they were."""
+        for group in self.sharded.groups:
+            if group.persistent and group.state is ShardedState.SHARDED:
+                group.wait_for_unshard()
+                for param in group.params:
+                    if not param.is_shown:
+                        param.show()
+
+    def begin_update(self) -> None:
+        """Nothing is in use any more. Raises WeightsError, before anything changes, for what an update would break."""
+        for param in self.sharded.params:
+            if param.is_changed:
+                access.refuse_write(self, param.param)
+            if param.has_outliving_views():
+                self.refuse(
+                    param.param,
+                    "has a view that is kept outside the model, and would not follow its update",
+                    "keep a copy, with .clone(), or drop the view before engine.step()",
+                )
+        self.live_set.reshard_all(persistent=True)
+
+    def end_update(self) -> None:
+        self.reducer.clear()
+        self.refresh_persistent()
+        for param in self.sharded.params:
+            param.refresh()
+        self.store.complete()
+        self.return_freed()
+        self._phases.in_training_pass = False
+
+    def abandon_pass(self) -> None:
+        """An exception has ended a call: nothing is in use, and leases that wait are given up."""
+        self.calls.forget()
+        self._num_calls = 0
+        self.live_set.reshard_all()
+        self.store.abandon()
+
+    def return_freed(self) -> None:
+        """Weights come and go all the time: without this, what a process holds would grow with the model's depth."""
+        if self.sharded.host_store is not None and self.device.type == "cpu":
+            return_freed()
+
+    def on_gradient(self, group: ParamGroup, param: ShardedParam) -> None:
+        """Autograd has accumulated a gradient."""
+        if self._phases.phase is not StepPhase.BACKWARD:
+            access.drop_gradient(param.param)
+            self.refuse(
+                param.param,
+                "got a gradient from a backward that its engine does not see",
+                "call engine.backward(loss) instead of loss.backward(); where another engine's loss depends on this "
+                "model, freeze it meanwhile with requires_grad_(False)",
+            )
+        if group.count_gradient():
+            with self._lock:
+                self.reducer.complete(group)
+                self.live_set.done(group)
+
+    def _begin_pass(self, *, training: bool) -> None:
+        self._phases.in_training_pass = training
+        self.store.mark(TRAIN_TRACE if training else EVAL_TRACE)
+        self.live_set.begin_pass(training=training)
+
+    def _bring(self, param: ShardedParam) -> None:
+        """Backward asks for weights that forward saved."""
+        group = self._group_of[param.index]
+        if self._phases.is_over:
+            self.refuse(param.param, "is needed by a backward after its engine ended", "end backward before destroy()")
+        with self._lock:
+            self.live_set.use(group)
+            self.live_set.linger(group)
+
+    def _groups_of_calls(self) -> dict[nn.Module, list[ParamGroup]]:
+        """What each module holds while it is called: groups it stands for, and those of its own parameters."""
+        found: dict[nn.Module, list[ParamGroup]] = {}
+        for module in self.module.modules():
+            groups = list(self.sharded.anchors.get(module, ()))
+            groups += [self._group_of[self._param_of[id(p)].index] for p in module.parameters(recurse=False)]
+            if module in self.sharded.units:
+                groups += [self._group_of[self._param_of[id(p)].index] for p in module.parameters()]
+            needed = [group for group in dict.fromkeys(groups) if not group.persistent]
+            if needed:
+                found[module] = needed
+        return found
+
+
+class _GradientHook:
+    """On one parameter."""
+
+    def __init__(self, runtime: Runtime, group: ParamGroup, param: ShardedParam) -> None:
+        self._runtime, self._group, self._param = runtime, group, param
+
+    def __call__(self, _param: torch.Tensor) -> None:
+        self._runtime.on_gradient(self._group, self._param)

@@ -1,0 +1,388 @@
+"""What a parameter is while an engine, or ``Init``, has its weights: a class that asks its owner before it is used.
+
+Python looks up a tensor's ``__torch_function__`` on its class, so a parameter changes hands by ``param.__class__ = …``
+and stays the same object, with the same ties and references:
+
+======================  ===============================================================================================
+``ShardedParameter``    the weights are elsewhere; every operation, in any thread, inside backward and out of lists of
+                        weights, comes here first, and the owner lends the weights to it, or refuses by name
+``UnshardedParameter``  the weights are here; operations run as on any parameter, without a detour. Only what would
+                        escape the owner's notice (``.data``, ``.grad``, copies) is answered in Python
+``nn.Parameter``        nobody's but the user's
+======================  ===============================================================================================
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Any, ClassVar, Final, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.weak import WeakIdKeyDictionary
+
+raw = torch._C.DisableTorchFunctionSubclass
+"""Around an owner's own work on parameters, which must not be taken for a use of them."""
+
+
+def _callables(names: str) -> frozenset[Any]:
+    """How ``__torch_function__`` names a method, or a property's getter."""
+    found = (getattr(torch.Tensor, name, None) for name in names.split())
+    return frozenset(attribute if callable(attribute) else attribute.__get__ for attribute in found if attribute)
+
+
+METADATA: Final = _callables(
+    """
+    shape dtype device ndim itemsize nbytes requires_grad grad_fn is_leaf is_cuda is_cpu is_xpu is_mps is_sparse
+    is_sparse_csr is_quantized is_meta is_nested is_mkldnn names name _version _base _backward_hooks retains_grad
+    size dim numel nelement element_size is_floating_point is_complex get_device __hash__ __len__ requires_grad_
+    register_hook register_post_accumulate_grad_hook retain_grad is_inference has_names
+    """
+)
+"""What a placeholder answers truly."""
+LAYOUT: Final = _callables("stride is_contiguous storage_offset layout is_pinned is_shared is_conj is_neg")
+"""What only the owner knows: how the weights lie when they are here."""
+MEMORY: Final = _callables(
+    """
+    data_ptr untyped_storage storage _typed_storage share_memory_ __dlpack__ set_ resize_ resize_as_ pin_memory
+    _use_count _is_view
+    """
+)
+"""What reaches past the tensor into memory that is given back."""
+
+_tensor_base: Any = torch._C.TensorBase
+_DATA: Any = torch.Tensor.data
+_GRAD: Any = torch.Tensor.grad
+
+
+class Owner(ABC):
+    """Who has the weights of a parameter: an engine, or the area where ``Init`` stages what it builds."""
+
+    keeps_writes: ClassVar[bool] = False
+    """Whether what an operation writes to borrowed weights is kept."""
+
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        """``param.detach()`` and ``param.data``."""
+        return ShardedAlias.of(param)
+
+    @abstractmethod
+    def borrow(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """The weights of ``params`` are here for one operation. Raises WeightsError, and so does its end if the
+        operation has written to them and the owner cannot keep that."""
+
+    @abstractmethod
+    def layout_of(self, param: nn.Parameter) -> torch.Tensor:
+        """A tensor on the meta device that lies as the weights do."""
+
+    @abstractmethod
+    def gradient_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """What ``param.grad`` says. Raises WeightsError if torch would have a gradient there and the owner took it."""
+
+    @abstractmethod
+    def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """``param.grad = gradient``."""
+
+    @abstractmethod
+    def set_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        """``param.data = data``."""
+
+    @abstractmethod
+    def copy(self, param: nn.Parameter) -> nn.Parameter:
+        """``copy.deepcopy(param)``."""
+
+    @abstractmethod
+    def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
+        """Raise WeightsError about the parameter."""
+
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def owner_of(param: nn.Parameter) -> Owner | None:
+    """Who has the parameter's weights; None if they are the user's."""
+    owner: Owner | None = _owners[param] if param in _owners else None  # noqa: SIM401 (get is untyped)
+    return owner
+
+
+def adopt(param: nn.Parameter, owner: Owner) -> None:
+    """``owner`` answers for the parameter from now on, in place of whoever did."""
+    _owners[param] = owner
+
+
+def disown(param: nn.Parameter) -> None:
+    """The parameter, whose weights must be in it, is the user's again."""
+    _owners.pop(param, None)  # type: ignore[no-untyped-call]
+    param.__class__ = nn.Parameter
+
+
+def show(param: nn.Parameter, weights: torch.Tensor) -> None:
+    """From now on the parameter is ``weights``, in ``weights``' own memory."""
+    param.__class__ = UnshardedParameter
+    _tensor_base.data.__set__(param, weights)
+
+
+def hide(param: nn.Parameter, placeholder: torch.Tensor) -> None:
+    """From now on every use of the parameter asks its owner."""
+    param.__class__ = UnshardedParameter  # whatever it was: setting its data must not ask anybody
+    _tensor_base.data.__set__(param, placeholder)
+    param.__class__ = ShardedParameter
+
+
+def own_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """What autograd accumulated and nobody took, asked by the owner."""
+    with raw():
+        gradient: torch.Tensor | None = _tensor_base.grad.__get__(param)
+    return gradient
+
+
+def drop_gradient(param: nn.Parameter) -> None:
+    """As ``param.grad = None``, by the owner."""
+    with raw():
+        _tensor_base.grad.__set__(param, None)
+
+
+def _owner(param: nn.Parameter) -> Owner:
+    owner = owner_of(param)
+    if owner is None:
+        raise AssertionError("a parameter whose class says that it is owned has no owner")
+    return owner
+
+
+class UnshardedParameter(nn.Parameter):
+    """The weights are here, for the length of a module's call, or for good."""
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The weights without their history. What is written to it shows in the version counter, unlike torch's."""
+        return self.detach()
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _owner(self).set_data(self, value)
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """Of the owner, who takes gradients away as they appear."""
+        return _owner(self).gradient_of(self)
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _owner(self).set_gradient(self, value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), _owner(self).copy(self))
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        refuse_pickle(_owner(self), self)
+
+
+class ShardedParameter(nn.Parameter):
+    """The weights are elsewhere. As C++ sees it, every element is NaN."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA:
+            with raw():
+                return func(*args, **(kwargs or {}))
+        if (answer := _ANSWERS.get(func)) is not None:
+            return answer(*args, **(kwargs or {}))
+        return lend(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, sharded=True)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), _owner(self).copy(self))
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        refuse_pickle(_owner(self), self)
+
+
+class ShardedAlias(torch.Tensor):
+    """``param.detach()`` or ``param.data`` of a sharded parameter: lends the weights of the day to every operation.
+
+    So it says what torch's alias would say after any number of updates, and costs nothing while nobody reads it.
+    """
+
+    _param: nn.Parameter
+    _unreadable: bool
+
+    @staticmethod
+    def of(param: nn.Parameter) -> ShardedAlias:
+        with raw():
+            alias = torch.Tensor._make_subclass(ShardedAlias, _tensor_base.detach(param))
+        alias._param, alias._unreadable = param, False
+        return alias
+
+    @property
+    def param(self) -> nn.Parameter:
+        return self._param
+
+    def make_unreadable(self) -> ShardedAlias:
+        """From now on the weights are not lent, but refused: as an entry of a state dict."""
+        self._unreadable = True
+        return self
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func in METADATA:
+            with raw():
+                return func(*args, **(kwargs or {}))
+        if func in _OF_ALIASES:
+            return _ANSWERS[func](*args, **(kwargs or {}))
+        return lend(func, args, kwargs or {})
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"tensor(shape={tuple(self.shape)}, dtype={self.dtype}, sharded=True)"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), self.clone())
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        refuse_pickle(_owner(self._param), self._param)
+
+
+def refuse_pickle(owner: Owner, param: nn.Parameter) -> NoReturn:
+    owner.refuse(
+        param,
+        "is sharded: a copy of it, pickled, would hold no weights",
+        "save what engine.full_state_dict() returns",
+    )
+
+
+def lend(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Run ``func`` with the weights of every sharded parameter, or alias of one, among its arguments."""
+    leaves = tree_leaves((args, dict(kwargs)))
+    params: dict[int, nn.Parameter] = {}
+    aliases: dict[int, ShardedAlias] = {}
+    for leaf in leaves:
+        if isinstance(leaf, ShardedParameter):
+            params[id(leaf)] = leaf
+        elif isinstance(leaf, ShardedAlias):
+            aliases[id(leaf)] = leaf
+            params[id(leaf.param)] = leaf.param
+    by_owner: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
+    for param in params.values():
+        owner = _owner(param)
+        by_owner.setdefault(id(owner), (owner, []))[1].append(param)
+    if not by_owner:
+        raise TypeError(f"{_name(func)} takes a sharded parameter where it is not found: pass it as an argument")
+    _refuse_what_cannot_be_lent(func, args, params, aliases)
+    with ExitStack() as loans:
+        for owner, owned in by_owner.values():
+            loans.enter_context(owner.borrow(owned))
+        lent = {key: alias.param.detach() for key, alias in aliases.items()}
+        if lent:
+            args, kwargs = _replaced(args, lent), _replaced(dict(kwargs), lent)
+        result = func(*args, **kwargs)
+        return _kept_readable(result, params)
+
+
+def _refuse_what_cannot_be_lent(
+    func: Any, args: Sequence[Any], params: Mapping[int, nn.Parameter], aliases: Mapping[int, ShardedAlias]
+) -> None:
+    """Before anything is done."""
+    for alias in aliases.values():
+        if alias._unreadable:
+            _owner(alias.param).refuse(
+                alias.param,
+                "is sharded: its entry in a state dict holds no weights",
+                "read engine.full_state_dict() instead",
+            )
+    if func in MEMORY:
+        param = next(iter(params.values()))
+        _owner(param).refuse(
+            param,
+            f"is sharded: {_name(func)} would reach into memory that is given back",
+            "copy it first, with .clone(), or use engine.full_state_dict()",
+        )
+    if _writes(func) and args:
+        for leaf in tree_leaves(args[0]):
+            target = leaf.param if isinstance(leaf, ShardedAlias) else leaf
+            if id(target) in params:
+                owner = _owner(target)
+                if not owner.keeps_writes:
+                    refuse_write(owner, target)
+
+
+def refuse_write(owner: Owner, param: nn.Parameter) -> NoReturn:
+    """Weights live in the store and only the optimizer writes there: any other change would be lost in silence."""
+    owner.refuse(
+        param,
+        "was changed in place, which sharded weights do not keep",
+        "change it before infinity.initialize(), or make the change part of forward's arithmetic",
+    )
+
+
+def _writes(func: Any) -> bool:
+    """Whether the function is known to write to its first argument; what is not shows in the version counter."""
+    name = _name(func)
+    if name.startswith("__"):
+        return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__")
+    return name.endswith("_") and not name.endswith("__")
+
+
+def _name(func: Any) -> str:
+    return str(getattr(func, "__name__", func))
+
+
+def _replaced(structure: Any, lent: Mapping[int, torch.Tensor]) -> Any:
+    if isinstance(structure, ShardedAlias):
+        return lent[id(structure)]
+    if isinstance(structure, tuple) and hasattr(structure, "_fields"):
+        return type(structure)(*(_replaced(part, lent) for part in structure))
+    if isinstance(structure, (list, tuple)):
+        return type(structure)(_replaced(part, lent) for part in structure)
+    if isinstance(structure, dict):
+        return {key: _replaced(value, lent) for key, value in structure.items()}
+    return structure
+
+
+def _kept_readable(result: Any, params: Mapping[int, nn.Parameter]) -> Any:
+    """What C++ takes inside backward must hold its weights itself (``save_on_cpu`` may return the parameter), and an
+    array of numpy's, which cannot show that it was written to, must not be written to."""
+    if isinstance(result, nn.Parameter) and id(result) in params and torch._C._current_graph_task_id() != -1:
+        return result.detach()
+    if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
+        result.setflags(write=False)
+    return result
+
+
+def _layout(func: Any) -> Callable[..., Any]:
+    def answer(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        param = tensor.param if isinstance(tensor, ShardedAlias) else tensor
+        return func(_owner(param).layout_of(param), *args, **kwargs)  # type: ignore[arg-type]
+
+    return answer
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    param = tensor.param if isinstance(tensor, ShardedAlias) else tensor
+    return _owner(param).alias(param)  # type: ignore[arg-type]
+
+
+def _set_data(param: nn.Parameter, value: torch.Tensor) -> None:
+    if isinstance(param, ShardedAlias):
+        refuse_write(_owner(param.param), param.param)
+    same = value is param or (isinstance(value, ShardedAlias) and value.param is param)
+    if not same:  # as Module.to assigns what it left as it was
+        _owner(param).set_data(param, value)
+
+
+_ANSWERS: Final[dict[Any, Callable[..., Any]]] = {
+    _DATA.__get__: _alias,
+    _DATA.__set__: _set_data,
+    torch.Tensor.detach: _alias,
+    _GRAD.__get__: lambda param: _owner(param).gradient_of(param),
+    _GRAD.__set__: lambda param, value: _owner(param).set_gradient(param, value),
+    _GRAD.__delete__: lambda param: _owner(param).set_gradient(param, None),
+    **{func: _layout(func) for func in LAYOUT},
+}
+_OF_ALIASES: Final = frozenset({_DATA.__get__, _DATA.__set__, torch.Tensor.detach}) | LAYOUT

@@ -1,0 +1,152 @@
+"""Which models can be sharded: refused by name, before anything is changed, where training would not be torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from infinity.errors import ConfigError
+from infinity.weights.access import Owner, owner_of
+from infinity.weights.param import is_dense
+
+
+def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
+    """Raises ConfigError for the first parameter or module that cannot be sharded.
+
+    Args:
+        weight_dtype: what the config has weights be: fp32 as they are, or a 16-bit dtype that fp32 weights are cast to.
+    """
+    named = list(model.named_parameters())
+    if not named:
+        raise ConfigError("model", type(model).__name__, "has no parameters: there is nothing to shard")
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ConfigError(
+                f"model.{name}", "ScriptModule", "compiled modules hide their weights: pass it unscripted"
+            )
+    for name, param in named:
+        _admit_param(name, param)
+    _admit_dtypes(named, weight_dtype)
+    _admit_memory(model, [(name, param) for name, param in named if owner_of(param) is None])
+
+
+def refuse_owned(named: Iterable[tuple[str, nn.Parameter]], is_staged: Any) -> None:
+    """Raises ConfigError for a parameter that another engine has, or had until its end."""
+    for name, param in named:
+        owner: Owner | None = owner_of(param)
+        if owner is not None and not is_staged(owner):
+            raise ConfigError(
+                f"model.{name}",
+                "sharded",
+                "an engine holds its values, or held them until destroy(): build the model anew",
+            )
+
+
+def _admit_param(name: str, param: nn.Parameter) -> None:
+    key = f"model.{name}"
+    if is_lazy(param):
+        raise ConfigError(key, "lazy", "its shape is not known yet: call the model once before infinity.initialize()")
+    if not param.is_floating_point():
+        remedy = "only floating-point parameters can be sharded: make it a buffer with register_buffer()"
+        raise ConfigError(key, str(param.dtype), remedy)
+    if param.layout is not torch.strided:
+        raise ConfigError(key, str(param.layout), "only dense parameters can be sharded: call .to_dense() on it")
+    if owner_of(param) is not None:
+        return
+    if param.requires_grad and not param.is_leaf:
+        raise ConfigError(key, "not a leaf", "it has a history: register nn.Parameter(value.detach())")
+    if param.numel() and not is_dense(param) and not any(param.stride()):
+        raise ConfigError(key, "expanded", "its elements share one place in memory: register it .clone()d")
+    if param.numel() and not is_dense(param) and _overlaps_itself(param):
+        raise ConfigError(key, "overlapping", "some of its elements share a place in memory: register it .clone()d")
+
+
+def _overlaps_itself(param: nn.Parameter) -> bool:
+    """As expanded along one dimension; a slice of a larger tensor does not."""
+    return any(stride == 0 and size > 1 for size, stride in zip(param.shape, param.stride(), strict=True))
+
+
+def _admit_dtypes(named: Iterable[tuple[str, nn.Parameter]], weight_dtype: torch.dtype) -> None:
+    """One dtype, or none is cast in silence: fp32 under a 16-bit config is cast as the config says."""
+    first = None
+    for name, param in named:
+        if param.dtype not in (torch.float32, weight_dtype):
+            raise ConfigError(
+                f"model.{name}",
+                str(param.dtype),
+                f"the config makes weights {weight_dtype}: cast the model to it or to fp32, or change the config",
+            )
+        first = first or (name, param.dtype)
+        if param.dtype is not first[1]:
+            raise ConfigError(
+                f"model.{name}",
+                str(param.dtype),
+                f"{first[0]} is {first[1]}, and weights of two dtypes are not kept apart: cast the model to one",
+            )
+
+
+def _admit_memory(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+    """No two parameters, buffers or tensors in attributes of modules share memory: an update of one must be seen in the
+    other, and could not be."""
+    spans: dict[int, list[tuple[int, int, str]]] = {}
+    for name, param in named:
+        if param.device.type == "meta" or not param.numel():
+            continue
+        start, stop = _span(param)
+        for other_start, other_stop, other in spans.get(_storage(param), ()):
+            if start < other_stop and other_start < stop:
+                raise ConfigError(
+                    f"model.{name}", f"shares memory with {other}", "register one of them .clone()d, or tie them as one"
+                )
+        spans.setdefault(_storage(param), []).append((start, stop, name))
+    for where, tensor in _other_tensors(model):
+        if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
+            continue
+        if _storage(tensor) not in spans:
+            continue
+        start, stop = _span(tensor)
+        for other_start, other_stop, other in spans[_storage(tensor)]:
+            if start < other_stop and other_start < stop:
+                raise ConfigError(
+                    f"model.{other}",
+                    f"shares memory with {where}",
+                    "which would not follow its training: keep a .clone() there, or compute it in forward",
+                )
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte and the one behind the last, in the storage."""
+    reach = sum(int((size - 1) * stride) for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    start = int(tensor.storage_offset())
+    return start * tensor.element_size(), (start + reach + 1) * tensor.element_size()
+
+
+def _other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers, and plain tensors that modules keep in attributes, lists and dicts, with their names."""
+    own = {"_parameters", "_modules", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"}
+    for prefix, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if attribute not in own:
+                where = f"{prefix}.{attribute}".lstrip(".") if attribute != "_buffers" else prefix or "model"
+                yield from _tensors_in(where, value)
+
+
+def _tensors_in(where: str, value: Any, depth: int = 2) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, nn.Parameter):
+        return
+    if type(value) is torch.Tensor:
+        yield where, value
+    elif depth and isinstance(value, (list, tuple)):
+        for number, item in enumerate(value):
+            yield from _tensors_in(f"{where}[{number}]", item, depth - 1)
+    elif depth and isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _tensors_in(f"{where}.{key}", item, depth - 1)

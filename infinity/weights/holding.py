@@ -1,0 +1,146 @@
+"""Who still needs a param group: calls of modules, each from its beginning to its end, and single operations.
+
+A module that owns weights of a group, or whose call stands for it, holds it while it runs: the weights are in the
+parameters then, and operations cost what they always cost. Holds are counted and each is released by who took it, in
+whatever order calls end. Everything else that uses a weight (a tied head, a regulariser after forward, an EMA between
+steps) borrows it for the one operation, see ``access``.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import Any, NoReturn, Protocol
+
+import torch
+from torch import nn
+
+from infinity.errors import WeightsError
+from infinity.weights.param_group import ParamGroup
+from infinity.weights.state_dicts import refuse_module_copy
+
+
+class Holder(Protocol):
+    """What calls of modules tell the engine's runtime."""
+
+    def begin_call(self, module: nn.Module) -> None:
+        """A module is called from outside the model, in this thread."""
+
+    def end_call(self, *, failed: bool) -> None:
+        """That call is over."""
+
+    def hold(self, group: ParamGroup) -> None:
+        """A call needs the group's weights."""
+
+    def release(self, groups: Sequence[ParamGroup]) -> None:
+        """The call is over. Raises WeightsError for weights that it wrote to."""
+
+    def hooks(self, *, outermost: bool) -> Any:
+        """The saved-tensor hooks for a call: a context manager."""
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.calls: list[_Call] = []
+
+
+class _Call:
+    """One running call of a module, and what is to be undone at its end."""
+
+    __slots__ = ("groups", "hooks", "module", "outermost")
+
+    def __init__(self, module: nn.Module, *, outermost: bool) -> None:
+        self.module, self.outermost = module, outermost
+        self.groups: list[ParamGroup] = []
+        self.hooks = ExitStack()
+
+
+class ModuleCalls:
+    """Hooks on every module whose call needs sharded weights, and on the model."""
+
+    def __init__(self, model: nn.Module, groups_of: Mapping[nn.Module, Sequence[ParamGroup]], holder: Holder) -> None:
+        self._holder = holder
+        self._thread = _Thread()
+        self._removable: list[Any] = []
+        for module in model.modules():
+            groups = groups_of.get(module, ())
+            if groups or module is model:
+                self._hook(module, groups)
+
+    def remove(self) -> None:
+        for handle in self._removable:
+            handle.remove()
+        self._removable.clear()
+
+    def forget(self) -> None:
+        """After an exception that no hook saw: no call of this thread is running any more."""
+        while self._thread.calls:
+            try:
+                self._end(self._thread.calls.pop(), failed=True)
+            except WeightsError:
+                pass  # what ended the call is being raised already
+
+    def _hook(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+        def enter(called: nn.Module, _args: Any) -> None:
+            _refuse_transforms(called)
+            calls = self._thread.calls
+            call = _Call(called, outermost=not calls)
+            calls.append(call)
+            try:
+                if call.outermost:
+                    self._holder.begin_call(called)
+                for group in groups:
+                    self._holder.hold(group)
+                    call.groups.append(group)
+                call.hooks.enter_context(self._holder.hooks(outermost=call.outermost))
+            except BaseException:
+                calls.remove(call)
+                self._end(call, failed=True)
+                raise
+
+        def leave(called: nn.Module, _args: Any, output: Any) -> None:
+            calls = self._thread.calls
+            failed = output is None and sys.exc_info()[0] is not None
+            while any(call.module is called for call in calls):
+                call = calls.pop()
+                self._end(call, failed=failed)
+                if call.module is called:
+                    return
+
+        self._removable.append(module.register_forward_pre_hook(_Hook(enter), prepend=True))
+        self._removable.append(module.register_forward_hook(_Hook(leave), always_call=True))
+
+    def _end(self, call: _Call, *, failed: bool) -> None:
+        call.hooks.close()
+        try:
+            self._holder.release(call.groups)
+        finally:
+            if call.outermost:
+                self._holder.end_call(failed=failed)
+
+
+class _Hook:
+    """A function that refuses, in words, to be pickled or copied with the module it hangs on."""
+
+    def __init__(self, function: Callable[[nn.Module, Any, Any], None] | Callable[[nn.Module, Any], None]) -> None:
+        self._function = function
+
+    def __call__(self, *args: Any) -> None:
+        self._function(*args)
+
+    def __reduce__(self) -> NoReturn:
+        refuse_module_copy("pickled")
+
+    def __deepcopy__(self, _memo: Any) -> NoReturn:
+        refuse_module_copy("copied")
+
+
+def _refuse_transforms(module: nn.Module) -> None:
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        raise WeightsError(
+            type(module).__name__,
+            "is called inside a transform of torch.func, which sees no sharded weights",
+            "transform the model before infinity.initialize(), or compute the gradient with engine.backward()",
+        )

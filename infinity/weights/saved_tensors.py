@@ -1,0 +1,216 @@
+"""What autograd keeps for backward: of weights a note where to find them, of everything else the tensor itself.
+
+A node that saves ``weight.t()`` would keep the weights of the whole model alive. So while a module is called the hooks
+below replace every view of sharded weights by its place in them; when backward asks for it, the owner brings the
+weights back and the view is made anew. It holds their memory itself: nobody need know when the node is done with it.
+
+Torch checks saved tensors for writes in between only where nobody hooks them; so the checks are repeated here. Hooks of
+the user's that stand outside go on seeing everything but the weights; inside theirs, see ``beside_user_hooks``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from infinity.errors import WeightsError
+from infinity.weights.param import ShardedParam
+
+Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
+
+
+class SavedWeights(NamedTuple):
+    """A view of a parameter's weights as they were after ``generation`` updates."""
+
+    param: ShardedParam
+    generation: int
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+class SavedCast(NamedTuple):
+    """A view of the weights cast to another dtype, as autocast makes it."""
+
+    weights: SavedWeights
+    """Of the whole parameter."""
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: Any
+
+
+class SavedTensor(NamedTuple):
+    tensor: torch.Tensor
+    version: int
+
+
+class SavedByUser(NamedTuple):
+    """What the user's own hook made of a tensor."""
+
+    packed: Any
+
+
+class SavedTensors:
+    """``params``: by id of the ``nn.Parameter``. ``resident``: those whose weights are here, by storage. ``bring``: has
+    a parameter's weights here."""
+
+    def __init__(
+        self,
+        params: Mapping[int, ShardedParam],
+        resident: dict[int, ShardedParam],
+        bring: Callable[[ShardedParam], None],
+    ) -> None:
+        self._params, self._resident, self._bring = params, resident, bring
+        self._casts: dict[int, object] = {}
+        """Parameter index -> the node by which autocast cast it in the running call from outside."""
+
+    def begin_call(self) -> None:
+        self._casts.clear()
+
+    def around_call(self) -> AbstractContextManager[None]:
+        """Hooks for a call of a module from outside, or for one operation."""
+        top = _top()
+        if top is not None and isinstance(top[0], _Pack):
+            return nullcontext()
+        if top is None or not _counts_what_it_sees(top[0]):
+            return _pushed(_Pack(self, top), self._unpacker(top))
+        return self.beside_user_hooks()
+
+    def beside_user_hooks(self) -> AbstractContextManager[None]:
+        """Inside hooks that the user put around a part of the model (or checkpointing did), theirs see every tensor.
+
+        Only a parameter itself is handed to them as an alias, since what they keep of it must not be hidden again.
+        """
+        top = _top()
+        if top is None or isinstance(top[0], (_Pack, _PackForUser)):
+            return nullcontext()
+        return _pushed(_PackForUser(self._resident, top[0]), top[1])
+
+    def _unpacker(self, outer: Hooks | None) -> Callable[[Any], torch.Tensor]:
+        def unpack(packed: Any) -> torch.Tensor:
+            if isinstance(packed, SavedTensor):
+                return _unchanged(packed)
+            if isinstance(packed, SavedWeights):
+                return self._view(packed)
+            if isinstance(packed, SavedCast):
+                return self._view(packed.weights).to(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+            if outer is None:
+                raise AssertionError(f"{type(packed).__name__} was packed by nobody")
+            return outer[1](packed.packed)
+
+        return unpack
+
+    def _view(self, saved: SavedWeights) -> torch.Tensor:
+        param = saved.param
+        self._bring(param)
+        if param.generation != saved.generation:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"{param.name} was updated by the optimizer after the forward that this backward belongs to"
+            )
+        if param.full is None:
+            raise AssertionError(f"{param.name} was brought and is not there")
+        return param.full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def find(self, tensor: torch.Tensor) -> ShardedParam | None:
+        """The parameter whose weights, of its own dtype, the tensor is a view of."""
+        if tensor.layout is not torch.strided:
+            return None
+        try:
+            param = self._resident.get(tensor.untyped_storage()._cdata)
+        except (RuntimeError, NotImplementedError):  # a tensor without a storage: a wrapper of the user's
+            return None
+        if param is None or tensor.dtype is not param.dtype or tensor.is_conj() or tensor.is_neg():
+            return None
+        return param
+
+    def find_cast(self, whole: torch.Tensor) -> ShardedParam | None:
+        """The parameter that autocast made ``whole`` of, as it lies."""
+        node = whole.grad_fn
+        if node is None or node.name() != "ToCopyBackward0" or whole._version:
+            return None
+        param = self._params.get(id(getattr(node.next_functions[0][0], "variable", None)))
+        if param is None or whole.stride() != param.layout.stride():
+            return None
+        in_backward = torch._C._current_graph_task_id() != -1
+        if in_backward or not torch.is_autocast_cache_enabled():
+            return param
+        if self._casts.setdefault(param.index, node) is not node:
+            raise WeightsError(
+                param.name,
+                f"is cast to {whole.dtype} by autocast in two calls of modules: torch would cast it once, and sum its "
+                "gradients in that dtype",
+                'write "bf16": {"enabled": true} instead of autocast, or torch.set_autocast_cache_enabled(False)',
+            )
+        return param
+
+
+class _Pack:
+    """The pack hook; a class, so that it is recognised on the stack of hooks."""
+
+    def __init__(self, owner: SavedTensors, outer: Hooks | None) -> None:
+        self._owner, self._outer = owner, outer
+
+    def __call__(self, tensor: torch.Tensor) -> SavedWeights | SavedCast | SavedTensor | SavedByUser:
+        param = self._owner.find(tensor)
+        if param is not None:
+            place = (tensor.size(), tensor.stride(), tensor.storage_offset())
+            return SavedWeights(param, param.generation, *place)
+        if (cast := self._cast(tensor)) is not None:
+            return cast
+        if self._outer is not None:
+            return SavedByUser(self._outer[0](tensor))
+        # an output would hold the node that saves it, and so itself: its alias holds no history, but the same counter
+        return SavedTensor(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+
+    def _cast(self, tensor: torch.Tensor) -> SavedCast | None:
+        """What autocast made of weights: cast again in backward, it need not be kept."""
+        if tensor.grad_fn is None or tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
+            return None
+        whole = tensor._base if tensor._base is not None else tensor
+        param = self._owner.find_cast(whole)
+        if param is None:
+            return None
+        weights = SavedWeights(param, param.generation, param.layout.size(), param.layout.stride(), 0)
+        return SavedCast(weights, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+
+
+class _PackForUser:
+    def __init__(self, resident: dict[int, ShardedParam], pack: Callable[[torch.Tensor], Any]) -> None:
+        self._resident, self._pack = resident, pack
+
+    def __call__(self, tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, torch.nn.Parameter):
+            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+        return self._pack(tensor)
+
+
+def _unchanged(saved: SavedTensor) -> torch.Tensor:
+    if saved.tensor._version != saved.version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{saved.tensor.type()} {list(saved.tensor.shape)}] is at version {saved.tensor._version}; expected "
+            f"version {saved.version} instead"
+        )
+    return saved.tensor
+
+
+def _top() -> Hooks | None:
+    top: Hooks | None = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return top
+
+
+def _counts_what_it_sees(pack: Any) -> bool:
+    """Checkpointing compares what its forward and its recomputation save, so it must see the same in both."""
+    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+
+
+@contextmanager
+def _pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    with saved_tensors_hooks(pack, unpack):
+        yield

@@ -1,0 +1,345 @@
+"""Where ``Init`` keeps the parameters of a model under construction: in memory as long as they fit, else as shards of
+kind STAGING in the store. The area owns them until ``initialize`` takes them over."""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Final, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.config import Config, read_environment
+from infinity.errors import BudgetError, WeightsError
+from infinity.plan.memory_plan import MemoryPlan
+from infinity.plan.sharding import ALIGNMENT
+from infinity.tiers.base import ChunkLayout, ShardStore
+from infinity.tiers.collectives import Collectives
+from infinity.tiers.connection import DaemonConnection, NodePlace
+from infinity.tiers.memory import MemoryStore
+from infinity.weights import access
+from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
+from infinity.weights.param import ShardedParam, flattened
+from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind, align_up
+
+STAGING_FRAMES: Final = 8
+STAGING_BYTES_MAX: Final = 64 << 20
+STAGING_BUDGET_SHARE: Final = 8
+"""The staging arena takes 1/n of the host budget; the engine's arena gets the rest, so that the sum stays inside."""
+STAGING_CHUNKS_MAX: Final = 1 << 18
+STAGING: Final = ObjectKind.STAGING.mask
+
+
+class StagingArea(access.Owner):
+    """The store behind one ``Init``; it outlives the context until ``initialize``."""
+
+    keeps_writes = True
+
+    def __init__(self, config: Config, collectives: Collectives) -> None:
+        """Collective. The area closes ``collectives``."""
+        self.config = config
+        self.collectives = collectives
+        self.connection: DaemonConnection | None = None
+        self.is_building = True
+        """Between entering and leaving ``Init``."""
+        self.arena_bytes = 0
+        """Of all ranks of the job on this node: to be left out of the engine's budget."""
+        self.num_params = 0
+        """Parameters that were registered so far; the same on every rank."""
+        self.store: ShardStore = MemoryStore(torch.device("cpu"))
+        self.piece_bytes = STAGING_BYTES_MAX // STAGING_FRAMES
+        self._in_memory: OrderedDict[int, StagedParam] = OrderedDict()
+        """By id, the one touched last at the end."""
+        zero = config.zero_optimization
+        self._numel_max = zero.stage3_prefetch_bucket_size
+        if "nvme" in (zero.offload_param.device, zero.offload_optimizer.device):
+            self._open_daemon_store()
+
+    def close_store(self) -> None:
+        """Remove the staged shards. The connection stays: the engine goes on with it."""
+        self.store.close()
+        self.collectives.close()
+
+    def close(self) -> None:
+        """No engine will take over: end the private daemon too."""
+        self.close_store()
+        if self.connection is not None:
+            self.connection.close()
+
+    # What is in memory
+
+    def keep(self, staged: StagedParam) -> None:
+        """It was made, or touched, last; others make room for it."""
+        self._in_memory[id(staged)] = staged
+        self._in_memory.move_to_end(id(staged))
+        self._evict(keep=id(staged), numel_max=self._numel_max)
+
+    def stage_everything(self) -> None:
+        """The model is built: nothing but its shards stays."""
+        self._evict(keep=0, numel_max=-1)
+
+    def forget(self, staged: StagedParam) -> None:
+        self._in_memory.pop(id(staged), None)
+
+    def _evict(self, *, keep: int, numel_max: int) -> None:
+        for key in [key for key, staged in self._in_memory.items() if staged.is_dropped]:
+            del self._in_memory[key]
+        numel = sum(staged.numel for staged in self._in_memory.values())
+        for key, staged in list(self._in_memory.items()):
+            if numel <= numel_max:
+                return
+            if key != keep:
+                if not staged.is_aliased:
+                    staged.stage_out()
+                del self._in_memory[key]
+                numel -= staged.numel
+
+    # The ``Owner``
+
+    @contextmanager
+    def borrow(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+        """What the operation writes is kept: a staged parameter is still being made."""
+        lent = [self.staged(param) for param in params]
+        for staged in lent:
+            if staged.is_staged:
+                staged.bring_back()
+        try:
+            yield
+        finally:
+            for staged in lent:
+                self.keep(staged)
+            if not self.is_building:
+                self.stage_everything()
+
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        """While the model is being made, a constructor's own: what it keeps of a parameter keeps that in memory."""
+        if not self.is_building:
+            return super().alias(param)
+        with self.borrow([param]):
+            return param.detach()
+
+    def layout_of(self, param: nn.Parameter) -> torch.Tensor:
+        return self.staged(param).layout
+
+    def gradient_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        return access.own_gradient(param)
+
+    def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        if gradient is not None:
+            self.refuse(param, "is staged: it has no gradient", "train with the engine of infinity.initialize()")
+        access.drop_gradient(param)
+
+    def set_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        """The parameter begins anew with the values given."""
+        staged = self.staged(param)
+        staged.discard()
+        param.data = data
+        self.adopt(param, staged.name)
+
+    def copy(self, param: nn.Parameter) -> nn.Parameter:
+        """A parameter of its own, in memory."""
+        with self.borrow([param]):
+            return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+    def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
+        raise WeightsError(self.staged(param).name, problem, remedy)
+
+    def adopt(self, param: nn.Parameter, name: str) -> None:
+        """A module has registered it."""
+        self.num_params += 1
+        name = f"parameter {self.num_params} under Init, {name} of shape {tuple(param.shape)}"
+        self.keep(StagedParam(param, self, name))
+
+    def staged(self, param: nn.Parameter) -> StagedParam:
+        found = staged_param(param)
+        if found is None:
+            raise AssertionError("the parameter is not staged")
+        return found
+
+    def _open_daemon_store(self) -> None:
+        environment = read_environment()
+        place = NodePlace.find(self.collectives, environment)
+        connection = DaemonConnection(self.config, environment, self.collectives, place)
+        plan = staging_plan(self.config, place.local_world_size)
+        self.piece_bytes = plan.frame_bytes
+        self.store = self.collectives.together(
+            lambda: connection.open(plan, job=f"{connection.job}-init", pinned_mask=0, device=torch.device("cpu")),
+            "open a staging area",
+        )
+        self.connection = connection
+        self.arena_bytes = plan.arena_bytes * place.local_world_size
+
+
+def staging_plan(config: Config, local_world_size: int) -> MemoryPlan:
+    """The arena of one rank's staging area; ``initialize`` leaves it out of the engine's budget."""
+    share = config.io_daemon.host_budget_bytes // STAGING_BUDGET_SHARE // local_world_size
+    piece_bytes = max(PAGE_BYTES, min(share, STAGING_BYTES_MAX) // STAGING_FRAMES // PAGE_BYTES * PAGE_BYTES)
+    return MemoryPlan(
+        chunk_numel=piece_bytes,
+        frame_bytes=piece_bytes,
+        num_frames=STAGING_FRAMES,
+        pinned_frames=0,
+        demand_frames=1,
+        swap_bytes=0,
+        chunks_max=STAGING_CHUNKS_MAX,
+    )
+
+
+def budget_beside(staging_bytes: int, config: Config) -> int:
+    """Of the host budget, what is left for the engines' arenas beside ``staging_bytes`` of the node's ranks.
+
+    Raises BudgetError if nothing is.
+    """
+    budget_bytes = config.io_daemon.host_budget_bytes
+    if staging_bytes >= budget_bytes:
+        raise BudgetError(
+            key="io_daemon.host_budget_bytes",
+            budget_bytes=budget_bytes,
+            smallest_bytes=2 * staging_bytes,
+            reason=f"models under construction have {staging_bytes} bytes of staging arenas",
+        )
+    return budget_bytes - staging_bytes
+
+
+class StagedParam:
+    """One parameter of a model under construction; this rank's shard lies in the staging area while it is staged."""
+
+    def __init__(self, param: nn.Parameter, area: StagingArea, name: str) -> None:
+        """``name``: of the module that registered it, and its place among all, the same on every rank."""
+        self._param = weakref.ref(param)  # the table below must not keep a model alive that its user dropped
+        self.area, self.name = area, name
+        self.numel = param.numel()
+        self.shard_numel = align_up(-(-self.numel // area.collectives.world_size), ALIGNMENT)
+        self.start = area.collectives.rank * self.shard_numel
+        """First element of this rank's shard in the flattened parameter."""
+        self.piece_numel = area.piece_bytes // param.element_size()
+        self._chunks = range(0)
+        self._memory: ShardedParam | None = None
+        self.is_staged = False
+        _staged[param] = self
+
+    @property
+    def param(self) -> nn.Parameter:
+        param = self._param()
+        if param is None:
+            raise ReferenceError("the parameter was dropped while it was staged")
+        return param
+
+    @property
+    def layout(self) -> torch.Tensor:
+        """How the parameter lies, on the meta device."""
+        return ShardedParam.layout_for(self.param) if self._memory is None else self._memory.layout
+
+    @property
+    def is_dropped(self) -> bool:
+        """The constructor replaced the parameter (tying does) and nobody holds it any more."""
+        return self._param() is None
+
+    @property
+    def is_aliased(self) -> bool:
+        """Whether somebody keeps a view of the parameter's memory, which must go on following it."""
+        return _num_users(self.param) > _num_users(torch.empty(1))
+
+    def stage_out(self) -> None:
+        """Rank 0's values become every rank's; each keeps its shard only."""
+        param = self.param
+        if self._memory is None:
+            # made only now: a parameter may still be moved or cast by the constructor that registers it
+            self._memory = ShardedParam(0, "", param, param.dtype, param.device)
+        with access.raw(), torch.no_grad():
+            values = flattened(param.detach(), self._memory.order)
+            self.area.collectives.broadcast(values, f"stage out {self.name}")
+            if not self._chunks:
+                self._chunks = self.area.store.register(self._layouts())
+            for offset, chunk in self._pieces():
+                numel = max(0, min(self.piece_numel, self.shard_numel - offset, self.numel - self.start - offset))
+                lease = self.area.store.acquire(chunk, write=STAGING)
+                lease.wait()
+                (piece,) = lease.pieces(ObjectKind.STAGING)
+                piece[:numel].copy_(values[self.start + offset : self.start + offset + numel])
+                lease.release(dirty=STAGING)
+        del values
+        access.adopt(param, self.area)
+        access.hide(param, self._memory.placeholder)
+        self.is_staged = True
+        if self.numel >= RETURNED_NUMEL_MIN:
+            return_freed()
+
+    def bring_back(self) -> None:
+        """The full parameter in memory again, as the user's own."""
+        if self._memory is None:
+            raise AssertionError("only a staged parameter can be brought back")
+        collectives = self.area.collectives
+        agreement = collectives.agree(f"bring back {self.name}")
+        with torch.inference_mode(mode=False), torch.no_grad():
+            shard = torch.zeros(self.shard_numel, dtype=self._memory.dtype)
+            for offset, _ in self._pieces():
+                numel = min(self.piece_numel, self.shard_numel - offset)
+                shard[offset : offset + numel].copy_(self.read(self.start + offset, numel))
+            full = torch.empty(collectives.world_size * self.shard_numel, dtype=self._memory.dtype)
+            agreement.wait()
+            collectives.all_gather(full, shard)
+            self._memory.allocate().copy_(full[: self.numel])
+        param, weights = self.param, self._memory.full
+        if weights is None:
+            raise AssertionError("the weights were allocated and are not there")
+        access.show(param, weights)
+        access.disown(param)
+        self._memory.drop()  # the parameter has the memory now
+        self.is_staged = False
+
+    def read(self, first: int, numel: int) -> torch.Tensor:
+        """Elements [first, first + numel) of the parameter flattened in memory order, which this rank's shard holds."""
+        parts = []
+        position, stop = first - self.start, first - self.start + numel
+        while position < stop:
+            number, inner = divmod(position, self.piece_numel)
+            taken = min(stop - position, self.piece_numel - inner)
+            lease = self.area.store.acquire(self._chunks[number], read=STAGING)
+            lease.wait()
+            (piece,) = lease.pieces(ObjectKind.STAGING)
+            parts.append(piece[inner : inner + taken].clone())
+            lease.release()
+            position += taken
+        return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def discard(self) -> None:
+        """An engine has taken the values over, or the parameter begins anew."""
+        if len(self._chunks):
+            self.area.store.unregister(self._chunks)
+        self._chunks = range(0)
+        self.area.forget(self)
+        param = self.param
+        del _staged[param]
+        if access.owner_of(param) is self.area:
+            access.disown(param)
+
+    def _layouts(self) -> Sequence[ChunkLayout]:
+        dtypes = {int(ObjectKind.STAGING): self.param.dtype}
+        return [
+            ChunkLayout(numel=min(self.piece_numel, self.shard_numel - offset), dtypes=dtypes)
+            for offset in range(0, self.shard_numel, self.piece_numel)
+        ]
+
+    def _pieces(self) -> list[tuple[int, int]]:
+        """(offset in the shard, chunk id) of every piece."""
+        return [(number * self.piece_numel, chunk) for number, chunk in enumerate(self._chunks)]
+
+
+_staged: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""nn.Parameter -> StagedParam: how ``initialize`` finds what ``Init`` left."""
+
+
+def staged_param(param: nn.Parameter) -> StagedParam | None:
+    """What ``Init`` knows of the parameter; None if it was built without."""
+    found: StagedParam | None = _staged[param] if param in _staged else None  # noqa: SIM401 (get is untyped)
+    return found
+
+
+def _num_users(tensor: torch.Tensor) -> int:
+    """Of the tensor's memory, by the same count for all."""
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -1,0 +1,39 @@
+"""What ``state_dict()`` of a sharded module gives: its keys, shapes and dtypes, and no weights.
+
+A file written from it would hold NaN for every weight. So its entries refuse to be read, pickled or written, each by
+name; whoever asks for the keys only (as Transformers does) gets them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from infinity.errors import WeightsError
+from infinity.weights.access import ShardedAlias, owner_of
+
+
+class StateDictHook:
+    """Replaces one module's own weights in its state dict."""
+
+    def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
+        for name, param in module._parameters.items():
+            found = state_dict.get(prefix + name)
+            if param is None or found is None or found is param or owner_of(param) is None:
+                continue  # with keep_vars the parameter itself, which refuses on its own
+            state_dict[prefix + name] = ShardedAlias.of(param).make_unreadable()
+
+    def __reduce__(self) -> NoReturn:
+        refuse_module_copy("pickled")
+
+    def __deepcopy__(self, _memo: Any) -> NoReturn:
+        refuse_module_copy("copied")
+
+
+def refuse_module_copy(how: str) -> NoReturn:
+    raise WeightsError(
+        "a module whose weights are sharded",
+        f"cannot be {how}: it holds no weights",
+        "take engine.full_state_dict() and load it into a module built anew",
+    )
