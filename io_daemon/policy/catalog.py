@@ -70,6 +70,8 @@ class Catalog:
         self.pinned_frames = 0
         self.demand_frames_max = 0
         """Most frames that one lease can ask for, pinned kinds not counted."""
+        self._demands: dict[int, int] = {}
+        """How many chunks have how many frames for one lease to ask for: few different numbers."""
         self.chunks: dict[int, Chunk] = {}
         self._checksums = checksums_per_object(frame_bytes, block_bytes)
         self._extents = extents
@@ -100,7 +102,7 @@ class Catalog:
         """
         for spec in specs:
             self._check_spec(spec)
-        pinned_frames, demand_frames_max = self._check_budget(specs)
+        self._check_budget(specs)
         first = self._ids.allocate(len(specs)) if specs else 0
         if first is None:
             raise ValueError(f"{len(specs)} more chunks: the table has room for {self._ids.capacity_bytes}")
@@ -121,7 +123,8 @@ class Catalog:
                     remedy="grow it by swap_bytes_needed() first",
                 )
             offsets.append(offset)
-        self.pinned_frames, self.demand_frames_max = pinned_frames, demand_frames_max
+        for spec in specs:
+            self._count(spec, +1)
         self._next_file += len(specs)
         added = [self._chunk(first + i, spec, files[i], offsets[i]) for i, spec in enumerate(specs)]
         self.chunks.update((chunk.chunk_id, chunk) for chunk in added)
@@ -134,11 +137,10 @@ class Catalog:
         if chunk.extent_offset != NO_EXTENT:
             self._extents[chunk.file].free(chunk.extent_offset, chunk.extent_bytes)
 
-    def recount(self) -> None:
-        """Budget figures after chunks were retired."""
-        specs = [chunk.spec for chunk in self.chunks.values() if not chunk.retired]
-        self.pinned_frames = sum(self._frames(spec, spec.pinned_mask) for spec in specs)
-        self.demand_frames_max = max((self._frames(spec, ~spec.pinned_mask) for spec in specs), default=0)
+    def retire(self, chunk: Chunk) -> None:
+        """The chunk is unregistered; ``remove`` follows when its I/O has ended."""
+        chunk.retired = True
+        self._count(chunk.spec, -1)
 
     def kind_masks(self) -> NDArray[np.uint8]:
         """uint8[largest id + 1]: kinds of each chunk, 0 where there is none."""
@@ -183,7 +185,18 @@ class Catalog:
         if kind_mask & ~spec.pinned_mask and not self._extents:
             raise ValueError(f"{spec}: kinds that are not pinned need a swap file, and there is none")
 
-    def _check_budget(self, specs: Sequence[ChunkSpec]) -> tuple[int, int]:
+    def _count(self, spec: ChunkSpec, change: int) -> None:
+        """A chunk comes (+1) or goes (-1)."""
+        self.pinned_frames += change * self._frames(spec, spec.pinned_mask)
+        demand = self._frames(spec, ~spec.pinned_mask)
+        count = self._demands.get(demand, 0) + change
+        if count:
+            self._demands[demand] = count
+        else:
+            del self._demands[demand]
+        self.demand_frames_max = max(self._demands, default=0)
+
+    def _check_budget(self, specs: Sequence[ChunkSpec]) -> None:
         pinned = self.pinned_frames + sum(self._frames(spec, spec.pinned_mask) for spec in specs)
         demands = (self._frames(spec, ~spec.pinned_mask) for spec in specs)
         demand = max(self.demand_frames_max, max(demands, default=0))
@@ -194,7 +207,6 @@ class Catalog:
                 smallest_bytes=(pinned + demand) * self.frame_bytes,
                 reason=f"{pinned} frames pinned, {demand} for one chunk at a time, and there are {self.num_frames}",
             )
-        return pinned, demand
 
     def _chunk(self, chunk_id: int, spec: ChunkSpec, file: int, extent_offset: int) -> Chunk:
         objects: list[SwapObject | None] = [None] * KINDS_MAX

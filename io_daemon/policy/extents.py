@@ -1,14 +1,14 @@
-"""Free space of one swap file, as sorted, coalesced extents (offset, length). Pure.
+"""Free space of one swap file, as coalesced extents (offset, length). Pure.
 
 First fit. Freeing and allocating are separate, so a new version of an object can be given space before the old
-version's space is returned (out-of-place writes).
+version's space is returned (out-of-place writes). Every operation takes logarithmic time in the number of free extents.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Iterable
 
+from io_daemon.policy.extent_tree import ExtentTree
 from io_daemon.shared.protocol import PAGE_BYTES, align_up
 
 
@@ -25,8 +25,9 @@ class ExtentAllocator:
         self.granule_bytes = granule_bytes
         self.capacity_bytes = capacity_bytes
         self.free_bytes = capacity_bytes
-        self._offsets = [0] if capacity_bytes else []
-        self._lengths = [capacity_bytes] if capacity_bytes else []
+        self._free = ExtentTree()
+        if capacity_bytes:
+            self._free.add(0, capacity_bytes)
 
     def grow(self, num_bytes: int) -> None:
         """Append free space at the end."""
@@ -41,17 +42,15 @@ class ExtentAllocator:
         if num_bytes <= 0:
             raise ValueError(f"an extent of {num_bytes} bytes")
         num_bytes = align_up(num_bytes, self.granule_bytes)
-        for index, length in enumerate(self._lengths):
-            if length >= num_bytes:
-                offset = self._offsets[index]
-                if length == num_bytes:
-                    del self._offsets[index], self._lengths[index]
-                else:
-                    self._offsets[index] += num_bytes
-                    self._lengths[index] -= num_bytes
-                self.free_bytes -= num_bytes
-                return offset
-        return None
+        found = self._free.first_fit(num_bytes)
+        if found is None:
+            return None
+        offset, length = found
+        self._free.remove(offset)
+        if length > num_bytes:
+            self._free.add(offset + num_bytes, length - num_bytes)
+        self.free_bytes -= num_bytes
+        return offset
 
     def free(self, offset: int, num_bytes: int) -> None:
         """Give an extent back. ValueError if it is out of range or overlaps free space."""
@@ -59,39 +58,51 @@ class ExtentAllocator:
         end = offset + num_bytes
         if num_bytes <= 0 or offset < 0 or offset % self.granule_bytes or end > self.capacity_bytes:
             raise ValueError(f"extent [{offset}, {end}) is outside of [0, {self.capacity_bytes})")
-        index = bisect_right(self._offsets, offset)
-        touches_previous = index > 0 and self._offsets[index - 1] + self._lengths[index - 1] >= offset
-        if touches_previous and self._offsets[index - 1] + self._lengths[index - 1] > offset:
+        begin, before, after = offset, self._free.before(offset + 1), self._free.at_or_after(offset + 1)
+        if (before is not None and sum(before) > offset) or (after is not None and after[0] < end):
             raise ValueError(f"extent [{offset}, {end}) is already free")
-        touches_next = index < len(self._offsets) and self._offsets[index] <= end
-        if touches_next and self._offsets[index] < end:
-            raise ValueError(f"extent [{offset}, {end}) is already free")
-        if touches_next:
-            num_bytes += self._lengths[index]
-            del self._offsets[index], self._lengths[index]
-        if touches_previous:
-            self._lengths[index - 1] += num_bytes
-        else:
-            self._offsets.insert(index, offset)
-            self._lengths.insert(index, num_bytes)
-        self.free_bytes += end - offset
+        self.free_bytes += num_bytes
+        if before is not None and sum(before) == offset:
+            begin = before[0]
+            self._free.remove(begin)
+        if after is not None and after[0] == end:
+            end += after[1]
+            self._free.remove(after[0])
+        self._free.add(begin, end - begin)
 
     def shortfall_bytes(self, sizes: Iterable[int]) -> int:
         """Least ``grow`` after which allocating ``sizes`` in this order succeeds. Changes nothing."""
-        trial = ExtentAllocator(0, granule_bytes=self.granule_bytes)
-        trial.capacity_bytes, trial.free_bytes = self.capacity_bytes, self.free_bytes
-        trial._offsets, trial._lengths = list(self._offsets), list(self._lengths)
+        taken: list[tuple[int, int]] = []
+        capacity_bytes = self.capacity_bytes
         for num_bytes in sizes:
-            if trial.allocate(num_bytes) is None:
-                trial.grow(align_up(num_bytes, self.granule_bytes) - trial._tail_bytes())
-                trial.allocate(num_bytes)
-        return trial.capacity_bytes - self.capacity_bytes
+            offset = self.allocate(num_bytes)
+            if offset is None:
+                self.grow(align_up(num_bytes, self.granule_bytes) - self._tail_bytes())
+                offset = self.allocate(num_bytes)
+            if offset is None:
+                raise AssertionError(f"no room for {num_bytes} bytes after growing by just that")
+            taken.append((offset, num_bytes))
+        for offset, num_bytes in taken:
+            self.free(offset, num_bytes)
+        grown_bytes = self.capacity_bytes - capacity_bytes
+        self._cut_tail(grown_bytes)
+        return grown_bytes
 
     def extents(self) -> list[tuple[int, int]]:
         """Free extents (offset, length), ascending, none touching another."""
-        return list(zip(self._offsets, self._lengths, strict=True))
+        return list(self._free)
+
+    def _cut_tail(self, num_bytes: int) -> None:
+        """Take back a ``grow`` whose space is free."""
+        tail = self._free.before(self.capacity_bytes)
+        if num_bytes == 0 or tail is None:
+            return
+        self._free.remove(tail[0])
+        if tail[1] > num_bytes:
+            self._free.add(tail[0], tail[1] - num_bytes)
+        self.capacity_bytes -= num_bytes
+        self.free_bytes -= num_bytes
 
     def _tail_bytes(self) -> int:
-        if self._offsets and self._offsets[-1] + self._lengths[-1] == self.capacity_bytes:
-            return self._lengths[-1]
-        return 0
+        tail = self._free.before(self.capacity_bytes)
+        return tail[1] if tail is not None and sum(tail) == self.capacity_bytes else 0

@@ -136,9 +136,8 @@ class TenantScheduler:
             leaving.append(chunk)
         self._drop_plans(chunks)
         for chunk in leaving:
-            chunk.retired = True
+            self._catalog.retire(chunk)
             self._retire(chunk)
-        self._catalog.recount()
         return self._finish_event()
 
     # Events.

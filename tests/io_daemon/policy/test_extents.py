@@ -8,6 +8,7 @@ from hypothesis import given, settings
 
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.shared.protocol import PAGE_BYTES
+from tests.support.work import lines_run
 
 
 def test_extents_are_aligned_disjoint_and_coalesce() -> None:
@@ -101,3 +102,32 @@ def _fits(used: list[bool], sizes: list[int]) -> bool:
             return False
         used[runs[0] : runs[0] + size] = [True] * size
     return True
+
+
+def with_holes(num_holes: int) -> ExtentAllocator:
+    """Every second page is free, and a large extent at the end."""
+    allocator = ExtentAllocator((2 * num_holes + 64) * PAGE_BYTES)
+    offsets = [allocator.allocate(PAGE_BYTES) for _ in range(2 * num_holes)]
+    for offset in offsets[::2]:
+        assert offset is not None
+        allocator.free(offset, PAGE_BYTES)
+    return allocator
+
+
+@pytest.mark.parametrize("verb", ["allocate a large one", "allocate a small one", "free one", "shortfall"])
+def test_work_hardly_grows_with_the_number_of_holes(verb: str) -> None:
+    """Of one operation, in lines of code run, amid 16 times as many holes."""
+
+    def work(num_holes: int) -> int:
+        allocator = with_holes(num_holes)
+        return lines_run(
+            {
+                "allocate a large one": lambda: allocator.allocate(8 * PAGE_BYTES),
+                "allocate a small one": lambda: allocator.allocate(PAGE_BYTES),
+                "free one": lambda: allocator.free((num_holes // 2 * 2 + 1) * PAGE_BYTES, PAGE_BYTES),
+                "shortfall": lambda: allocator.shortfall_bytes([PAGE_BYTES, 100 * PAGE_BYTES]),
+            }[verb]
+        )
+
+    few, many = work(512), work(8192)
+    assert many <= 3 * few + 50, f"{few} lines among 512 holes, {many} among 8192"

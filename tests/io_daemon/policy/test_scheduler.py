@@ -16,6 +16,7 @@ from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, PAGE_BYTES, Access, 
 from io_daemon.shared.states import ObjectFlags, ObjectRecord, ObjectState
 from tests.support.fake_disk import FakeMemory, Outcome
 from tests.support.simulator import ModelTenant
+from tests.support.work import lines_run
 
 ONE = ChunkSpec((PAGE_BYTES,))
 TWO_KINDS = ChunkSpec((PAGE_BYTES, PAGE_BYTES))
@@ -526,6 +527,25 @@ def test_unregistering_gives_everything_back() -> None:
     assert tenant.memory.records[0].object_bytes == 0, "the table says that there is no such object"
     assert tenant.scheduler.swap_bytes_needed([ONE] * 3) == [0]
     assert tenant.register([TWO_KINDS]) == range(1)
+
+
+def test_unregistering_one_chunk_does_not_look_at_the_others() -> None:
+    def work(num_chunks: int) -> int:
+        tenant = tenant_of(4, *[TWO_KINDS] * num_chunks)
+        return lines_run(lambda: tenant.unregister(range(1, 2)))
+
+    few, many = work(64), work(1024)
+    assert many <= 2 * few + 50, f"{few} lines with 64 chunks, {many} with 1024"
+
+
+def test_budget_figures_follow_chunks_that_come_and_go() -> None:
+    tenant = tenant_of(8, ONE, ChunkSpec((PAGE_BYTES,) * 3, pinned_mask=4), ChunkSpec((PAGE_BYTES,) * 5))
+    with pytest.raises(BudgetError):
+        tenant.register([ChunkSpec((PAGE_BYTES,) * 8)])
+    tenant.unregister(range(1, 3))
+    assert tenant.register([ChunkSpec((PAGE_BYTES,) * 8)]) == range(1, 2)
+    write(tenant, 1, 255)
+    assert not tenant.failures
 
 
 def test_unregistering_waits_for_io_in_flight() -> None:
