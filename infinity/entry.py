@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
@@ -30,6 +31,8 @@ from infinity.weights.sharded_model import Layout, ShardedModel
 from infinity.weights.staging import StagingArea, budget_beside, staged_param
 
 Initialized = tuple[Engine, ShardedAdam, "DataLoader[Any] | None", LRScheduler | None]
+
+_log = logging.getLogger(__name__)
 
 
 def initialize(
@@ -68,6 +71,8 @@ def initialize(
             cleanup.callback(area.close)
             _check_same_ranks(area, collectives)
         parsed = parse_config(config, world_size=collectives.world_size)
+        for note in parsed.notes if collectives.rank == 0 else ():
+            _log.warning("%s", note)
         sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
         _check_schedule(parsed, optimizer, lr_scheduler)
         environment = read_environment()

@@ -171,6 +171,8 @@ def _config_check(parsed: argparse.Namespace) -> int:
         f"  batch: {config.train_batch_size} samples = {config.train_micro_batch_size_per_gpu} x "
         f"{config.gradient_accumulation_steps} micro-batches x {parsed.world_size} ranks"
     )
+    for note in config.notes:
+        print(f"  {note}")
     for path in config.subsumed:
         print(f"  {path} needs no setting: {BY_PATH[path].note}")
     return EXIT_OK

@@ -196,8 +196,8 @@ def _huge_pages(kernel: str) -> Finding:
         with open_buffers(HUGE_PAGE_BYTES) as buffers:
             if buffers.has_huge_pages:
                 return _ok(name, "given when asked for")
-    except ConfigError as error:
-        return _fail(name, f"not even one: {error.remedy}", "free some memory, or raise the limit of this cgroup")
+    except OSError as error:
+        return _fail(name, f"not even one: {error.strerror}", "free some memory, or raise the limit of this cgroup")
     allowed = read_text(SHMEM_ENABLED)
     if allowed is None:
         return _absent(name, "not in this kernel", f"one with CONFIG_TRANSPARENT_HUGEPAGE; {until_then}")

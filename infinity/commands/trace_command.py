@@ -43,6 +43,7 @@ from infinity.weights.param import flattened
 from infinity.weights.sharded_model import Layout, ShardedModel
 from infinity.weights.staging import budget_beside, staging_plan
 from io_daemon.machine.cpu_load import CpuLoad
+from io_daemon.machine.cpuinfo import processor_name
 from io_daemon.policy.step_trace import SUFFIX, CpuRates, StepTrace, save, world_text
 from io_daemon.shared.metrics import size_text
 
@@ -197,12 +198,7 @@ def _middle(rates: Sequence[CpuRates]) -> CpuRates:
 
 def machine_name() -> str:
     """For people: what the seconds were measured on."""
-    name = platform.machine()
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            name = line.partition(":")[2].strip()
-            break
-    return f"{name}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
+    return f"{processor_name() or platform.machine()}, {len(os.sched_getaffinity(0))} cores, torch {torch.__version__}"
 
 
 # --- from the command line

@@ -284,10 +284,6 @@ def _check_offload(config: Config) -> None:
             raise ConfigError(
                 f"{path}.nvme_path", None, "device nvme needs a directory: write nvme_path here or io_daemon.swap_dirs"
             )
-        if offload.device != "nvme" and offload.nvme_path is not None:
-            raise ConfigError(
-                f"{path}.nvme_path", offload.nvme_path, f'device is {offload.device}: write "nvme" or remove the path'
-            )
     socket = config.io_daemon.socket
     if len(os.fsencode(socket)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError(

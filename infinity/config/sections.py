@@ -232,10 +232,27 @@ class Config(Section):
 
     def swap_dir_keys(self) -> list[tuple[str, str]]:
         """(dotted key, path as written) of each swap directory."""
+        keys = [(key, path) for key, device, path in self._nvme_paths() if device == "nvme"]
+        return keys + [(f"io_daemon.swap_dirs.{i}", path) for i, path in enumerate(self.io_daemon.swap_dirs)]
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What was written and has no effect here: common configurations name a path beside every device."""
+        return tuple(
+            f"{key} = {path!r} is not used: device is {device}"
+            for key, device, path in self._nvme_paths()
+            if device != "nvme"
+        )
+
+    def _nvme_paths(self) -> list[tuple[str, str, str]]:
+        """(dotted key, device beside it, path as written) of those that are written."""
         zero = self.zero_optimization
-        keys = [
-            ("zero_optimization.offload_param.nvme_path", zero.offload_param.nvme_path),
-            ("zero_optimization.offload_optimizer.nvme_path", zero.offload_optimizer.nvme_path),
-            *((f"io_daemon.swap_dirs.{i}", path) for i, path in enumerate(self.io_daemon.swap_dirs)),
+        sections: dict[str, OffloadParam | OffloadOptimizer] = {
+            "offload_param": zero.offload_param,
+            "offload_optimizer": zero.offload_optimizer,
+        }
+        return [
+            (f"zero_optimization.{name}.nvme_path", section.device, section.nvme_path)
+            for name, section in sections.items()
+            if section.nvme_path is not None
         ]
-        return [(key, path) for key, path in keys if path is not None]

@@ -18,13 +18,13 @@ from typing import Annotated, Final, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from io_daemon.bench.fio import Figures, buffer_bytes, fio_version, run_fio
+from io_daemon.bench.job import open_buffers_for
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoResult
-from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, open_bench, open_targets
+from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, check_memory, open_bench, open_targets
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES, IoSettings, Rw, check_limit
 from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.errors import ConfigError
-from io_daemon.machine.buffers import open_buffers
 
 RUNS_PER_TURN: Final = 4
 REST_S, FIO_START_S = 0.3, 0.2
@@ -97,9 +97,11 @@ class CompareSettings(BaseModel):
 def run_compare(settings: CompareSettings, observer: Observer | None = None) -> CompareResult:
     """Raises ConfigError without fio, SwapSpaceError, DeviceIOError, WorldError; leaves no file behind."""
     observer = observer or Silent()
-    version = fio_version()
     combinations = list(settings.combinations())
     check_limit(combinations[0].model_copy(update={"write_limit_bytes": settings.write_limit_bytes}))
+    for combination in combinations:
+        check_memory(combination, beside_bytes=buffer_bytes(combination))
+    version = fio_version()  # what was typed is judged first, with fio or without
     lines: list[CompareLine] = []
     with open_targets(combinations[0]) as targets:
         with open_bench(combinations[0], targets) as bench:
@@ -112,7 +114,10 @@ def run_compare(settings: CompareSettings, observer: Observer | None = None) -> 
                 f"{combination.rw} {combination.engine} bs {block_text(combination.bs)} iodepth {combination.iodepth}"
             )
             observer.phase(name, settings.pairs)
-            with open_bench(combination, targets) as bench, open_buffers(buffer_bytes(combination)) as buffers:
+            with (
+                open_bench(combination, targets) as bench,
+                open_buffers_for(combination, buffer_bytes(combination)) as buffers,
+            ):
                 turns = [_turn(bench, buffers.path, number, observer) for number in range(settings.pairs)]
             lines += compare_turns(combination, turns)
         warnings = cache_warnings(combinations[0], targets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import TracebackType
 from typing import Final, Self
 
@@ -14,11 +15,11 @@ from io_daemon._native import Region
 from io_daemon.bench.engines.engine import BlockEngine
 from io_daemon.bench.pattern import Pattern
 from io_daemon.bench.result import Verification
-from io_daemon.bench.settings import IoSettings
+from io_daemon.bench.settings import IoSettings, refused_buffers
 from io_daemon.bench.target import DATA_OFFSET, Target
 from io_daemon.bench.workload import Batch, Workload
 from io_daemon.errors import DeviceIOError
-from io_daemon.machine.buffers import open_buffers
+from io_daemon.machine.buffers import Buffers, open_buffers
 
 BATCH_READS_S, BATCH_WRITES_S = 0.2, 0.05
 """Of I/O in one batch: Python's share of each I/O becomes small, and a stop does not take long. What is in flight then
@@ -49,6 +50,18 @@ def ios_verified(settings: IoSettings) -> int:
     return min(max(VERIFIED_BYTES // settings.bs, BATCH_IOS_MIN), settings.num_blocks)
 
 
+@contextmanager
+def open_buffers_for(settings: IoSettings, num_bytes: int) -> Iterator[Buffers]:
+    """Raises ConfigError, of the setting to lower, if the machine does not give them."""
+    with ExitStack() as stack:
+        try:
+            buffers = stack.enter_context(open_buffers(num_bytes))
+        except OSError as error:
+            problem = f"the machine does not give {num_bytes} bytes for buffers ({error.strerror})"
+            raise refused_buffers(settings, problem) from error
+        yield buffers
+
+
 class Job:
     """Owns its engine and its arena. Not thread-safe: one thread runs a job.
 
@@ -65,7 +78,7 @@ class Job:
         self._ios_max = max(self._ios_min, min(ios_max, BATCH_IOS_MAX))
         self._ios_verified = ios_verified(settings)
         num_bytes = buffer_bytes(settings)
-        with open_buffers(num_bytes) as buffers:
+        with open_buffers_for(settings, num_bytes) as buffers:
             arena, self.has_huge_pages = buffers.region, buffers.has_huge_pages
         slots = arena.array()[:num_bytes].reshape(-1, bs)
         self._kept = slots[2 * depth :]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -16,12 +15,12 @@ from io_daemon.bench.job import Job, buffer_bytes
 from io_daemon.bench.latency import Latencies
 from io_daemon.bench.result import IoResult, Verification
 from io_daemon.bench.sample import Sample, cpu_between, cpu_seconds, direction_between, series_of
-from io_daemon.bench.settings import IoSettings, check_limit
+from io_daemon.bench.settings import IoSettings, check_limit, refused_buffers
 from io_daemon.bench.steady import find_steady_state
 from io_daemon.bench.target import Target
 from io_daemon.disk.swap_dir import check_swap_dir
-from io_daemon.errors import ConfigError, WorldError
-from io_daemon.machine.buffers import available_bytes
+from io_daemon.errors import WorldError
+from io_daemon.machine.meminfo import available_bytes, ram_bytes
 
 SAMPLES_MAX: Final = 1000
 SAMPLE_INTERVAL_MIN_S: Final = 0.1
@@ -88,16 +87,17 @@ def open_bench(settings: IoSettings, targets: Sequence[Target]) -> Iterator[Benc
         yield Bench(settings, jobs)
 
 
-def check_memory(settings: IoSettings) -> None:
-    """Raises ConfigError if the buffers do not fit: the kernel would not refuse them but kill for them."""
-    wanted_bytes, there_bytes = settings.num_all_jobs * buffer_bytes(settings), available_bytes()
+def check_memory(settings: IoSettings, *, beside_bytes: int = 0) -> None:
+    """Raises ConfigError if the buffers, and ``beside_bytes`` of another program, do not fit: the kernel would not
+    refuse them but kill for them."""
+    wanted_bytes = settings.num_all_jobs * buffer_bytes(settings) + beside_bytes
+    there_bytes = available_bytes()
     if wanted_bytes > there_bytes:
-        raise ConfigError(
-            "iodepth",
-            settings.iodepth,
-            f"so many blocks of {settings.bs} bytes for each of {settings.num_all_jobs} jobs need "
-            f"{wanted_bytes / 1e9:.1f} GB of buffers, and {there_bytes / 1e9:.1f} GB of memory are available: lower it",
+        theirs = ", with those of fio," if beside_bytes else ""
+        problem = (
+            f"buffers{theirs} of {wanted_bytes / 1e9:.1f} GB, and {there_bytes / 1e9:.1f} GB of memory are available"
         )
+        raise refused_buffers(settings, problem)
 
 
 def _engine_opener(settings: IoSettings) -> Callable[[Target, Region], BlockEngine]:
@@ -120,16 +120,12 @@ def cache_warnings(settings: IoSettings, targets: Sequence[Target]) -> list[str]
     """What keeps these figures from being the drive's."""
     warnings = list(dict.fromkeys(note for target in targets for note in target.directory.notes))
     buffered = not all(target.direct for target in targets)
-    if buffered and settings.layout_bytes < 2 * (ram_bytes := _ram_bytes()):
+    if buffered and settings.layout_bytes < 2 * (of_ram := ram_bytes()):
         warnings.append(
-            f"without direct I/O, {settings.layout_bytes / 1e9:.1f} GB in files fit into {ram_bytes / 1e9:.1f} GB of "
+            f"without direct I/O, {settings.layout_bytes / 1e9:.1f} GB in files fit into {of_ram / 1e9:.1f} GB of "
             "RAM: this measures the page cache as much as the drive; raise --size to twice the RAM"
         )
     return warnings
-
-
-def _ram_bytes() -> int:
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class Bench:

@@ -126,3 +126,15 @@ def check_limit(settings: IoSettings) -> None:
             f"laying out {settings.num_all_jobs} files writes {settings.layout_bytes} bytes: lower --size, raise "
             "--write-limit, or say --yes",
         )
+
+
+def refused_buffers(settings: IoSettings, problem: str) -> ConfigError:
+    """Of the setting that is the furthest above its default: that one somebody typed."""
+    defaults = {name: IoSettings.model_fields[name].default for name in ("bs", "iodepth", "numjobs")}
+    blamed = max(defaults, key=lambda name: getattr(settings, name) / defaults[name])
+    return ConfigError(
+        blamed,
+        getattr(settings, blamed),
+        f"{settings.iodepth} blocks of {settings.bs} bytes in flight for each of {settings.num_all_jobs} jobs: "
+        f"{problem}: lower it",
+    )

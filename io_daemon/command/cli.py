@@ -24,7 +24,7 @@ from io_daemon.config import (
     first_problem,
     socket_parents,
 )
-from io_daemon.disk.swap_dir import check_swap_dir, reclaim
+from io_daemon.disk.swap_dir import check_swap_dirs, reclaim
 from io_daemon.errors import ConfigError, DaemonLostError, WorldError
 from io_daemon.machine.tuning import choose
 from io_daemon.rank.connection import Connection
@@ -207,7 +207,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # a private daemon's stderr is its user's terminal: only what needs attention
     level = logging.WARNING if arguments.private else logging.INFO
     logging.basicConfig(level=level, format="io-daemon: %(levelname)s %(message)s", stream=sys.stderr)
-    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dirs]
+    directories = [checked.path for checked in check_swap_dirs(arguments.swap_dirs)]
     chosen = choose(directories, arguments.engine, arguments.block_bytes, arguments.queue_depth)
     if chosen.note is not None:
         logging.getLogger(__name__).info("%s", chosen.note)
@@ -242,7 +242,7 @@ def _status(arguments: argparse.Namespace) -> int:
 
 def _gc(arguments: argparse.Namespace) -> int:
     logging.basicConfig(level=logging.WARNING, format="io-daemon: %(message)s", stream=sys.stderr)
-    directories = [check_swap_dir(path.resolve()).path for path in arguments.swap_dirs]
+    directories = [checked.path for checked in check_swap_dirs(arguments.swap_dirs)]
     for path in (*asyncio.run(reclaim(directories, arguments.lock_timeout)), *remove_abandoned(socket_parents())):
         print(path)
     return EXIT_OK

@@ -68,6 +68,19 @@ def check_swap_dir(path: Path) -> SwapDir:
     return SwapDir(path, direct_error is None, filesystem, tuple(notes))
 
 
+def check_swap_dirs(paths: Sequence[Path]) -> list[SwapDir]:
+    """As ``check_swap_dir``, each, and each once, by whatever name. Raises ConfigError."""
+    seen: dict[tuple[int, int], Path] = {}
+    checked = []
+    for path in paths:
+        checked.append(check_swap_dir(path.resolve()))
+        status = os.stat(path)
+        first = seen.setdefault((status.st_dev, status.st_ino), path)
+        if first is not path:
+            raise ConfigError("swap_dirs", str(path), f"the same directory is named twice: it is {first}")
+    return checked
+
+
 def probe_direct(path: Path) -> str | None:
     """None if one page can be written and read back with O_DIRECT, else the reason."""
     try:

@@ -17,6 +17,8 @@ from io_daemon.config import ENGINES_BY_RANK
 from io_daemon.disk.kernel_text import read_integer, read_text
 from io_daemon.disk.mounts import PROC, Mount, find_mount
 from io_daemon.machine.block_device import BlockDevice, find_block_device
+from io_daemon.machine.cpuinfo import processor_name
+from io_daemon.machine.meminfo import cgroup_ram_max_bytes, meminfo
 from io_daemon.shared.record import Record
 
 SYS: Final = Path("/sys")
@@ -86,7 +88,7 @@ def describe_machine(directories: Sequence[Path], *, proc: Path = PROC, sys: Pat
         version=_version(),
         python=platform.python_version(),
         kernel=read_text(proc / "sys" / "kernel" / "osrelease"),
-        processor=_processor(proc),
+        processor=processor_name(proc),
         architecture=platform.machine(),
         num_cores=len(os.sched_getaffinity(0)),
         num_cores_online=os.cpu_count(),
@@ -119,28 +121,6 @@ def _version() -> str | None:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:
         return None
-
-
-def _processor(proc: Path) -> str | None:
-    for line in (read_text(proc / "cpuinfo") or "").splitlines():
-        if line.startswith("model name"):
-            return line.partition(":")[2].strip()
-    return None
-
-
-def meminfo(proc: Path) -> dict[str, int]:
-    """Bytes, by the kernel's names."""
-    fields = (line.partition(":") for line in (read_text(proc / "meminfo") or "").splitlines())
-    return {name: int(rest.split()[0]) << 10 for name, _, rest in fields if rest.split()[1:] == ["kB"]}
-
-
-def cgroup_ram_max_bytes(sys: Path) -> int | None:
-    """Of a container, which sees its own cgroup as the root: version 2, then version 1."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        limit = read_integer(sys / "fs" / "cgroup" / name)
-        if limit is not None and limit < 1 << 60:  # version 1 writes the largest multiple of a page for none
-            return limit
-    return None
 
 
 def _memlock_bytes(proc: Path) -> int | Literal["unlimited"]:

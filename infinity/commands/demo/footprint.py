@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from io_daemon.machine.meminfo import meminfo
+
 PROC = Path("/proc")
 SAMPLE_INTERVAL_S = 0.1
 SAMPLE_TIMEOUT_S = 60.0
@@ -48,11 +50,6 @@ def _fields(path: Path) -> dict[str, int]:
 
 def pss_bytes(pid: int) -> int:
     return _fields(PROC / str(pid) / "smaps_rollup").get("Pss", 0)
-
-
-def meminfo() -> dict[str, int]:
-    """/proc/meminfo, bytes."""
-    return _fields(PROC / "meminfo")
 
 
 @dataclass(frozen=True)

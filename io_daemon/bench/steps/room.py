@@ -9,7 +9,7 @@ from typing import Final
 
 from io_daemon.bench.settings import FREE_SHARE_KEPT
 from io_daemon.disk.swap_dir import check_swap_dir
-from io_daemon.machine.buffers import available_bytes
+from io_daemon.machine.meminfo import available_bytes
 
 RAM_SHARE_MAX: Final = 0.5
 """Of what is available, for arenas."""

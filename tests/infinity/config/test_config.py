@@ -409,9 +409,13 @@ def test_nvme_needs_a_directory(section: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
-def test_a_path_without_nvme_is_refused_not_ignored(section: str, tmp_path: Path) -> None:
-    config = _with(f"zero_optimization.{section}", {"device": "cpu", "nvme_path": str(tmp_path)})
-    assert _refusal(config).key == f"zero_optimization.{section}.nvme_path"
+@pytest.mark.parametrize("device", ["cpu", "none"])
+def test_a_path_beside_another_device_is_taken_with_a_note(section: str, device: str) -> None:
+    """As common configurations have it; the directory need not even be there."""
+    config = parse_config(_with(f"zero_optimization.{section}", {"device": device, "nvme_path": "/no/such/directory"}))
+    assert config.swap_dirs == ()
+    key = f"zero_optimization.{section}.nvme_path"
+    assert config.notes == (f"{key} = '/no/such/directory' is not used: device is {device}",)
 
 
 def test_swap_directories_are_collected_once_each(tmp_path: Path) -> None:

@@ -9,8 +9,12 @@ from typing import Any
 
 import pytest
 
+from io_daemon.bench import run
 from io_daemon.bench.compare import METRICS, CompareSettings, check_writes, compare_turns, run_compare
 from io_daemon.bench.fio import Figures, fio_command, parse_fio
+from io_daemon.bench.fio import buffer_bytes as fio_buffer_bytes
+from io_daemon.bench.job import buffer_bytes as job_buffer_bytes
+from io_daemon.bench.run import check_memory
 from io_daemon.errors import ConfigError
 
 
@@ -84,6 +88,32 @@ def test_writes_beyond_the_limit_are_refused_before_they_are_done() -> None:
     check_writes(settings, combinations, 1e9)  # 40 runs of 1.3 s, one and a half times
     with pytest.raises(ConfigError, match="--yes"):
         check_writes(settings, combinations, 2e9)
+
+
+def test_what_was_typed_is_judged_before_fio_is_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ConfigError, match="--write-limit"):
+        run_compare(comparison(directory=tmp_path, write_limit_bytes=1))
+    with pytest.raises(ConfigError, match="is not installed"):
+        run_compare(comparison(directory=tmp_path, size=1 << 27))
+
+
+def test_buffers_of_fio_count_and_the_option_that_was_typed_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = comparison(directory=tmp_path, block_sizes=(1 << 22,), size=1 << 28)
+    (combination, *_) = settings.combinations()
+    ours_bytes = job_buffer_bytes(combination)
+    monkeypatch.setattr(run, "available_bytes", lambda: ours_bytes + fio_buffer_bytes(combination) - 1)
+    check_memory(combination)
+    with pytest.raises(ConfigError, match="with those of fio") as caught:
+        run_compare(settings)
+    assert (caught.value.key, caught.value.value) == ("bs", 1 << 22)
+    deep = combination.model_copy(update={"bs": 1 << 20, "iodepth": 256})
+    monkeypatch.setattr(run, "available_bytes", lambda: 0)
+    with pytest.raises(ConfigError) as caught:
+        check_memory(deep)
+    assert (caught.value.key, caught.value.value) == ("iodepth", 256)
 
 
 @pytest.mark.skipif(shutil.which("fio") is None, reason="fio is not installed")

@@ -239,6 +239,22 @@ def test_gc_says_what_is_still_locked(swap_dir: Path, capsys: pytest.CaptureFixt
     assert path.exists()
 
 
+@pytest.mark.parametrize("command", ["serve", "gc"])
+@pytest.mark.parametrize("second", ["", "/.", "-link"])
+def test_a_directory_that_is_named_twice_is_refused(
+    command: str, second: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """gc would wait for a lock of its own."""
+    directory = tmp_path / "swap"
+    directory.mkdir()
+    (tmp_path / "swap-link").symlink_to(directory)
+    leave(directory, dead_owner())
+    assert main([command, "--swap-dir", str(directory), "--swap-dir", f"{directory}{second}"]) == EXIT_USAGE
+    error = capsys.readouterr().err
+    assert error.startswith("io-daemon: --swap-dir = ")
+    assert "the same directory is named twice" in error
+
+
 @pytest.mark.parametrize("option", ["serve --lock-timeout", "serve --drain-timeout", "gc --lock-timeout"])
 @pytest.mark.parametrize("text", ["nan", "inf", "-5", "0", "soon", "600h", "86401"])
 def test_a_wait_that_never_ends_or_was_over_before_is_refused(
