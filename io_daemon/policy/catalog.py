@@ -76,6 +76,7 @@ class Catalog:
         self._checksums = checksums_per_object(frame_bytes, block_bytes)
         self._extents = extents
         self._ids = ExtentAllocator(chunks_max, granule_bytes=1)
+        self._kind_masks = np.zeros(chunks_max, dtype=np.uint8)
         self._next_file = 0
 
     @property
@@ -100,9 +101,7 @@ class Catalog:
         Raises ValueError (a spec that makes no sense, more chunks than chunks_max), BudgetError (too few frames),
         SwapSpaceError (the allocators were not grown first). Nothing has changed then.
         """
-        for spec in specs:
-            self._check_spec(spec)
-        self._check_budget(specs)
+        self.check(specs)
         first = self._ids.allocate(len(specs)) if specs else 0
         if first is None:
             raise ValueError(f"{len(specs)} more chunks: the table has room for {self._ids.capacity_bytes}")
@@ -127,8 +126,18 @@ class Catalog:
             self._count(spec, +1)
         self._next_file += len(specs)
         added = [self._chunk(first + i, spec, files[i], offsets[i]) for i, spec in enumerate(specs)]
-        self.chunks.update((chunk.chunk_id, chunk) for chunk in added)
+        for chunk in added:
+            self.chunks[chunk.chunk_id] = chunk
+            self._kind_masks[chunk.chunk_id] = chunk.kind_mask
         return added
+
+    def check(self, specs: Sequence[ChunkSpec]) -> None:
+        """Raises ValueError or BudgetError where ``register(specs)`` would; changes nothing."""
+        for spec in specs:
+            self._check_spec(spec)
+        if len(specs) > self._ids.free_bytes:
+            raise ValueError(f"{len(specs)} more chunks: the table has room for {self._ids.capacity_bytes}")
+        self._check_budget(specs)
 
     def remove(self, chunk: Chunk) -> None:
         """Give the chunk's id and extent back; no I/O of it may be in flight."""
@@ -140,14 +149,12 @@ class Catalog:
     def retire(self, chunk: Chunk) -> None:
         """The chunk is unregistered; ``remove`` follows when its I/O has ended."""
         chunk.retired = True
+        self._kind_masks[chunk.chunk_id] = 0
         self._count(chunk.spec, -1)
 
     def kind_masks(self) -> NDArray[np.uint8]:
-        """uint8[largest id + 1]: kinds of each chunk, 0 where there is none."""
-        masks = np.zeros(max(self.chunks, default=-1) + 1, dtype=np.uint8)
-        for chunk_id, chunk in self.chunks.items():
-            masks[chunk_id] = 0 if chunk.retired else chunk.kind_mask
-        return masks
+        """uint8[chunks_max]: kinds of each chunk, 0 where there is none. Live: it costs nothing to ask for."""
+        return self._kind_masks
 
     def object_frames(self) -> NDArray[np.uint8]:
         """uint8[(largest id + 1) * KINDS_MAX]: frames that each object takes from the usable ones."""

@@ -111,6 +111,11 @@ class TenantScheduler:
         """Bytes by which each swap file and its allocator must grow before ``register(specs)``."""
         return self._catalog.swap_bytes_needed(specs)
 
+    def check(self, specs: Sequence[ChunkSpec]) -> None:
+        """Whether ``register(specs)`` would refuse them, before anything is reserved. Raises ValueError or BudgetError,
+        and changes nothing."""
+        self._catalog.check(specs)
+
     def register(self, specs: Sequence[ChunkSpec]) -> range:
         """Ids of the new chunks. Raises ValueError, BudgetError or SwapSpaceError, and has then changed nothing.
 
@@ -126,16 +131,15 @@ class TenantScheduler:
 
         ValueError if a chunk is unknown or leased; nothing has changed then.
         """
-        leaving: list[Chunk] = []
         for chunk_id in chunks:
             chunk = self._catalog.chunks.get(chunk_id)
             if chunk is None or chunk.retired:
                 raise ValueError(f"chunk {chunk_id} is not registered")
             if any(item.claims for item in chunk.present()):
                 raise ValueError(f"chunk {chunk_id} is leased")
-            leaving.append(chunk)
         self._drop_plans(chunks)
-        for chunk in leaving:
+        for chunk_id in chunks:  # one by one: a list of them would be freed in one go, which holds up all threads
+            chunk = self._catalog.chunks[chunk_id]
             self._catalog.retire(chunk)
             self._retire(chunk)
         return self._finish_event()
@@ -224,6 +228,15 @@ class TenantScheduler:
         self._tier.stop_working_ahead()
         self._fail(list(self._queue), Complete(0, Status.SHUTTING_DOWN))
         return self._finish_event()
+
+    def dismantle(self) -> None:
+        """Let go of everything, piece by piece, when nothing is asked of it any more: freed in one go, a large tenant
+        would hold up all threads."""
+        self._leases.clear()
+        self._queue.clear()
+        self._plans.clear()
+        while self._catalog.chunks:
+            self._catalog.chunks.popitem()
 
     # What it came to.
 

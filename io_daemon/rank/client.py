@@ -16,13 +16,16 @@ from typing import Final, Literal, NamedTuple
 
 from io_daemon._native import CompletionRing, Region, SubmissionRing
 from io_daemon.errors import DaemonLostError, DeviceIOError, IntegrityError, ProtocolError, WorldError
-from io_daemon.rank.connection import Connection, process_state
+from io_daemon.policy.trace import Trace
+from io_daemon.rank.connection import Connection, M, process_state
 from io_daemon.shared.arena import LockMemory, create_arena, frame_offset
+from io_daemon.shared.bulk import as_memfd, pack_specs
 from io_daemon.shared.control import (
     Attach,
     Attached,
     Detach,
     Done,
+    Message,
     Register,
     Registered,
     Stats,
@@ -174,7 +177,9 @@ class Client:
 
     def register(self, specs: Sequence[ChunkSpec]) -> range:
         """Reserve space for new chunks; their ids, consecutive. Raises SwapSpaceError or BudgetError."""
-        answer, _ = self._connection.request(Register.of(specs), Registered, timeout_s=RESERVE_TIMEOUT_S)
+        answer, _ = self._ask_in_bulk(
+            Register(num_chunks=len(specs)), pack_specs(specs), Registered, timeout_s=RESERVE_TIMEOUT_S
+        )
         return range(answer.start, answer.stop)
 
     def unregister(self, chunks: range) -> None:
@@ -184,8 +189,15 @@ class Client:
     def upload_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
         """Tell the daemon the order in which a pass over ``trace_id`` acquires. It plans in the background; the first
         pass marked ``trace_id`` after that follows the plan. Raises ValueError if the trace does not fit the chunks."""
-        rows = tuple((access.chunk, access.read_mask, access.write_mask, access.dead_mask) for access in accesses)
-        self._connection.request(UploadTrace(trace_id=trace_id, accesses=rows), Done, timeout_s=CONTROL_TIMEOUT_S)
+        data = Trace.from_accesses(accesses).to_bytes()
+        request = UploadTrace(trace_id=trace_id, num_bytes=len(data))
+        self._ask_in_bulk(request, data, Done, timeout_s=CONTROL_TIMEOUT_S)
+
+    def _ask_in_bulk(
+        self, request: Message, data: bytes, answer_type: type[M], *, timeout_s: float
+    ) -> tuple[M, list[int]]:
+        with as_memfd(data) as fd:
+            return self._connection.request(request, answer_type, [fd], timeout_s=timeout_s)
 
     def stats(self) -> TenantStats:
         answer, _ = self._connection.request(StatsRequest(), Stats, timeout_s=CONTROL_TIMEOUT_S)

@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from io_daemon.errors import ProtocolError, WorldError
+from io_daemon.policy.trace import Trace
 from io_daemon.serve.node import Node
 from io_daemon.serve.tenant import Tenant
+from io_daemon.shared.bulk import CHUNK_BYTES, read_memfd, unpack_specs
 from io_daemon.shared.control import (
     AsyncChannel,
     Attach,
@@ -131,7 +133,7 @@ class Conversation:
             if isinstance(message, Attach):
                 answer, answer_fds = await self._attach(message, fds)
             else:
-                answer = await self._answer_plain(message)
+                answer = await self._answer_plain(message, fds)
         except ProtocolError:
             raise
         except (WorldError, ValueError, OSError) as error:
@@ -148,7 +150,7 @@ class Conversation:
         self._tenant.serve()
         return self._tenant.attached()
 
-    async def _answer_plain(self, message: Message) -> Message:
+    async def _answer_plain(self, message: Message, fds: Sequence[int]) -> Message:
         if isinstance(message, StatusRequest):
             return Status(daemon=self._node.status())
         tenant = self._tenant
@@ -156,13 +158,15 @@ class Conversation:
             raise ProtocolError(f"{type(message).__name__.lower()}: attach first")
         match message:
             case Register():
-                chunks = await tenant.register(message.specs())
+                num_bytes = message.num_chunks * CHUNK_BYTES
+                chunks = await tenant.register(lambda: unpack_specs(_bulk(fds, num_bytes)))
                 return Registered(start=chunks.start, stop=chunks.stop)
             case Unregister():
-                tenant.unregister(range(message.start, message.stop))
+                await tenant.unregister(range(message.start, message.stop))
                 return Done()
             case UploadTrace():
-                tenant.set_trace(message.trace_id, message.trace())
+                num_bytes = message.num_bytes
+                await tenant.set_trace(message.trace_id, lambda: Trace.from_bytes(_bulk(fds, num_bytes)))
                 return Done()
             case StatsRequest():
                 return Stats(tenant=tenant.stats())
@@ -171,6 +175,13 @@ class Conversation:
                 return Done()
             case _:
                 raise ProtocolError(f"{type(message).__name__.lower()} is nothing that a rank says")
+
+
+def _bulk(fds: Sequence[int], num_bytes: int) -> bytes:
+    """What came beside a message. In a thread: it may be long."""
+    if len(fds) != 1:
+        raise ProtocolError("exactly one fd belongs to this message")
+    return read_memfd(fds[0], num_bytes)
 
 
 @contextlib.contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -81,6 +82,8 @@ class Node:
     def detached(self, tenant: Tenant) -> None:
         self.tenants.discard(tenant)
         log.info("%s: gone", tenant)
+        if not self.tenants:
+            gc.collect()
 
     def status(self) -> DaemonStatus:
         config = self._config

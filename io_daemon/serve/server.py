@@ -20,6 +20,7 @@ from io_daemon.serve.node import Node
 from io_daemon.serve.startup import (
     announce_ready,
     choose_engine,
+    keep_threads_apart,
     listening,
     raise_priority,
     reclaim_unless,
@@ -39,6 +40,7 @@ ACCEPT_RETRY_S: Final = 1.0
 async def serve(config: ServeConfig) -> int:
     """Run until told to end; the exit code. Raises ConfigError or WorldError if the daemon cannot start."""
     raise_priority()
+    keep_threads_apart()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

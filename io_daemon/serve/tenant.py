@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from typing import Final, TypeVar
 
 from io_daemon.config import ServeConfig
 from io_daemon.disk.swap_file import Owner
@@ -20,14 +20,15 @@ from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
 from io_daemon.policy.counters import Counters
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.residency import Plan, PlanRequest
-from io_daemon.policy.scheduler import TenantScheduler
+from io_daemon.policy.scheduler import TRACES_MAX, TenantScheduler
+from io_daemon.policy.trace import Trace
 from io_daemon.policy.window import ahead_bytes, window_frames
 from io_daemon.serve.holdings import NUM_CQES, NUM_SQES, Holdings
 from io_daemon.serve.planner import Planner
 from io_daemon.serve.swap_device import SwapDevice
 from io_daemon.shared.control import Attach, Attached, Ended
 from io_daemon.shared.metrics import IoTotals, TenantStats
-from io_daemon.shared.protocol import Access, ChunkSpec, Opcode, Status
+from io_daemon.shared.protocol import ChunkSpec, Opcode, Status
 from io_daemon.shared.states import TENANT_TRANSITIONS, TenantState, transition
 
 log = logging.getLogger(__name__)
@@ -36,6 +37,10 @@ BATCH_MAX: Final = 64
 """Submissions taken in one turn of the loop, so that one busy rank does not keep the others waiting."""
 ROOM_RETRY_S: Final = 0.001
 """How soon to look again for room in a completion ring that its rank does not empty."""
+
+FREED_AT_ONCE: Final = 1024
+
+T = TypeVar("T")
 
 _tenant_ids = itertools.count(1)
 
@@ -70,6 +75,12 @@ class Tenant:
         self._plans: dict[int, Plan] = {}
         """Made and not yet followed."""
         self._num_plans = 0
+        self._plan_turn = asyncio.Lock()
+        self._scheduler_turn = asyncio.Lock()
+        self._is_apart = False
+        """A thread has the scheduler."""
+        self._ended: list[tuple[StartIo, int, int, int, int, int]] = []
+        """I/O that ended meanwhile, as ``on_io_done`` was told."""
         self._num_in_flight = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
@@ -140,45 +151,94 @@ class Tenant:
         self._loop.add_reader(self.rings.wake_fd, self._on_submissions)
         self._on_submissions()
 
-    async def register(self, specs: Sequence[ChunkSpec]) -> range:
-        """Reserve disk space, then frames and extents. Raises SwapSpaceError, BudgetError or ValueError."""
-        growth_bytes = self._scheduler.swap_bytes_needed(specs)
-        self._check_swap_budget(sum(growth_bytes))
-        await asyncio.to_thread(self._grow_files, growth_bytes)
-        for allocator, num_bytes in zip(self._extents, growth_bytes, strict=True):
-            allocator.grow(num_bytes)
-        chunks = self._scheduler.register(specs)
-        self._num_chunks += len(chunks)
-        self.table.store_num_chunks(self._num_chunks)
+    async def register(self, read: Callable[[], list[ChunkSpec]]) -> range:
+        """Reserve disk space, then frames and extents. ``read``, called in a thread, says for which chunks. Raises
+        SwapSpaceError, BudgetError, ValueError or what ``read`` raises; nothing has changed then."""
+        specs: list[ChunkSpec] = []
+
+        def needed() -> tuple[list[int], Sequence[Action]]:
+            specs.extend(read())
+            self._scheduler.check(specs)
+            return self._scheduler.swap_bytes_needed(specs), ()
+
+        def enter() -> tuple[range, Sequence[Action]]:
+            for allocator, num_bytes in zip(self._extents, growth_bytes, strict=True):
+                allocator.grow(num_bytes)
+            return self._scheduler.register(specs), ()
+
+        try:
+            growth_bytes = await self._apart(needed)
+            self._check_swap_budget(sum(growth_bytes))
+            await asyncio.to_thread(self._grow_files, growth_bytes)
+            chunks = await self._apart(enter)
+        finally:
+            await asyncio.to_thread(free_piecemeal, specs)
+        self._count_chunks(len(chunks))
         return chunks
 
-    def unregister(self, chunks: range) -> None:
+    async def unregister(self, chunks: range) -> None:
         """Raises ValueError if a chunk is unknown or leased."""
-        self._perform(self._scheduler.unregister(chunks))
-        self._num_chunks -= len(chunks)
-        self.table.store_num_chunks(self._num_chunks)
+        await self._apart(lambda: (None, self._scheduler.unregister(chunks)))
+        self._count_chunks(-len(chunks))
 
-    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
+    async def set_trace(self, trace_id: int, read: Callable[[], Trace]) -> None:
         """Have a plan made for passes marked ``trace_id``; it is followed from the first of them that begins when it
-        is there. Raises ValueError for a trace that does not fit the chunks."""
-        request = self._scheduler.plan_request(accesses)
+        is there. ``read``, called in a thread, gives the trace. Raises ValueError for a trace that does not fit the
+        chunks, or for too many traces that wait."""
+        waiting = self._planning.keys() | self._plans.keys()
+        if trace_id not in waiting and len(waiting) >= TRACES_MAX:
+            raise ValueError(f"{TRACES_MAX} traces wait for their plan or for their pass already")
+        request = await self._apart(lambda: (self._scheduler.plan_request(read()), ()))
         if (earlier := self._planning.pop(trace_id, None)) is not None:
             earlier.cancel()
         self._planning[trace_id] = asyncio.ensure_future(self._plan(trace_id, request))
 
     async def _plan(self, trace_id: int, request: PlanRequest) -> None:
         try:
-            self._plans[trace_id] = await self._planner.plan(request)
+            async with self._plan_turn:
+                plan = await self._planner.plan(request)
         except (WorldError, OSError) as error:
             log.warning("%s: goes on without a plan for trace %d: %s", self, trace_id, error)
         else:
+            self._plans[trace_id] = plan
             self._num_plans += 1
         del self._planning[trace_id]
+
+    async def _apart(self, work: Callable[[], tuple[T, Sequence[Action]]]) -> T:
+        """Have ``work`` done on the scheduler in a thread, since it may take seconds. This tenant's submissions and the
+        ends of its I/O wait meanwhile; everybody else's go on. Its second result are actions to perform."""
+        async with self._scheduler_turn:
+            self._is_apart = True
+            # cancelled, the thread goes on: then nothing may touch the scheduler any more
+            (outcome,) = await asyncio.gather(asyncio.to_thread(work), return_exceptions=True)
+            self._is_apart = False
+            if isinstance(outcome, BaseException):
+                self._catch_up()
+                raise outcome
+            result, actions = outcome
+            self._perform(actions)
+            self._catch_up()
+            return result
+
+    def _catch_up(self) -> None:
+        """Do what had to wait for ``_apart``."""
+        ended, self._ended = self._ended, []
+        for each in ended:
+            self.on_io_done(*each)
+        if self._listening:
+            self._on_submissions()
+
+    def _count_chunks(self, change: int) -> None:
+        self._num_chunks += change
+        self.table.store_num_chunks(self._num_chunks)
 
     # --- data plane
 
     def on_io_done(self, io: StartIo, status: int, error_number: int, offset: int, expected: int, actual: int) -> None:
         """A request of this tenant has ended."""
+        if self._is_apart:
+            self._ended.append((io, status, error_number, offset, expected, actual))
+            return
         self._count_in_flight(-1)
         if self._listening:
             try:
@@ -203,6 +263,8 @@ class Tenant:
     def _on_submissions(self) -> None:
         """The rank has submitted. Takes one batch; comes again by itself while there may be more."""
         self.rings.take_wake_up()
+        if self._is_apart:
+            return
         try:
             # every entry may need one completion: none is taken without room for its answer
             room = NUM_CQES - self.rings.num_completions() - len(self._unanswered)
@@ -291,9 +353,10 @@ class Tenant:
 
     async def drain(self) -> None:
         """Refuse new leases and wait until the I/O of those granted has ended."""
-        if self.state is TenantState.SERVING:
-            self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.DRAINING)
-            self._perform(self._scheduler.drain())
+        async with self._scheduler_turn:
+            if self.state is TenantState.SERVING:
+                self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.DRAINING)
+                self._perform(self._scheduler.drain())
         await self._quiet.wait()
 
     def unlink_files(self) -> None:
@@ -316,8 +379,12 @@ class Tenant:
         for seat in self.seats:
             self._count_in_flight(-seat.device.forget(self.tenant_id))
         await self._quiet.wait()
-        await asyncio.to_thread(self._holdings.close)
+        await asyncio.to_thread(self._give_back)
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.RECLAIMED)
+
+    def _give_back(self) -> None:
+        self._scheduler.dismantle()
+        self._holdings.close()
 
     def _stop_listening(self) -> None:
         self._listening = False
@@ -369,6 +436,12 @@ class Tenant:
             total=_totals(counters.totals, self._clock.total_s()),
             last_step=_totals(counters.last_step, self._clock.last_step_s) if counters.last_step is not None else None,
         )
+
+
+def free_piecemeal(items: list[ChunkSpec]) -> None:
+    """Empty a list: freed in one go, hundreds of thousands of objects would keep all threads from running."""
+    while items:
+        del items[-FREED_AT_ONCE:]
 
 
 class BusyClock:

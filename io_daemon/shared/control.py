@@ -21,15 +21,15 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from io_daemon import errors
 from io_daemon.shared.metrics import DaemonStatus, TenantStats
-from io_daemon.shared.protocol import KINDS_MAX, Access, ChunkSpec
 
 MESSAGE_BYTES_MAX: Final = 64 << 20
+CHUNKS_MAX: Final = 1 << 22
+TRACE_BYTES_MAX: Final = 128 << 20
 FDS_MAX: Final = 8
 RECEIVE_BYTES: Final = 256 << 10
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(FDS_MAX * array.array("i").itemsize)
 LENGTH: Final = struct.Struct("<I")
 
-Uint8 = Annotated[int, Field(ge=0, lt=1 << 8)]
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Uint63 = Annotated[int, Field(ge=0, lt=1 << 63)]
 
@@ -59,26 +59,14 @@ class Attach(Message):
     frame_bytes: Annotated[int, Field(ge=1, lt=1 << 40)]
     page_locked: bool
     swap_dirs: Annotated[tuple[str, ...], Field(min_length=1, max_length=256)]
-    chunks_max: Annotated[int, Field(ge=1, le=1 << 22)]
+    chunks_max: Annotated[int, Field(ge=1, le=CHUNKS_MAX)]
 
 
 class Register(Message):
+    """Comes with one fd: the chunks, as ``bulk.pack_specs`` lays them out."""
+
     type: Literal["register"] = "register"
-    object_bytes: tuple[Annotated[tuple[Uint63, ...], Field(max_length=KINDS_MAX)], ...]
-    """One row a chunk: ``ChunkSpec.object_bytes``."""
-    pinned_masks: tuple[Uint8, ...]
-
-    @classmethod
-    def of(cls, specs: Sequence[ChunkSpec]) -> Register:
-        return cls(
-            object_bytes=tuple(tuple(spec.object_bytes) for spec in specs),
-            pinned_masks=tuple(spec.pinned_mask for spec in specs),
-        )
-
-    def specs(self) -> list[ChunkSpec]:
-        if len(self.object_bytes) != len(self.pinned_masks):
-            raise errors.ProtocolError("register: as many pinned masks as chunks are needed")
-        return [ChunkSpec(*row) for row in zip(self.object_bytes, self.pinned_masks, strict=True)]
+    num_chunks: Annotated[int, Field(ge=0, le=CHUNKS_MAX)]
 
 
 class Unregister(Message):
@@ -88,13 +76,11 @@ class Unregister(Message):
 
 
 class UploadTrace(Message):
+    """Comes with one fd: the trace, as ``Trace.to_bytes`` makes it."""
+
     type: Literal["upload_trace"] = "upload_trace"
     trace_id: Uint63
-    accesses: tuple[tuple[Uint32, Uint8, Uint8, Uint8], ...]
-    """``Access`` rows: chunk, read mask, write mask, dead mask."""
-
-    def trace(self) -> list[Access]:
-        return [Access(*row) for row in self.accesses]
+    num_bytes: Annotated[int, Field(ge=0, le=TRACE_BYTES_MAX)]
 
 
 class StatsRequest(Message):
