@@ -25,6 +25,8 @@ BATCH_READS_S, BATCH_WRITES_S = 0.2, 0.05
 """Of I/O in one batch: Python's share of each I/O becomes small, and a stop does not take long. What is in flight then
 is performed and counts for the write limit, so batches with writes in them are shorter."""
 BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 4096
+BATCH_SHARE_MAX: Final = 1 / 8
+"""Of the measured time: in rounds as short as a batch, what is in flight at their end would be most of them."""
 FILE_SHARE_MAX: Final = 1 / 4
 """In one batch of which any is written: no block is to be in flight twice."""
 BATCHES_AHEAD: Final = 8
@@ -148,6 +150,7 @@ class Job:
         begin_s, num_before = time.perf_counter(), self._num_ended
         num_ios = self._ios_min
         batch_s = BATCH_WRITES_S if self._settings.writes else BATCH_READS_S
+        batch_s = min(batch_s, BATCH_SHARE_MAX * self._settings.runtime_s)
         while True:
             ahead = workload.next(BATCHES_AHEAD * num_ios)
             for begin in range(0, ahead.blocks.size, num_ios):

@@ -48,7 +48,7 @@ class IoSettings(BaseModel):
     iodepth: Annotated[int, Field(ge=1, le=4096)] = 32
     numjobs: Annotated[int, Field(ge=1, le=64)] = 1
     direct: bool = True
-    runtime_s: Annotated[float, Field(ge=0.1, le=30 * 86400)] = 10.0
+    runtime_s: Annotated[float, Field(ge=0.01, le=30 * 86400)] = 10.0
     ramp_time_s: Annotated[float, Field(ge=0, le=3600)] = 1.0
     size: Annotated[int, Field(ge=PAGE_BYTES)] = 2 << 30
     engine: BenchEngine = "io_uring"

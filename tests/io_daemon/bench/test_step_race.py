@@ -23,7 +23,7 @@ from io_daemon.bench.steps.step_race import (
     runners_of,
 )
 from io_daemon.bench.sweep import (
-    CELL_S_MIN,
+    ROUND_S_MIN,
     ROUNDS_EXPECTED,
     SEARCH_WRITE_SHARE,
     SweepSettings,
@@ -115,7 +115,7 @@ def quick_sweep(directory: Path, **settings: object) -> SweepSettings:
 
 
 @pytest.mark.parametrize("exhaustive", [False, True])
-@pytest.mark.parametrize("bw_bytes", [1e8, 3e9, 2e10])
+@pytest.mark.parametrize("bw_bytes", [1e8, 3e9, 1.2e10, 2e10, 1e11])
 def test_rounds_leave_of_the_write_limit_what_comes_after(bw_bytes: float, exhaustive: bool, tmp_path: Path) -> None:
     given = quick_sweep(
         tmp_path, size=1 << 30, cell_s=0.5, ramp_time_s=0.2, write_limit_bytes=100 << 30, exhaustive=exhaustive
@@ -124,9 +124,9 @@ def test_rounds_leave_of_the_write_limit_what_comes_after(bw_bytes: float, exhau
     round_bytes = (found.cell_s + found.ramp_time_s) * bw_bytes * (1 - given.rwmixread / 100)
     if exhaustive or bw_bytes == 1e8:
         assert (found.cell_s, found.ramp_time_s) == (given.cell_s, given.ramp_time_s)
-    elif found.cell_s > CELL_S_MIN:
+    else:
         assert ROUNDS_EXPECTED * round_bytes + given.size <= SEARCH_WRITE_SHARE * given.write_limit_bytes * 1.001
-    assert CELL_S_MIN <= found.cell_s <= given.cell_s
+    assert ROUND_S_MIN <= found.cell_s <= given.cell_s
 
 
 @pytest.mark.usefixtures("roomy")
