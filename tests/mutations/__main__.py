@@ -1,0 +1,162 @@
+"""How many small changes to the code do its tests see? ``python -m tests.mutations --room policy --seed 1``
+
+Mutants are drawn by the seed, evenly over the files of a room. Each is tested in a copy of the tree by the tests near
+its file, up to the first failure; a run that takes too long counts as killed. Mutants that no test can tell from the
+original are listed, with the reason, in ``equivalent.toml``, and are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Final
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from tests.mutations.cpp_operators import cpp_mutants
+from tests.mutations.mutant import Mutant, read_equivalents
+from tests.mutations.python_operators import python_mutants
+from tests.mutations.rooms import ROOMS, Room
+from tests.mutations.slot_tree import ROOT, SlotTree
+
+EQUIVALENTS: Final = Path(__file__).parent / "equivalent.toml"
+SLOWEST: Final = 3.0
+"""How much longer than without a mutation a run may take; beside that, the time it takes to be scheduled at all."""
+SPARE_S: Final = 20.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    room: str
+    path: str
+    line: int
+    what: str
+    before: str
+    after: str
+    result: str
+    reason: str = ""
+
+
+def draw(room: Room, num_mutants: int, seed: int) -> list[Mutant]:
+    """Evenly over the files, no two of one place."""
+    shuffler = random.Random(seed)
+    piles: list[list[Mutant]] = []
+    for path in room.paths:
+        source = (ROOT / path).read_bytes()
+        found = list(cpp_mutants(path, source) if room.compiled else python_mutants(path, source))
+        shuffler.shuffle(found)
+        piles.append(list({mutant.start: mutant for mutant in found}.values()))
+    drawn: list[Mutant] = []
+    while len(drawn) < num_mutants and any(piles):
+        # a long file gets more, but not all
+        (pile,) = shuffler.choices(piles, weights=[len(pile) ** 0.5 for pile in piles])
+        drawn.append(pile.pop())
+    return drawn
+
+
+class Campaign:
+    """All mutants of one room, over some slots."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self._name, self._room, self._seed = name, ROOMS[name], seed
+        self._equivalents = read_equivalents(EQUIVALENTS)
+        self._seconds: dict[str, float] = {}
+
+    def run(self, num_mutants: int, num_jobs: int, progress: Progress) -> list[Outcome]:
+        mutants = draw(self._room, num_mutants, self._seed)
+        task = progress.add_task(f"{self._name}: preparing", total=len(mutants))
+        with tempfile.TemporaryDirectory(prefix="mutations-") as directory, ThreadPoolExecutor(num_jobs) as pool:
+            slots = list(pool.map(lambda i: SlotTree(Path(directory, str(i)), self._room), range(num_jobs)))
+            self._measure(mutants, pool, slots)
+            free: SimpleQueue[SlotTree] = SimpleQueue()
+            for slot in slots:
+                free.put(slot)
+
+            def test(mutant: Mutant) -> Outcome:
+                slot = free.get()
+                try:
+                    return self._test(mutant, slot)
+                finally:
+                    free.put(slot)
+                    progress.advance(task)
+
+            progress.update(task, description=self._name)
+            outcomes = list(pool.map(test, mutants))
+            for slot in slots:
+                slot.close()
+        return outcomes
+
+    def _measure(self, mutants: Sequence[Mutant], pool: ThreadPoolExecutor, slots: Sequence[SlotTree]) -> None:
+        """How long each file of tests takes without a mutation; they have to pass."""
+        files = sorted({test for mutant in mutants for test in self._room.tests[mutant.path]})
+
+        def measure(number: int) -> None:
+            for test in files[number :: len(slots)]:
+                code, self._seconds[test] = slots[number].run([test], 600.0)
+                if code != 0:
+                    raise SystemExit(f"{slots[number].log()}\n{test} fails without a mutation")
+
+        list(pool.map(measure, range(len(slots))))
+
+    def _test(self, mutant: Mutant, slot: SlotTree) -> Outcome:
+        source = (slot.tree / mutant.path).read_bytes()
+        before, after = mutant.diff(source)
+        reason = self._equivalents.get((mutant.path, before, after), "")
+        timeout_s = SPARE_S + SLOWEST * sum(self._seconds[test] for test in self._room.tests[mutant.path])
+        result = "equivalent" if reason else slot.test(mutant, source, timeout_s)
+        return Outcome(self._name, mutant.path, mutant.line(source), mutant.what, before, after, result, reason)
+
+
+def report(console: Console, name: str, outcomes: Sequence[Outcome]) -> float:
+    """Print what a room's tests saw, and what not; the killed share."""
+    counts = Counter(outcome.result for outcome in outcomes)
+    num_killed = counts["killed"] + counts["timeout"]
+    num_counted = num_killed + counts["survived"]
+    share = num_killed / num_counted if num_counted else 1.0
+    console.print(
+        f"{name}: {num_killed} of {num_counted} killed ({share:.0%}), {counts['timeout']} of them by time; "
+        f"{counts['equivalent']} equivalent, {counts['stillborn']} did not compile"
+    )
+    for outcome in outcomes:
+        if outcome.result == "survived":
+            console.print(f"  {outcome.path}:{outcome.line} ({outcome.what})", highlight=False)
+            console.print(f"    - {outcome.before}", style="red", highlight=False, markup=False)
+            console.print(f"    + {outcome.after}", style="green", highlight=False, markup=False)
+    return share
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.partition("\n")[0])
+    parser.add_argument("--room", choices=ROOMS, action="append", help="which to mutate; may be repeated (all)")
+    parser.add_argument("--mutants", type=int, default=60, metavar="N", help="of each room (60)")
+    parser.add_argument("--seed", type=int, default=1, help="which mutants (1)")
+    parser.add_argument("--jobs", type=int, default=2, help="tested at once (2)")
+    parser.add_argument("--share", type=float, default=0.9, help="killed share below which the exit code is 1 (0.9)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="every mutant and what became of it")
+    options = parser.parse_args()
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    outcomes: list[Outcome] = []
+    shares: list[float] = []
+    for name in options.room or ROOMS:
+        with Progress(*columns, console=console) as progress:
+            found = Campaign(name, options.seed).run(options.mutants, options.jobs, progress)
+        shares.append(report(Console(), name, found))
+        outcomes += found
+    if options.json is not None:
+        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    return 0 if min(shares) >= options.share else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,68 @@
+"""Mutants of C++ sources: textual patterns, applied outside of comments, strings and preprocessor lines."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import Final
+
+from tests.mutations.mutant import Mutant
+
+SWAPS: Final[dict[str, str]] = {
+    " < ": " <= ",
+    " <= ": " < ",
+    " > ": " >= ",
+    " >= ": " > ",
+    " == ": " != ",
+    " != ": " == ",
+    " && ": " || ",
+    " || ": " && ",
+    " + ": " - ",
+    " - ": " + ",
+    " * ": " / ",
+    " / ": " * ",
+    " % ": " * ",
+    " += ": " -= ",
+    "++": "--",
+    "true": "false",
+    "false": "true",
+    "std::min": "std::max",
+    "std::max": "std::min",
+    "fsync(": "fdatasync(",
+    "prep_fsync(": "prep_fdsync(",
+    "push_front": "push_back",
+    "kReadOnly": "kWritable",
+}
+SWAP: Final = re.compile("|".join(re.escape(text) for text in sorted(SWAPS, key=len, reverse=True)))
+NOT: Final = re.compile(r"!(?=[\w(])")
+NUMBER: Final = re.compile(r"(?<![\w.'])\d+(?![\w.'])")
+CONDITION: Final = re.compile(r"\bif \((?P<test>.*)\)(?= [{\w])")
+STATEMENT: Final = re.compile(r"^\s+(?P<call>[\w:.>\-]+(\(.*\))?( = .*)?;|--\w+;|\+\+[\w.\->]+;)$")
+KEPT: Final = re.compile(r"^\s*(return \w*;|using |static_|case |default:|const |constexpr |auto )")
+TEXT: Final = re.compile(r'//.*$|"(\\.|[^"\\])*"')
+
+
+def cpp_mutants(path: str, source: bytes) -> Iterator[Mutant]:
+    start = 0
+    for raw in source.decode().splitlines(keepends=True):
+        line = raw.rstrip("\n")
+        if line and not line.startswith("#") and "static_assert" not in line:
+            code = TEXT.sub(lambda found: " " * len(found[0]), line)  # places stay as they are
+            for begin, end, text, what in _changes(code):
+                yield Mutant(path, start + begin, start + end, text, what)
+        start += len(raw.encode())
+
+
+def _changes(code: str) -> Iterator[tuple[int, int, str, str]]:
+    for found in SWAP.finditer(code):
+        yield *found.span(), SWAPS[found[0]], "swap"
+    for found in NOT.finditer(code):
+        yield *found.span(), "", "dropped not"
+    for found in NUMBER.finditer(code):
+        yield *found.span(), str(int(found[0]) + 1), "constant"
+        if int(found[0]) > 0:
+            yield *found.span(), str(int(found[0]) - 1), "constant"
+    if (condition := CONDITION.search(code)) is not None and ";" not in condition["test"]:
+        yield *condition.span("test"), f"!({condition['test']})", "swapped branches"
+    if (statement := STATEMENT.match(code)) is not None and not KEPT.match(code):
+        yield *statement.span("call"), ";", "removed statement"

@@ -1,0 +1,123 @@
+"""A copy of the tree of its own, in which one mutant after the other is tested; the working tree is only read."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Final
+
+from tests.mutations.mutant import Mutant
+from tests.mutations.rooms import Room
+
+ROOT: Final = Path(__file__).resolve().parents[2]
+SLOT: Final = Path(__file__).parent / "slot"
+BUILD_TIMEOUT_S: Final = 900.0
+CORE_TEST_TIMEOUT_S: Final = 60.0
+
+
+class SlotTree:
+    def __init__(self, directory: Path, room: Room) -> None:
+        self.tree = directory / "tree"
+        self._room = room
+        self._build = directory / "build"
+        tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
+        for name in filter(None, tracked.stdout.split("\0")):
+            if (ROOT / name).is_file():  # not what was deleted and not committed yet
+                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy2(ROOT / name, self.tree / name)
+        if room.compiled:
+            self._configure()
+            self._compile(check=True)
+        environment = {
+            **os.environ,
+            "MUTATION_TREE": str(self.tree),
+            "MUTATION_LOG": str(directory / "log"),
+            "PYTHONPATH": os.pathsep.join([str(SLOT), str(self.tree)]),
+            "PYTHONDONTWRITEBYTECODE": "1",  # two mutants of one second and one size must not be taken for each other
+            "OMP_NUM_THREADS": "1",
+        }
+        self._worker = subprocess.Popen(
+            [sys.executable, "-m", "tests.mutations.worker", *room.warm],
+            cwd=self.tree,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def close(self) -> None:
+        self._stream(self._worker.stdin).close()
+        self._worker.wait()
+
+    def run(self, tests: Sequence[str], timeout_s: float) -> tuple[int | None, float]:
+        """Exit code of pytest (None: not in time) and seconds."""
+        stdin, stdout = self._stream(self._worker.stdin), self._stream(self._worker.stdout)
+        stdin.write(json.dumps({"tests": list(tests), "timeout_s": timeout_s}) + "\n")
+        stdin.flush()
+        answer = json.loads(stdout.readline())
+        return answer["code"], answer["seconds"]
+
+    def log(self) -> str:
+        """What the last run of pytest printed."""
+        return (self.tree.parent / "log").read_text(errors="replace")
+
+    def test(self, mutant: Mutant, source: bytes, timeout_s: float) -> str:
+        """ "killed", "timeout" or "survived"; "stillborn" if it does not compile."""
+        path = self.tree / mutant.path
+        path.write_bytes(mutant.apply(source))
+        try:
+            if self._room.compiled:
+                if not self._compile(check=False):
+                    return "stillborn"
+                if not self._core_test_passes():
+                    return "killed"
+            code, _ = self.run(self._room.tests[mutant.path], timeout_s)
+        finally:
+            path.write_bytes(source)
+        return "timeout" if code is None else "survived" if code == 0 else "killed"
+
+    def _configure(self) -> None:
+        cmake = ["cmake", "-S", str(self.tree), "-B", str(self._build), "-G", "Ninja", "--log-level=WARNING"]
+        nanobind = subprocess.run(
+            [sys.executable, "-m", "nanobind", "--cmake_dir"], capture_output=True, text=True, check=True
+        )
+        options = [
+            "-DCMAKE_BUILD_TYPE=Debug",
+            "-DCMAKE_CXX_FLAGS_DEBUG=-O0",
+            "-DINFINITY_BUILD_TESTS=ON",
+            f"-DPython_EXECUTABLE={sys.executable}",
+        ]
+        subprocess.run(
+            [*cmake, *options, f"-Dnanobind_DIR={nanobind.stdout.strip()}"], check=True, stdout=subprocess.DEVNULL
+        )
+
+    def _compile(self, *, check: bool) -> bool:
+        build = ["cmake", "--build", str(self._build), "--target", "_native", "core_test"]
+        run = subprocess.run(build, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
+        if check and run.returncode != 0:
+            raise SystemExit(run.stdout + run.stderr)
+        if run.returncode == 0:
+            (module,) = self._build.glob("_native*.so")
+            target = self.tree / "io_daemon" / module.name
+            shutil.copy2(module, target.with_suffix(".new"))
+            target.with_suffix(".new").rename(target)  # a new file: whoever has mapped the old one keeps it
+        return run.returncode == 0
+
+    def _core_test_passes(self) -> bool:
+        program = self._build / "csrc" / "tests" / "core_test"
+        try:
+            run = subprocess.run([program], capture_output=True, timeout=CORE_TEST_TIMEOUT_S, check=False)
+        except subprocess.TimeoutExpired:
+            return False
+        return run.returncode == 0
+
+    @staticmethod
+    def _stream(stream: IO[str] | None) -> IO[str]:
+        if stream is None:
+            raise ValueError("the worker's streams are pipes")
+        return stream
