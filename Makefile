@@ -16,7 +16,7 @@ SETUP := $(STAMPS)/setup
 BUILD := $(STAMPS)/build
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build check lint types test test-slow demo bench parity-full stress sanitize format clean
+.PHONY: help setup build check lint types test test-slow demo bench parity-full stress mutations sanitize format clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -83,6 +83,9 @@ stress: $(BUILD) ## ten million hand-overs through the rings, without a lost wak
 	  -DINFINITY_BUILD_TESTS=ON >/dev/null
 	@$(TOOLS) cmake --build build/stress -- --quiet
 	@build/stress/csrc/tests/ring_stress
+
+mutations: $(BUILD) ## how many of 240 small changes to the code its tests see (about 40 minutes)
+	@$(TOOLS) $(BIN)/python -m tests.mutations
 
 clean: ## everything that was made, but the virtual environment
 	@rm -rf build out .pytest_cache .mypy_cache .ruff_cache .hypothesis io_daemon/_native*.so
