@@ -6,7 +6,7 @@ import os
 import stat
 import tempfile
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal, get_args
+from typing import Annotated, Any, Final, Literal, Self, get_args
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -69,6 +69,36 @@ class ServeConfig(BaseModel):
         if len(set(resolved)) != len(resolved):
             raise ValueError("the same directory is named twice")
         return resolved
+
+
+class DaemonSettings(BaseModel):
+    """What a job chooses of a daemon that it starts. A field is a key of the ``io_daemon`` section and, by the same
+    name, an option of ``io-daemon serve`` and ``infinity run``: whoever passes settings on passes this."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", from_attributes=True)
+
+    engine: EngineChoice = "auto"
+    block_size: int | Literal["auto"] = "auto"
+    queue_depth: int | Literal["auto"] = "auto"
+    verify_checksums: bool = True
+
+    @classmethod
+    def of(cls, section: object) -> Self:
+        """Those of ``section``'s attributes that are fields here."""
+        return cls.model_validate(section, from_attributes=True)
+
+    def chosen(self) -> dict[str, object]:
+        """By name, what differs from the default."""
+        fields = type(self).model_fields
+        return {name: getattr(self, name) for name in fields if getattr(self, name) != fields[name].default}
+
+    def options(self) -> list[str]:
+        """As ``io-daemon serve`` takes them."""
+        words: list[str] = []
+        for name, value in self.chosen().items():
+            option = name.replace("_", "-")
+            words += [f"--no-{option}"] if value is False else [f"--{option}", str(value)]
+        return words
 
 
 def default_socket_path() -> Path:

@@ -15,8 +15,10 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
+from typing import Any
 
 from io_daemon.command.interrupt import EXIT_INTERRUPTED, quiet_interrupt
+from io_daemon.config import DaemonSettings
 from io_daemon.errors import ConfigError, WorldError
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
@@ -214,7 +216,8 @@ def _run_parser() -> argparse.ArgumentParser:
     parser.add_argument("--queue-depth", metavar="N", help="I/Os in flight (default 32)")
     parser.add_argument(
         "--no-verify-checksums",
-        action="store_true",
+        dest="verify_checksums",
+        action="store_false",
         help="do not check blocks that are read back",
     )
     return parser
@@ -222,16 +225,9 @@ def _run_parser() -> argparse.ArgumentParser:
 
 def split_run_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
     """(words of ``infinity run``, words of torchrun): the second list starts at the first word not known here."""
-    lone, paired = (
-        {"-h", "--help", "--no-verify-checksums"},
-        {
-            "--swap-dir",
-            "--socket",
-            "--engine",
-            "--block-size",
-            "--queue-depth",
-        },
-    )
+    actions = _run_parser()._actions
+    lone = {name for action in actions if action.nargs == 0 for name in action.option_strings}
+    paired = {name for action in actions for name in action.option_strings} - lone
     i = 0
     while i < len(words):
         name, equals, _ = words[i].partition("=")
@@ -257,13 +253,11 @@ def _run(words: list[str]) -> int:
 
     from infinity.tiers.launch import DaemonProcess
 
-    options = ["--no-verify-checksums"] if parsed.no_verify_checksums else []
-    for name, value in (
-        ("--engine", parsed.engine),
-        ("--block-size", parsed.block_size),
-        ("--queue-depth", parsed.queue_depth),
-    ):
-        options += [] if value is None else [name, value]
+    options: list[str] = []
+    for action in parser._actions:
+        value: Any = getattr(parsed, action.dest, None)
+        if action.dest in DaemonSettings.model_fields and value is not action.default:
+            options += action.option_strings[:1] if action.nargs == 0 else [action.option_strings[0], value]
     with DaemonProcess(swap_dirs=parsed.swap_dir, socket=parsed.socket, options=options, private=False) as daemon:
         code = _torchrun(rest, socket=str(daemon.socket))
         if (status := daemon.poll()) is not None:

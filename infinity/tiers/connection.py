@@ -15,7 +15,8 @@ from infinity.plan.memory_plan import MemoryPlan
 from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.daemon import DaemonStore
-from infinity.tiers.launch import DaemonProcess, daemon_options
+from infinity.tiers.launch import DaemonProcess
+from io_daemon.config import DaemonSettings
 from io_daemon.rank.client import Client
 
 PROBE_TIMEOUT_S = 1.0
@@ -96,12 +97,7 @@ class DaemonConnection(HostTier):
             return None
         self._process = DaemonProcess(
             swap_dirs=self._config.swap_dirs or (self._environment.temp_dir,),
-            options=daemon_options(
-                engine=settings.engine,
-                block_bytes=settings.block_size,
-                queue_depth=settings.queue_depth,
-                verify_checksums=settings.verify_checksums,
-            ),
+            options=DaemonSettings.of(settings).options(),
             environment=self._environment,
         )
         return str(self._process.socket)
@@ -116,16 +112,13 @@ class DaemonConnection(HostTier):
 
     def _refuse_other_settings(self, socket_path: str) -> None:
         """A daemon that runs already has its own I/O settings: the configuration's would be ignored."""
-        settings = self._config.io_daemon
-        for name in ("engine", "block_size", "queue_depth", "verify_checksums"):
-            value = getattr(settings, name)
-            if value != type(settings).model_fields[name].default:
-                raise ConfigError(
-                    f"io_daemon.{name}",
-                    value,
-                    f"the daemon at {socket_path} has settings of its own: give this one to `io-daemon serve` or "
-                    "`infinity run` instead, and remove it here",
-                )
+        for name, value in DaemonSettings.of(self._config.io_daemon).chosen().items():
+            raise ConfigError(
+                f"io_daemon.{name}",
+                value,
+                f"the daemon at {socket_path} has settings of its own: give this one to `io-daemon serve` or "
+                "`infinity run` instead, and remove it here",
+            )
 
     def _swap_dirs(self, client: Client) -> list[str]:
         for path in self._config.swap_dirs:

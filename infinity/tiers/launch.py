@@ -8,9 +8,6 @@ from pathlib import Path
 
 from infinity.config.environment import Environment, read_environment
 from io_daemon.rank import process
-from io_daemon.rank.process import daemon_options
-
-__all__ = ["DAEMON_COMMAND", "DaemonProcess", "daemon_options"]
 
 DAEMON_COMMAND = process.DAEMON_COMMAND
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Literal, NoReturn, Self
+from typing import IO, Any, NoReturn, Self
 
 from io_daemon.config import socket_parents
 from io_daemon.errors import ConfigError, DaemonLostError
@@ -54,7 +54,7 @@ class DaemonProcess:
         directories: Sequence[Path] | None = None,
     ) -> None:
         """``socket``: where to listen; None = in a fresh directory that only this user can enter, removed at the end.
-        ``options``: further options of ``io-daemon serve``, see ``daemon_options``. ``private``: the daemon ends with
+        ``options``: further options of ``io-daemon serve``, see ``DaemonSettings``. ``private``: the daemon ends with
         its last tenant. ``directories``: where the fresh directory may be made, the first that fits; None = where this
         user's sockets belong."""
         if not swap_dirs:
@@ -150,28 +150,6 @@ class DaemonProcess:
                 f"the I/O daemon refuses to start{last_words}",
             )
         raise DaemonLostError(f"the I/O daemon ended with status {status} before it was ready{last_words}")
-
-
-def daemon_options(
-    *,
-    engine: str,
-    block_bytes: int | Literal["auto"],
-    queue_depth: int | Literal["auto"],
-    verify_checksums: bool,
-    host_budget_bytes: int | None = None,
-) -> list[str]:
-    """The settings of an ``io_daemon`` section as options of ``io-daemon serve``."""
-    options = [
-        "--engine",
-        engine,
-        "--block-size",
-        str(block_bytes),
-        "--queue-depth",
-        str(queue_depth),
-    ]
-    if host_budget_bytes is not None:
-        options += ["--host-budget", str(host_budget_bytes)]
-    return options if verify_checksums else [*options, "--no-verify-checksums"]
 
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:

@@ -22,6 +22,7 @@ from io_daemon.bench.steps.replay import Replay, StepFigures, writes_at_most
 from io_daemon.bench.steps.room import arena_room_bytes, disk_room_bytes
 from io_daemon.bench.steps.step_scale import is_fine, of_node, scaled, with_budget
 from io_daemon.bench.steps.step_settings import StepSettings
+from io_daemon.config import DaemonSettings
 from io_daemon.errors import BudgetError, ConfigError, SwapSpaceError
 from io_daemon.machine.cpu_load import AcceleratorLoad, CpuLoad, Load
 from io_daemon.machine.facts import describe_machine
@@ -29,7 +30,7 @@ from io_daemon.machine.tuning import Chosen, choose
 from io_daemon.policy.step_trace import StepTrace, load, work_before
 from io_daemon.policy.window import ahead_bytes
 from io_daemon.rank.client import Client
-from io_daemon.rank.process import DaemonProcess, daemon_options
+from io_daemon.rank.process import DaemonProcess
 
 SETTLE_STEPS_MIN, SETTLE_STEPS_MAX = 2, 6
 """After the plan is there."""
@@ -134,13 +135,9 @@ def _load_for(settings: StepSettings, trace: StepTrace, cpu: CpuLoad) -> Load:
 
 def _daemon_for(settings: StepSettings, chosen: Chosen) -> DaemonProcess:
     """A daemon of our own, as training starts one."""
-    options = daemon_options(
-        engine=chosen.engine,
-        block_bytes=chosen.block_bytes,
-        queue_depth=chosen.queue_depth,
-        verify_checksums=settings.verify,
-    )
-    return DaemonProcess(swap_dirs=settings.directories, options=options)
+    values = {"engine": chosen.engine, "block_size": chosen.block_bytes, "queue_depth": chosen.queue_depth}
+    daemon_settings = DaemonSettings.model_validate({**values, "verify_checksums": settings.verify})
+    return DaemonProcess(swap_dirs=settings.directories, options=daemon_settings.options())
 
 
 def _settle(replay: Replay, observer: Observer) -> int:

@@ -21,11 +21,12 @@ from io_daemon.bench.steps.replay import Replay, writes_at_most
 from io_daemon.bench.steps.room import arena_room_bytes, disk_room_bytes
 from io_daemon.bench.steps.step_scale import scaled
 from io_daemon.bench.sweep_plan import Cell
+from io_daemon.config import DaemonSettings
 from io_daemon.machine.cpu_load import AcceleratorLoad, CpuLoad
 from io_daemon.policy.step_trace import StepTrace, load
 from io_daemon.policy.window import ahead_bytes
 from io_daemon.rank.client import Client
-from io_daemon.rank.process import DaemonProcess, daemon_options
+from io_daemon.rank.process import DaemonProcess
 
 TRACE: Final = "gpt-168m"
 """Of those that ship the one whose scaled arena holds the most leases."""
@@ -144,7 +145,5 @@ def _take_turns(replays: Sequence[Replay], observer: Observer) -> list[list[floa
 
 
 def _daemon(cell: Cell, directories: Sequence[Path]) -> DaemonProcess:
-    options = daemon_options(
-        engine=f"require:{cell.engine}", block_bytes=cell.bs, queue_depth=cell.iodepth, verify_checksums=True
-    )
-    return DaemonProcess(swap_dirs=directories, options=options)
+    values = {"engine": f"require:{cell.engine}", "block_size": cell.bs, "queue_depth": cell.iodepth}
+    return DaemonProcess(swap_dirs=directories, options=DaemonSettings.model_validate(values).options())

@@ -19,7 +19,8 @@ from infinity.config import Environment
 from infinity.config.parse import SOCKET_PATH_BYTES_MAX
 from infinity.errors import ConfigError, DaemonLostError
 from infinity.tiers import launch
-from infinity.tiers.launch import DaemonProcess, daemon_options
+from infinity.tiers.launch import DaemonProcess
+from io_daemon.config import DaemonSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 60.0
@@ -66,7 +67,9 @@ def _ended(pid: int, timeout_s: float = 30.0) -> bool:
 def test_a_private_daemon_serves_and_leaves_nothing(tmp_path: Path) -> None:
     swap_dir = tmp_path / "swap"
     swap_dir.mkdir()
-    options = daemon_options(engine="require:posix", block_bytes=65536, queue_depth=4, verify_checksums=False)
+    settings = DaemonSettings(engine="require:posix", block_size=65536, queue_depth=4, verify_checksums=False)
+    options = settings.options()
+    assert "--no-verify-checksums" in options
     with DaemonProcess(swap_dirs=[swap_dir], options=options) as daemon:
         directory = daemon.socket.parent
         assert stat.S_IMODE(directory.stat().st_mode) == 0o700
