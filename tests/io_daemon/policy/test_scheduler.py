@@ -448,6 +448,62 @@ def test_a_write_lease_behind_a_failed_swap_in_does_not_need_it() -> None:
     assert granted(tenant, writer)
 
 
+def fail(tenant: ModelTenant, action: StartIo) -> None:
+    tenant.finish(action.io_id, Outcome(Status.IO_ERROR, errno.EIO, action.offset, PAGE_BYTES, 0))
+
+
+def test_a_failed_lease_frees_its_siblings() -> None:
+    """The kinds that did not fail: their frames for whoever is short, their objects for whoever stands behind."""
+    tenant = tenant_of(4, TWO_KINDS, ChunkSpec((PAGE_BYTES,) * 4))
+    write(tenant, 0, 3)
+    write(tenant, 1, 15)
+    assert record(tenant, 0).state is ObjectState.ABSENT
+    failing, behind = tenant.acquire(0, read=3), tenant.acquire(0, read=1, write=1)
+    short = tenant.acquire(1, write=15)
+    tenant.finish(next(io.io_id for io in in_flight(tenant, write=False) if io.kind == 0))
+    assert not granted(tenant, behind), "the first lease holds what is there already"
+    fail(tenant, next(io for io in in_flight(tenant, write=False) if io.kind == 1))
+    assert failing in tenant.failures
+    assert granted(tenant, behind)
+    assert not granted(tenant, short)
+    tenant.release(behind)
+    tenant.finish_all()
+    assert granted(tenant, short)
+
+
+def test_the_lease_behind_a_writer_is_spared_by_a_failed_swap_in() -> None:
+    """It waits for what the writer will leave, not for what could not be read."""
+    tenant = tenant_of(2, ONE, ONE, ONE)
+    write(tenant, 0)
+    evict(tenant, 0, range(3))
+    reader, writer, behind = tenant.acquire(0, read=1), tenant.acquire(0, write=1), tenant.acquire(0, read=1)
+    (action,) = in_flight(tenant, write=False)
+    fail(tenant, action)
+    assert reader in tenant.failures
+    assert granted(tenant, writer)
+    assert behind not in tenant.failures
+    tenant.release(writer, dirty=1)
+    assert granted(tenant, behind)
+
+
+def test_frames_of_an_overtaker_count_while_it_holds_them_and_no_longer() -> None:
+    tenant = tenant_of(5, *[ONE] * 3, ChunkSpec((PAGE_BYTES,) * 4))
+    for chunk in range(2):
+        write(tenant, chunk)
+    holder = tenant.acquire(2, write=1)
+    large = tenant.acquire(3, write=15)
+    for _ in range(3):
+        first, second = tenant.acquire(0, read=1), tenant.acquire(1, read=1)
+        assert granted(tenant, first), "5 frames less this one still hold the 4 that are waited for"
+        assert not granted(tenant, second), "less two they do not"
+        tenant.release(second)
+        tenant.release(first)
+    assert not granted(tenant, large)
+    tenant.release(holder)
+    tenant.finish_all()
+    assert granted(tenant, large)
+
+
 def test_a_failed_swap_out_loses_nothing_and_stops_the_tenant() -> None:
     tenant = tenant_of(2, TWO_KINDS, TWO_KINDS)
     write(tenant, 0, 1)
