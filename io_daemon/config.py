@@ -45,7 +45,7 @@ class ServeConfig(BaseModel):
     parent_pidfd: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
     """End when the process that this inherited pidfd names is gone. None: where ``private``, whoever is the parent."""
     host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=UNLIMITED_BYTES)] = UNLIMITED_BYTES
-    """Most arena bytes of one tenant."""
+    """Most arena bytes of all tenants together; never more than the machine's memory allows."""
     swap_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=UNLIMITED_BYTES)] = UNLIMITED_BYTES
     """Most swap-file bytes of one tenant, over all directories."""
     lock_timeout_s: Timeout = 60.0

@@ -130,7 +130,7 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
         "--host-budget-bytes",
         type=parse_bytes,
         default=UNLIMITED_BYTES,
-        help="most arena bytes of one tenant; default: none",
+        help="most arena bytes of all tenants together; default: 90%% of the memory",
     )
     serve.add_argument(
         "--swap-budget-bytes",

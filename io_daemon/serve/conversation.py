@@ -42,6 +42,11 @@ from io_daemon.shared.protocol import PROTOCOL_VERSION
 log = logging.getLogger(__name__)
 
 HELLO_TIMEOUT_S: Final = 10.0
+IDLE_TIMEOUT_S: Final = 600.0
+"""A connection without a tenant is given up when nothing has been asked for so long."""
+REQUEST_BYTES_MAX: Final = 4 << 10
+ATTACH_BYTES_MAX: Final = 2 << 20
+"""It names up to 256 paths."""
 SEND_TIMEOUT_S: Final = 30.0
 """A rank that takes its answer so slowly is taken for hung."""
 SO_PEERPIDFD: Final = 77
@@ -55,6 +60,8 @@ class Peer:
 
     pid: int
     departure: asyncio.Future[Ended | None]
+    attached: bool = False
+    """It has, or had, a tenant: then it may be silent as long as it likes."""
 
     def depart(self, ended: Ended | None) -> None:
         if not self.departure.done():
@@ -71,6 +78,7 @@ class Conversation:
         self._channel = channel
         self._peer = peer
         self._tenant: Tenant | None = None
+        self._greeted = False
 
     async def run(self) -> Ended | None:
         """Until the rank leaves, or must; what to tell it then."""
@@ -97,20 +105,32 @@ class Conversation:
                 self._node.detached(tenant)
 
     async def _next_question(self) -> tuple[Message, list[int]] | None:
-        """None if the rank hung up or must go."""
-        receiving = asyncio.ensure_future(self._channel.receive())
+        """None if the rank hung up or must go. Raises TimeoutError if it says nothing without having attached."""
+        receiving = asyncio.ensure_future(self._channel.receive(self._bytes_max()))
         either: set[asyncio.Future[Any]] = {receiving, self._peer.departure}
-        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-        if self._peer.departure.done():
+        timeout_s = None if self._peer.attached else IDLE_TIMEOUT_S
+        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+        if not receiving.done():
             receiving.cancel()
             with contextlib.suppress(asyncio.CancelledError, OSError, ProtocolError):
                 if (item := await receiving) is not None:
                     close_all(item[1])
+            if not self._peer.departure.done():
+                raise TimeoutError
+            return None
+        if self._peer.departure.done():
+            with contextlib.suppress(OSError, ProtocolError, TimeoutError):
+                if (item := receiving.result()) is not None:
+                    close_all(item[1])
             return None
         return receiving.result()
 
+    def _bytes_max(self) -> int:
+        """Of the longest message that may come now."""
+        return ATTACH_BYTES_MAX if self._greeted and not self._peer.attached else REQUEST_BYTES_MAX
+
     async def _greet(self) -> None:
-        item = await self._channel.receive()
+        item = await self._next_question()
         if item is None:
             raise OSError(errno.ECONNRESET, "hung up before hello")
         hello, fds = item
@@ -125,6 +145,7 @@ class Conversation:
             await self._channel.send(Fault.of(mismatch))
             raise mismatch
         await self._channel.send(self._node.welcome())
+        self._greeted = True
 
     async def _answer(self, message: Message, fds: Sequence[int]) -> None:
         answer: Message
@@ -146,7 +167,7 @@ class Conversation:
         if self._tenant is not None or len(fds) != 1:
             raise ProtocolError("attach: once, with exactly one fd")
         self._tenant = await self._node.attach(request, fds[0], self._peer.pid, self._peer.depart)
-        self.had_tenant = True
+        self.had_tenant = self._peer.attached = True
         self._tenant.serve()
         return self._tenant.attached()
 

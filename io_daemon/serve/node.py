@@ -7,11 +7,13 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
-from io_daemon.config import ServeConfig
+from io_daemon.config import UNLIMITED_BYTES, ServeConfig
 from io_daemon.disk.swap_file import Owner
 from io_daemon.errors import BudgetError, ConfigError
+from io_daemon.machine.meminfo import cgroup_ram_max_bytes, meminfo
 from io_daemon.serve.planner import Planner
 from io_daemon.serve.swap_device import SwapDevice
 from io_daemon.serve.tenant import Tenant
@@ -23,6 +25,17 @@ from io_daemon.shared.protocol import PROTOCOL_VERSION
 log = logging.getLogger(__name__)
 
 
+MEMORY_SHARE: Final = 0.9
+"""Of the machine's memory, or the container's, that arenas may take where no budget was named. Arenas are pinned while
+the reactors have them registered, so the rest is all that everything else can live in."""
+
+
+def memory_budget_bytes() -> int:
+    """Most bytes of arenas that this machine can hold."""
+    limits = (meminfo(Path("/proc")).get("MemTotal"), cgroup_ram_max_bytes(Path("/sys")))
+    return int(MEMORY_SHARE * min((limit for limit in limits if limit is not None), default=UNLIMITED_BYTES))
+
+
 class Node:
     def __init__(self, config: ServeConfig, devices: Sequence[SwapDevice]) -> None:
         self.tenants: set[Tenant] = set()
@@ -32,6 +45,9 @@ class Node:
         self._planner = Planner()
         self._started_s = time.monotonic()
         self._draining = False
+        self._host_budget_bytes = min(config.host_budget_bytes, memory_budget_bytes())
+        self._arenas_bytes = 0
+        """Of all tenants together."""
 
     def welcome(self) -> Welcome:
         return Welcome(protocol_version=PROTOCOL_VERSION, swap_dirs=tuple(self._devices))
@@ -49,23 +65,29 @@ class Node:
                 "or start it with another --swap-dir",
             )
         num_bytes = arena_bytes(request.num_frames, request.frame_bytes)
-        if num_bytes > self._config.host_budget_bytes:
+        if self._arenas_bytes + num_bytes > self._host_budget_bytes:
             raise BudgetError(
                 key="--host-budget-bytes",
-                budget_bytes=self._config.host_budget_bytes,
-                smallest_bytes=num_bytes,
-                reason=f"rank {request.rank} of {request.job} brings an arena of {num_bytes} bytes",
+                budget_bytes=self._host_budget_bytes,
+                smallest_bytes=self._arenas_bytes + num_bytes,
+                reason=f"rank {request.rank} of {request.job} brings an arena of {num_bytes} bytes, "
+                f"and {self._arenas_bytes} are taken by the ranks that are there",
             )
-        tenant = await Tenant.attach(
-            request,
-            arena_fd,
-            pid,
-            [self._devices[path] for path in request.swap_dirs],
-            self._config,
-            self._owner,
-            self._planner,
-            on_end,
-        )
+        self._arenas_bytes += num_bytes  # from now on: another rank may ask while this one's arena is registered
+        try:
+            tenant = await Tenant.attach(
+                request,
+                arena_fd,
+                pid,
+                [self._devices[path] for path in request.swap_dirs],
+                self._config,
+                self._owner,
+                self._planner,
+                on_end,
+            )
+        except BaseException:
+            self._arenas_bytes -= num_bytes
+            raise
         self.tenants.add(tenant)
         log.info("%s: attached with %d frames of %d bytes", tenant, request.num_frames, request.frame_bytes)
         return tenant
@@ -81,6 +103,7 @@ class Node:
 
     def detached(self, tenant: Tenant) -> None:
         self.tenants.discard(tenant)
+        self._arenas_bytes -= tenant.arena_bytes
         log.info("%s: gone", tenant)
         if not self.tenants:
             gc.collect()

@@ -22,6 +22,7 @@ from io_daemon.serve.startup import (
     choose_engine,
     keep_threads_apart,
     listening,
+    raise_open_files_limit,
     raise_priority,
     reclaim_unless,
     watching_parent,
@@ -34,6 +35,9 @@ log = logging.getLogger(__name__)
 LAST_WORDS_TIMEOUT_S: Final = 1.0
 FIRST_TENANT_TIMEOUT_S: Final = 3600.0
 """A private daemon to which nobody has come after so long was started by somebody who is gone."""
+WAITING_OF_PROCESS_MAX: Final = 32
+WAITING_MAX: Final = 256
+"""Connections that have not attached."""
 ACCEPT_RETRY_S: Final = 1.0
 
 
@@ -41,6 +45,7 @@ async def serve(config: ServeConfig) -> int:
     """Run until told to end; the exit code. Raises ConfigError or WorldError if the daemon cannot start."""
     raise_priority()
     keep_threads_apart()
+    raise_open_files_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -144,8 +149,18 @@ class Server:
             log.warning("process %d of user %d is not allowed here", pid, uid)
             sock.close()
             return
+        self._make_room(pid)
         peer = Peer(pid, asyncio.get_running_loop().create_future())
         self._peers[peer] = asyncio.ensure_future(self._converse(sock, peer))
+
+    def _make_room(self, pid: int) -> None:
+        """Connections without a tenant never shut ranks out: of too many, the oldest goes."""
+        waiting = [peer for peer in self._peers if not (peer.attached or peer.departure.done())]
+        of_process = [peer for peer in waiting if peer.pid == pid]
+        if len(of_process) >= WAITING_OF_PROCESS_MAX:
+            of_process[0].depart(Ended(reason=f"process {pid} has too many connections", by_fault=True))
+        elif len(waiting) >= WAITING_MAX:
+            waiting[0].depart(Ended(reason="too many connections wait to attach", by_fault=False))
 
     async def _converse(self, sock: socket.socket, peer: Peer) -> None:
         """One connection, from hello to the end of its tenant."""

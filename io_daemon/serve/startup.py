@@ -8,6 +8,7 @@ import gc
 import json
 import logging
 import os
+import resource
 import socket
 import stat
 import sys
@@ -51,6 +52,13 @@ def keep_threads_apart() -> None:
     gc.freeze()
     youngest, young, _ = gc.get_threshold()
     gc.set_threshold(youngest, young, NEVER)
+
+
+def raise_open_files_limit() -> None:
+    """To what this process is allowed: a tenant takes about ten descriptors."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def choose_engine(choice: str) -> tuple[str, list[str]]:

@@ -26,6 +26,7 @@ from io_daemon.policy.window import ahead_bytes, window_frames
 from io_daemon.serve.holdings import NUM_CQES, NUM_SQES, Holdings
 from io_daemon.serve.planner import Planner
 from io_daemon.serve.swap_device import SwapDevice
+from io_daemon.shared.arena import arena_bytes
 from io_daemon.shared.control import Attach, Attached, Ended
 from io_daemon.shared.metrics import IoTotals, TenantStats
 from io_daemon.shared.protocol import ChunkSpec, Opcode, Status
@@ -120,6 +121,11 @@ class Tenant:
         except BaseException:
             await asyncio.to_thread(holdings.close)
             raise
+
+    @property
+    def arena_bytes(self) -> int:
+        """Header page included."""
+        return arena_bytes(self._request.num_frames, self.frame_bytes)
 
     def __str__(self) -> str:
         return f"{self.job} rank {self.rank} (pid {self.pid})"

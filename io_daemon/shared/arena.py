@@ -21,6 +21,8 @@ from io_daemon.shared.wire import ARENA_HEADER, ARENA_MAGIC
 
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PREFAULT_THREADS_MAX: Final = 8
+STAT_BLOCK_BYTES: Final = 512
+"""Of ``st_blocks``, whatever the filesystem."""
 
 LockMemory = Literal["auto", "require", "off"]
 
@@ -123,6 +125,9 @@ def adopt_arena(fd: int, num_frames: int, frame_bytes: int) -> Region:
     num_bytes = os.fstat(fd).st_size
     if num_bytes != expected_bytes:
         raise ProtocolError(f"the arena holds {num_bytes} bytes, its geometry needs {expected_bytes}")
+    populated_bytes = os.fstat(fd).st_blocks * STAT_BLOCK_BYTES
+    if populated_bytes < expected_bytes:  # what is missing, the daemon would have to allocate, and to answer for
+        raise ProtocolError(f"the arena is not populated: {populated_bytes} of its {expected_bytes} bytes are there")
     try:
         region = Region(fd, num_bytes, writable=True)
     except OSError as error:

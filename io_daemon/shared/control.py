@@ -25,6 +25,8 @@ from io_daemon.shared.metrics import DaemonStatus, TenantStats
 MESSAGE_BYTES_MAX: Final = 64 << 20
 CHUNKS_MAX: Final = 1 << 22
 TRACE_BYTES_MAX: Final = 128 << 20
+MESSAGE_TIMEOUT_S: Final = 10.0
+"""From a message's first bytes to its last."""
 FDS_MAX: Final = 8
 RECEIVE_BYTES: Final = 256 << 10
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(FDS_MAX * array.array("i").itemsize)
@@ -227,13 +229,19 @@ class Assembler:
         if len(self._fds) > FDS_MAX:
             raise errors.ProtocolError(f"more than {FDS_MAX} fds came with one message")
 
-    def take(self) -> tuple[Message, list[int]] | None:
-        """The next whole message and the fds that came with it; None if bytes are missing."""
+    @property
+    def is_empty(self) -> bool:
+        """No message has begun."""
+        return not self._data
+
+    def take(self, bytes_max: int = MESSAGE_BYTES_MAX) -> tuple[Message, list[int]] | None:
+        """The next whole message and the fds that came with it; None if bytes are missing. Raises ProtocolError for one
+        that is longer than ``bytes_max``, as soon as it says so."""
         if len(self._data) < LENGTH.size:
             return None
         (body_bytes,) = LENGTH.unpack_from(self._data)
-        if body_bytes > MESSAGE_BYTES_MAX:
-            raise errors.ProtocolError(f"message of {body_bytes} bytes is longer than {MESSAGE_BYTES_MAX}")
+        if body_bytes > bytes_max:
+            raise errors.ProtocolError(f"message of {body_bytes} bytes is longer than {bytes_max}")
         end = LENGTH.size + body_bytes
         if len(self._data) < end:
             return None
@@ -326,14 +334,20 @@ class AsyncChannel:
         if data:
             await self._loop.sock_sendall(self.socket, data)
 
-    async def receive(self) -> tuple[Message, list[int]] | None:
-        """The next message; None at the end of the stream. Raises ProtocolError or OSError."""
-        while (item := self._assembler.take()) is None:
+    async def receive(self, bytes_max: int) -> tuple[Message, list[int]] | None:
+        """The next message, however long it takes to begin; None at the end of the stream. Raises ProtocolError,
+        OSError, or TimeoutError if it has begun and is not whole in time."""
+        begun_s: float | None = None
+        while (item := self._assembler.take(bytes_max)) is None:
             try:
                 if not _receive(self.socket, self._assembler):
                     return None
             except BlockingIOError:
-                await self._readable()
+                if self._assembler.is_empty:
+                    await self._readable()
+                    continue
+                begun_s = self._loop.time() if begun_s is None else begun_s
+                await asyncio.wait_for(self._readable(), begun_s + MESSAGE_TIMEOUT_S - self._loop.time())
         return item
 
     async def _readable(self) -> None:
