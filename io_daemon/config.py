@@ -29,7 +29,7 @@ UNLIMITED_BYTES: Final = (1 << 63) - 1
 
 
 class ServeConfig(BaseModel):
-    """What ``io-daemon serve`` runs with. Budgets are per tenant."""
+    """What ``io-daemon serve`` runs with. The swap budget is per tenant."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
