@@ -5,7 +5,7 @@ Frames are looked for in three ways, most urgent first:
 - ``reclaim``: a lease is short of frames. Whatever nobody holds may go, the farthest next use first.
 - ``look_ahead``: walks the trace from the cursor, within a window of frames, and readies each access: swaps in what
   will be read, keeps frames free for what will only be written. It evicts only what is used later than what it
-  readies, and leaves one largest lease's worth of frames out of flight.
+  readies.
 - ``write_behind``: cleans the next victims, so that a lease rarely waits for a write.
 
 Contents are given up only on the rank's word (a dead release, a dirty release of newer contents), never because the
@@ -54,7 +54,6 @@ class HostTier:
         """(tick, frames readied, those of them kept free) of accesses between cursor and pointer that needed any."""
         self._readied_frames = 0
         self._kept_free_frames = 0
-        self._since_rebuild = 0
         self._short_at = -1
         """Tick at which frames were last short, so that something had to leave."""
 
@@ -74,10 +73,7 @@ class HostTier:
     def note_access(self, lease: Lease) -> None:
         """A lease was asked for: move the cursor, predict next uses, count hits."""
         cursor = self._cursor
-        expected = cursor.tick
         tick = cursor.advance(lease.chunk.chunk_id, lease.read_mask, lease.write_mask)
-        if tick > expected:
-            self._rejudge_skipped(expected, tick)
         counters = self.counters.totals
         for item in lease.objects:
             if lease.read_mask >> item.kind & 1 and not item.flags & _BORN:
@@ -91,9 +87,6 @@ class HostTier:
             cursor.predict(item, tick)
         while self._readied and self._readied[0][0] < cursor.tick:
             self._forget_readied(self._readied.popleft())
-        self._since_rebuild += 1
-        if cursor.plan is None and self._since_rebuild > max(256, len(self._order)):
-            self._rebuild()
 
     # What is there, and what it came to.
 
@@ -151,11 +144,6 @@ class HostTier:
             return True
         self._transfers.hurry()
         return False
-
-    def expect(self, item: SwapObject) -> None:
-        """A queued lease will want this object: it should be among the last to go."""
-        if item.holds == 0 and item.state is _RESIDENT and not item.flags & _PINNED:
-            self._order.push(item, self._cursor.tick)
 
     def fill(self, item: SwapObject) -> None:
         """A lease waits for the contents."""
@@ -263,9 +251,6 @@ class HostTier:
     def _drop(self, item: SwapObject) -> None:
         self.counters.totals.evictions += 1
         self._transfers.drop(item)
-        self._cursor.refresh(item)
-        if item.next_use < self._pointer:
-            self._rewind(item.next_use)
 
     def _look_ahead(self) -> None:
         cursor = self._cursor
@@ -291,9 +276,6 @@ class HostTier:
         if num_frames == 0:
             return True
         if self._readied and self._readied_frames + num_frames > self._window_frames:
-            return False
-        in_flight_max = self._catalog.usable_frames - self._catalog.demand_frames_max
-        if self._transfers.frames_idle_in + num_frames - num_kept_free > in_flight_max:
             return False
         if not self._make_room(self._kept_free_frames + num_frames, after=tick, demand=False):
             return False
@@ -341,20 +323,7 @@ class HostTier:
         for item in clean:
             self._rest(item)
 
-    def _rejudge_skipped(self, begin: int, end: int) -> None:
-        """Accesses in [begin, end) were left out: what they were to use is next used later than was thought."""
-        for tick in range(begin, min(end, begin + LOOK_AHEAD_STEPS_MAX)):
-            chunk_id, read_mask, write_mask = self._cursor.access_at(tick)
-            chunk = self._catalog.chunks[chunk_id]
-            for kind in KINDS_OF[read_mask | write_mask]:
-                item = chunk.objects[kind]
-                if item is not None and item in self._order:
-                    self._cursor.refresh(item)
-                    self._order.push(item, rank_of(item, self._cursor.tick))
-
     def _rebuild(self) -> None:
-        self._since_rebuild = 0
-
         def rank(item: SwapObject) -> int:
             self._cursor.refresh(item)
             return rank_of(item, self._cursor.tick)

@@ -298,8 +298,6 @@ class TenantScheduler:
         self._serve_queue()
         if lease.state is _QUEUED:
             self._tier.counters.totals.waits += 1
-            for item in objects:
-                self._tier.expect(item)
         return True
 
     def _release(self, chunk_id: int, seq: int, dirty_mask: int, dead_mask: int) -> bool:

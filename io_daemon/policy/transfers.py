@@ -48,8 +48,6 @@ class Transfers:
         self.free_frames = list(range(num_frames - 1, -1, -1))
         self.started: list[StartIo | Hurry] = []
         self.resident_bytes = [0] * KINDS_MAX
-        self.frames_idle_in = 0
-        """Frames of swap-ins that no lease holds: prefetch in flight."""
         self.frames_idle_out = 0
         """Frames of swap-outs that no lease holds: soon clean, and then free for the asking."""
         self._frame_bytes = frame_bytes
@@ -183,7 +181,5 @@ class Transfers:
         self.store(item)
 
     def _count_idle(self, item: SwapObject, num_frames: int) -> None:
-        if item.state is _SWAPPING_IN:
-            self.frames_idle_in += num_frames
-        elif item.state is _SWAPPING_OUT:
+        if item.state is _SWAPPING_OUT:
             self.frames_idle_out += num_frames
