@@ -54,8 +54,7 @@ class Node:
 
     async def attach(self, request: Attach, arena_fd: int, pid: int, on_end: Callable[[Ended], None]) -> Tenant:
         """Raises ConfigError, BudgetError, SwapSpaceError, DeviceIOError, ProtocolError."""
-        if self._draining:
-            raise self._shutting_down()
+        self._refuse_while_draining()
         unknown = [path for path in request.swap_dirs if path not in self._devices]
         if unknown or len(set(request.swap_dirs)) != len(request.swap_dirs):
             raise ConfigError(
@@ -89,15 +88,18 @@ class Node:
             self._arenas_bytes -= num_bytes
             raise
         self.tenants.add(tenant)
-        if self._draining:  # that began while this one's arena was registered
+        try:
+            self._refuse_while_draining()  # that may have begun while this one's arena was registered
+        except ConfigError:
             await tenant.close()
             self.detached(tenant)
-            raise self._shutting_down()
+            raise
         log.info("%s: attached with %d frames of %d bytes", tenant, request.num_frames, request.frame_bytes)
         return tenant
 
-    def _shutting_down(self) -> ConfigError:
-        return ConfigError("io_daemon.socket", str(self._config.socket_path), "the daemon there is shutting down")
+    def _refuse_while_draining(self) -> None:
+        if self._draining:
+            raise ConfigError("io_daemon.socket", str(self._config.socket_path), "the daemon there is shutting down")
 
     def drain(self) -> list[Coroutine[Any, Any, None]]:
         """Refuse new tenants and new leases; what to await until the last I/O of each tenant has ended."""
