@@ -8,16 +8,17 @@ original are listed, with the reason, in ``equivalent.toml``, and are not counte
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import random
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from typing import Final
 
 from rich.console import Console
@@ -64,6 +65,22 @@ def draw(room: Room, num_mutants: int, seed: int) -> list[Mutant]:
     return drawn
 
 
+@dataclass(frozen=True)
+class Plan:
+    num_mutants: int
+    num_jobs: int
+    minutes: float
+    json_path: Path | None
+    earlier: Sequence[Outcome]
+    """Of the rooms before."""
+
+
+def write_outcomes(path: Path | None, outcomes: Sequence[Outcome]) -> None:
+    """After each mutant, so that a run that is cut off has told what it knows."""
+    if path is not None:
+        path.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+
+
 class Campaign:
     """All mutants of one room, over some slots."""
 
@@ -72,26 +89,28 @@ class Campaign:
         self._equivalents = read_equivalents(EQUIVALENTS)
         self._seconds: dict[str, float] = {}
 
-    def run(self, num_mutants: int, num_jobs: int, progress: Progress) -> list[Outcome]:
-        mutants = draw(self._room, num_mutants, self._seed)
+    def run(self, plan: Plan, directory: Path, progress: Progress) -> list[Outcome]:
+        mutants = draw(self._room, plan.num_mutants, self._seed)
         task = progress.add_task(f"{self._name}: preparing", total=len(mutants))
-        with tempfile.TemporaryDirectory(prefix="mutations-") as directory, ThreadPoolExecutor(num_jobs) as pool:
-            slots = list(pool.map(lambda i: SlotTree(Path(directory, str(i)), self._room), range(num_jobs)))
+        outcomes: list[Outcome] = []
+        with ThreadPoolExecutor(plan.num_jobs) as pool:
+            slots = list(
+                pool.map(lambda i: SlotTree(directory / f"{self._name}-{i}", self._room), range(plan.num_jobs))
+            )
             self._measure(mutants, pool, slots)
-            free: SimpleQueue[SlotTree] = SimpleQueue()
-            for slot in slots:
-                free.put(slot)
-
-            def test(mutant: Mutant) -> Outcome:
-                slot = free.get()
-                try:
-                    return self._test(mutant, slot)
-                finally:
-                    free.put(slot)
-                    progress.advance(task)
-
             progress.update(task, description=self._name)
-            outcomes = list(pool.map(test, mutants))
+            deadline_s = time.monotonic() + 60 * plan.minutes
+            waiting = iter(mutants)  # whoever is free takes the next
+
+            def work(slot: SlotTree) -> None:
+                for mutant in waiting:
+                    if time.monotonic() > deadline_s:
+                        return
+                    outcomes.append(self._test(mutant, slot))
+                    progress.advance(task)
+                    write_outcomes(plan.json_path, [*plan.earlier, *outcomes])
+
+            list(pool.map(work, slots))
             for slot in slots:
                 slot.close()
         return outcomes
@@ -141,6 +160,10 @@ def main() -> int:
     parser.add_argument("--mutants", type=int, default=60, metavar="N", help="of each room (60)")
     parser.add_argument("--seed", type=int, default=1, help="which mutants (1)")
     parser.add_argument("--jobs", type=int, default=2, help="tested at once (2)")
+    parser.add_argument(
+        "--minutes", type=float, default=20.0, help="for each room; what has not begun then is left out"
+    )
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="where copies and builds stay for the next run")
     parser.add_argument("--share", type=float, default=0.9, help="killed share below which the exit code is 1 (0.9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every mutant and what became of it")
     options = parser.parse_args()
@@ -148,13 +171,14 @@ def main() -> int:
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes: list[Outcome] = []
     shares: list[float] = []
-    for name in options.room or ROOMS:
-        with Progress(*columns, console=console) as progress:
-            found = Campaign(name, options.seed).run(options.mutants, options.jobs, progress)
-        shares.append(report(Console(), name, found))
-        outcomes += found
-    if options.json is not None:
-        options.json.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
+    with contextlib.ExitStack() as stack:
+        directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutations-")))
+        for name in options.room or ROOMS:
+            plan = Plan(options.mutants, options.jobs, options.minutes, options.json, outcomes)
+            with Progress(*columns, console=console) as progress:
+                found = Campaign(name, options.seed).run(plan, directory, progress)
+            shares.append(report(Console(), name, found))
+            outcomes = outcomes + found
     return 0 if min(shares) >= options.share else 1
 
 

@@ -28,8 +28,7 @@ class SlotTree:
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
         for name in filter(None, tracked.stdout.split("\0")):
             if (ROOT / name).is_file():  # not what was deleted and not committed yet
-                (self.tree / name).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy2(ROOT / name, self.tree / name)
+                _copy_if_changed(ROOT / name, self.tree / name)
         if room.compiled:
             self._configure()
             self._compile(check=True)
@@ -121,3 +120,10 @@ class SlotTree:
         if stream is None:
             raise ValueError("the worker's streams are pipes")
         return stream
+
+
+def _copy_if_changed(source: Path, target: Path) -> None:
+    """What is built from an earlier copy stays up to date."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if not target.is_file() or target.read_bytes() != source.read_bytes():
+        shutil.copy(source, target)
