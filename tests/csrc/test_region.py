@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from io_daemon._native import Region
+from tests.conftest import MountTmpfs
 from tests.support.reactor import make_region
 
 PAGE_BYTES = 4096
@@ -94,6 +95,41 @@ def test_prefault_allocates_every_page(num_threads: int) -> None:
     assert (region.array()[::PAGE_BYTES] == 9).all()
 
 
+def test_prefault_of_what_the_filesystem_has_no_room_for_is_an_error(mount_tmpfs: MountTmpfs) -> None:
+    """And no SIGBUS, which is what touching such a page would be."""
+    path = mount_tmpfs(1 << 20) / "file"
+    path.touch()
+    os.truncate(path, 4 << 20)
+    fd = os.open(path, os.O_RDWR)
+    region = Region(fd, 4 << 20)
+    os.close(fd)
+    with pytest.raises(OSError, match="prefault"):
+        region.prefault(2)
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter names x86-64 system calls")
+@pytest.mark.parametrize("writable", [False, True])
+def test_prefault_before_linux_5_14_touches_every_page(writable: bool) -> None:
+    """madvise knows no MADV_POPULATE there; contents stay."""
+    script = """
+import errno, os, sys
+from io_daemon._native import Region
+from tests.support.seccomp import NR_MADVISE, forbid
+num_bytes = 10 * 4096 + 1
+fd = os.memfd_create("prefault")
+os.truncate(fd, num_bytes)
+os.pwrite(fd, b"kept", 4094)
+region = Region(fd, num_bytes, writable=sys.argv[1] == "True")
+forbid(NR_MADVISE, errno.EINVAL)
+assert region.prefault(3) == 0
+assert os.fstat(fd).st_blocks * 512 == 11 * 4096
+assert os.pread(fd, num_bytes, 0) == bytes(4094) + b"kept" + bytes(num_bytes - 4098)
+"""
+    command = [sys.executable, "-c", script, str(writable)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+
+
 def test_huge_pages_are_those_that_prefault_reports() -> None:
     """How many there are is the machine's affair; contents and the odd end are not."""
     num_bytes = 3 * HUGE_PAGE_BYTES + 5 * PAGE_BYTES
@@ -139,6 +175,7 @@ def test_lock_reaches_the_kernel() -> None:
 def test_lock_beyond_the_limit_is_an_oserror() -> None:
     script = """
 import os, resource, sys
+from tests.conftest import MountTmpfs
 from tests.support.reactor import make_region
 region = make_region(1 << 20)
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (4096, 4096))

@@ -6,6 +6,7 @@ import ctypes
 import struct
 from typing import Final
 
+NR_MADVISE: Final = 28
 NR_FALLOCATE: Final = 285
 NR_IO_URING_SETUP: Final = 425
 """Of x86-64."""

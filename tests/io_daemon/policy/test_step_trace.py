@@ -107,6 +107,25 @@ def test_a_lease_on_what_a_chunk_has_not_is_refused() -> None:
         StepTrace.model_validate(values)
 
 
+def test_an_access_to_what_a_chunk_has_not_is_refused() -> None:
+    """Of the trace that a rank would upload, which no lease need follow."""
+    values = json.loads(small_step().model_dump_json())
+    values["accesses"][0][0] = len(values["chunks"])
+    with pytest.raises(ValidationError, match="access 0 of the trace"):
+        StepTrace.model_validate(values)
+
+
+def test_a_file_may_be_as_long_as_is_said_and_no_longer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step.json.gz"
+    save(small_step(), path)
+    num_bytes = len(gzip.decompress(path.read_bytes()))
+    monkeypatch.setattr("io_daemon.policy.step_trace.TRACE_BYTES_MAX", num_bytes)
+    assert load(str(path)) == small_step()
+    monkeypatch.setattr("io_daemon.policy.step_trace.TRACE_BYTES_MAX", num_bytes - 1)
+    with pytest.raises(ConfigError, match="unpacks to more"):
+        load(str(path))
+
+
 def test_gaps_become_a_pass_over_the_lease_and_arithmetic() -> None:
     trace = small_step(1, ahead=0, gap=1e-3)
     work = work_before(trace)
