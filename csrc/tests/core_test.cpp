@@ -82,6 +82,22 @@ void test_region() {
   make_region(4096, false)->prefault(2);
 }
 
+void test_events() {
+  const Descriptor event = Descriptor::event();
+  signal_event(event.get());
+  signal_event(event.get());  // readable already
+  drain_event(event.get());
+  pollfd state{event.get(), POLLIN, 0};
+  CHECK(::poll(&state, 1, 0) == 0);
+  int closed;
+  {
+    const Descriptor gone = Descriptor::duplicate(event.get());
+    closed = gone.get();
+  }
+  CHECK(throws<std::system_error>([&] { signal_event(closed); }));
+  CHECK(throws<std::system_error>([&] { drain_event(closed); }));
+}
+
 void test_ring() {
   const auto region = make_region(2 * wire::kPage);
   const auto [producers, consumers] = WakeSocket::make_pair();
@@ -371,6 +387,7 @@ int main() {
   using namespace infinity;
   test_checksum();
   test_region();
+  test_events();
   test_ring();
   test_registered_pieces();
   test_queued_at_stop();

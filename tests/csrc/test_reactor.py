@@ -144,7 +144,7 @@ def test_a_probe_finds_what_a_reactor_finds(name: str, tmp_path: Path) -> None:
         with ReactorBench(tmp_path / "file", name) as bench:
             assert bench.write(0, 0, PAGE_BYTES).status == Status.OK
     except OSError as error:
-        assert error.strerror in str(probe_engine(name))
+        assert str(error.strerror) in str(probe_engine(name))
     else:
         assert {probe_engine(name) for _ in range(50)} == {None}
 

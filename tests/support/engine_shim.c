@@ -2,7 +2,8 @@
  * passes:
  *   SHIM_NO_EXT_ARG=1      liburing believes that the kernel has no IORING_FEAT_EXT_ARG (before Linux 5.11)
  *   SHIM_REFUSED=ERRNO:N   the first N submissions that begin with a poll are refused
- *   SHIM_LOG=FILE          one line for each fsync that reaches the kernel: "fsync" or "fdatasync"
+ *   SHIM_LOG=FILE          one line for each fsync that is handed over ("fsync" or "fdatasync"), and for each write
+ *                          through io_uring whose file and buffer are both registered ("registered")
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -48,6 +49,7 @@ int io_uring_submit(struct io_uring *ring) {
     const struct io_uring_sqe *sqe = &sq->sqes[i & *sq->kring_mask];
     const int refused = i == sq->sqe_head ? refusal(sqe) : 0;
     if (refused != 0) return refused;
+    if (sqe->opcode == IORING_OP_WRITE_FIXED && sqe->flags & IOSQE_FIXED_FILE) show("registered\n");
     if (sqe->opcode == IORING_OP_FSYNC) show(sqe->fsync_flags & IORING_FSYNC_DATASYNC ? "fdatasync\n" : "fsync\n");
   }
   return real(ring);
