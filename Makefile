@@ -14,9 +14,10 @@ TYPED := infinity io_daemon benchmarks tests
 
 SETUP := $(STAMPS)/setup
 BUILD := $(STAMPS)/build
+MODULES := $(STAMPS)/modules
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build check lint types test test-slow demo bench parity-full stress mutations sanitize format clean
+.PHONY: help setup build check lint types test test-slow demo bench parity-full stress mutations sanitize format clean always
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -32,10 +33,16 @@ $(SETUP): constraints/development.txt constraints/kvikio.txt packaging/system-pa
 	@mkdir -p $(STAMPS) && touch $@
 
 build: $(BUILD) ## compile csrc/ and install the two packages in place
-$(BUILD): $(SETUP) pyproject.toml CMakeLists.txt $(NATIVE_SOURCES)
+$(BUILD): $(SETUP) pyproject.toml CMakeLists.txt $(NATIVE_SOURCES) $(MODULES)
 	@echo "build: compiling the I/O core"
 	@$(TOOLS) $(PIP) install --no-build-isolation --no-deps --editable .
 	@mkdir -p $(STAMPS) && touch $@
+
+# An editable install keeps a list of the modules it found: it is made anew when one came, moved or went, and no edit is.
+$(MODULES): always
+	@mkdir -p $(STAMPS)
+	@find infinity io_daemon -name '*.py' | LC_ALL=C sort >$@.now
+	@if cmp -s $@.now $@; then rm $@.now; else mv $@.now $@; fi
 
 check: lint types sanitize ## everything that must hold before a commit, without changing a file
 
