@@ -71,7 +71,7 @@ class CompareSettings(BaseModel):
 
     @property
     def _whole_size(self) -> int:
-        """Of the one file: blocks of every size fill it to its end."""
+        """The size of the one file, which blocks of every size fill to its end."""
         step = math.lcm(*self.block_sizes)
         return self.size // step * step
 
@@ -159,7 +159,7 @@ def _turn(bench: Bench, buffers: Path, number: int, observer: Observer) -> Turn:
 
 
 def figures_of(result: IoResult) -> Figures:
-    """In the same terms as fio's."""
+    """Figures of ours, in the same terms as fio's."""
     ways = [way for way in (result.read, result.write) if way is not None]
     main = ways[0]  # reads, where there are any
     return Figures(

@@ -20,7 +20,7 @@ RUNTIME_ERROR_MAX: Final = 0.1
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one run, fio's or ours. Rates of reads and writes together; latencies of reads, where there are any."""
+    """One run's figures, fio's or ours. Rates of reads and writes together; latencies of reads, where there are any."""
 
     bw_bytes: float
     clat_p50_ns: float
@@ -90,7 +90,7 @@ def fio_command(settings: IoSettings, path: Path, buffers: Path) -> list[str]:
 
 
 def parse_fio(report: dict[str, Any], settings: IoSettings) -> Figures:
-    """Of fio's JSON."""
+    """Figures from fio's JSON."""
     job = report["jobs"][0]
     ways = [job[name] for name in ("read", "write") if job[name]["total_ios"]]
     percentiles = job["read" if settings.reads else "write"]["clat_ns"]["percentile"]

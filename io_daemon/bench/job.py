@@ -22,19 +22,19 @@ from io_daemon.errors import DeviceIOError
 from io_daemon.machine.buffers import Buffers, open_buffers
 
 BATCH_READS_S, BATCH_WRITES_S = 0.2, 0.05
-"""Of I/O in one batch: Python's share of each I/O becomes small, and a stop does not take long. What is in flight then
-is performed and counts for the write limit, so batches with writes in them are shorter."""
+"""One batch has so many seconds of I/O: Python's share of each I/O becomes small, and a stop does not take long. What
+is in flight then is performed and counts for the write limit, so batches with writes in them are shorter."""
 BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 4096
 BATCH_SHARE_MAX: Final = 1 / 8
-"""Of the measured time: in rounds as short as a batch, what is in flight at their end would be most of them."""
+"""A batch takes at most this part of the measured time: most of a shorter round would be in flight at its end."""
 FILE_SHARE_MAX: Final = 1 / 4
-"""In one batch of which any is written: no block is to be in flight twice."""
+"""A batch with writes takes at most this part of the file: no block is to be in flight twice."""
 BATCHES_AHEAD: Final = 8
 """Planned at once: numpy costs per call, not per I/O."""
 NUM_BATCHES: Final = 2
-"""In flight. Under load none is shorter than the I/O depth, so that the device never waits for Python."""
+"""Two are in flight. Under load none is shorter than the I/O depth, so that the device never waits for Python."""
 VERIFIED_BYTES: Final = 32 << 20
-"""In one batch."""
+"""One batch has so many bytes where what is read is verified."""
 STALL_TIMEOUT_S: Final = 60.0
 REAP_TIMEOUT_S: Final = 1.0
 BAD_BLOCKS_SHOWN: Final = 8
@@ -43,7 +43,7 @@ OpenEngine = Callable[[Target, Region], BlockEngine]
 
 
 def buffer_bytes(settings: IoSettings) -> int:
-    """Of one job's arena."""
+    """The size of one job's arena."""
     return (2 * settings.iodepth + NUM_BATCHES * settings.verify * ios_verified(settings)) * settings.bs
 
 

@@ -121,7 +121,7 @@ class StageLatencies:
 
 @dataclass(frozen=True, slots=True)
 class Latencies:
-    """Of block I/Os whose bytes have all moved, continuations of short ones included."""
+    """Latencies of block I/Os whose bytes have all moved, continuations of short ones included."""
 
     read: StageLatencies = field(default_factory=StageLatencies)
     write: StageLatencies = field(default_factory=StageLatencies)

@@ -24,7 +24,7 @@ Words = NDArray[np.uint64]
 
 
 class Pattern:
-    """Of one job: the slots that writes are taken from, and what each block of the file should hold."""
+    """The data of one job: the slots that writes are taken from, and what each block of the file should hold."""
 
     def __init__(self, slots: NDArray[np.uint8], num_blocks: int, seed: int) -> None:
         """``slots``: [num_slots, bs], uint8, of 8-byte aligned rows, whole pages or less than one; filled here."""
@@ -35,7 +35,7 @@ class Pattern:
         for slot, key in zip(words, random.integers(0, 1 << 64, len(words), dtype=np.uint64), strict=True):
             np.bitwise_xor(body, key, out=slot)  # as random, and ten times as fast as drawing every word
         self._slot_of = {int(word): slot for slot, word in enumerate(words[:, STAMP_WORDS])}
-        """By the first word behind the first stamp."""
+        """A slot is found by the first word behind the first stamp."""
         self._run = np.uint64(secrets.randbits(64))
         self._generations = np.zeros(num_blocks, np.uint64)
         """0: never written."""

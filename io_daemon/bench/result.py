@@ -36,9 +36,9 @@ class Direction(Record):
     """Bytes a second."""
     iops: float
     slat: LatencySummary
-    """From handing an I/O to the engine until the kernel has it."""
+    """This is the time from handing an I/O to the engine until the kernel has it."""
     clat: LatencySummary
-    """From there until its completion was reaped."""
+    """This is the time from there until its completion was reaped."""
     lat: LatencySummary
     """Both."""
 
@@ -59,7 +59,7 @@ class SteadyState(Record):
 
     reached: bool
     begin_s: float | None
-    """From when on the rest of the measured time holds the criterion."""
+    """The rest of the measured time holds the criterion from here on."""
     bw_bytes: float | None
     """Mean rate from there on."""
     burst_bw_bytes: float | None
@@ -75,12 +75,12 @@ class Verification(Record):
 
 
 class Cpu(Record):
-    """Of this process, all threads, over the measured time."""
+    """CPU time of this process, all threads, over the measured time."""
 
     user_s: float
     system_s: float
     s_per_gb: float
-    """Per 10^9 bytes moved."""
+    """CPU seconds for 10^9 bytes moved."""
 
 
 class IoResult(Record):
@@ -130,7 +130,7 @@ class SweepReplay(Record):
 
     trace: str
     state_bytes: int
-    """Of each one's swap files."""
+    """The size of each one's swap files."""
     seconds: float
     finalists: list[SweepFinalist]
     """The shortest step first."""
@@ -143,7 +143,7 @@ class SweepResult(Record):
     """The best first."""
     chosen: SweepCell
     seconds: float
-    """Of the search, laying out and replaying included."""
+    """The search took this long, laying out and replaying included."""
     num_grid_cells: int
     replay: SweepReplay | None = None
     """None: bandwidth left a single setting, or a warning says why not."""
@@ -191,26 +191,26 @@ class StepResult(Record):
     model: str
     num_params: int
     tokens_per_step: int | None
-    """Of the whole job, all nodes together."""
+    """Tokens of the whole job, all nodes together."""
     num_nodes: int = 1
-    """That train together; the drives' figures are of one."""
+    """So many nodes train together; the drives' figures are of one."""
     ranks_per_node: int = 1
     node_tokens_per_step: int | None = None
-    """Of this node's ranks."""
+    """Tokens of this node's ranks."""
     scale: float
     """Share of the model's state that was replayed."""
     num_steps: int
     num_warm_up_steps: int
     host_budget_bytes: int
     arena_bytes: int
-    """Of the replay."""
+    """The replay's arena."""
     engine: str
     bs: int
     iodepth: int
     """What the daemon used."""
     step_s: float
     steps_s: list[float]
-    """Of each measured step."""
+    """The time of each measured step."""
     compute_s: float
     """Forward and backward beside the I/O, requests to the daemon included, stalls not."""
     update_s: float
@@ -218,7 +218,7 @@ class StepResult(Record):
     stall_s: float
     """Blocked, waiting for the daemon. The three together make the step."""
     update_stall_s: float
-    """Of ``stall_s``, in the update."""
+    """The part of ``stall_s`` in the update."""
     stall_share: float
     read_bytes: int
     write_bytes: int
@@ -239,7 +239,7 @@ class Report(Record):
     schema_version: Literal[1] = SCHEMA_VERSION
     kind: Literal["io", "sweep", "step", "compare"]
     version: str
-    """Of this program."""
+    """The version of this program."""
     started: str
     """ISO 8601, UTC."""
     command: list[str]

@@ -39,7 +39,7 @@ class Observer(Protocol):
         """So much of the phase is done."""
 
     def rate(self, read_bw_bytes: float, write_bw_bytes: float) -> None:
-        """Of the last interval, bytes a second."""
+        """The rates of the last interval, bytes a second."""
 
 
 class Silent:

@@ -14,15 +14,15 @@ from io_daemon.bench.result import Cpu, Direction, LatencySummary, TimeSeries
 
 @dataclass(frozen=True)
 class Sample:
-    """Of all jobs together."""
+    """What all jobs together have done."""
 
     at_s: float
-    """By a steady clock."""
+    """The time by a steady clock."""
     cpu_user_s: float
     cpu_system_s: float
     counters: Counters
     clat: Histogram
-    """Of reads and writes together, since the last reset."""
+    """Reads and writes are counted together, since the last reset."""
 
     @property
     def moved_bytes(self) -> int:

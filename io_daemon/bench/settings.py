@@ -20,7 +20,7 @@ TRAINING_READ_PERCENT: Final = 53
 """An Adam step that streams everything reads 2 + 2 + 12 and writes 2 + 12 bytes per parameter: 16 of 30."""
 WRITE_LIMIT_BYTES: Final = 100 << 30
 POSIX_THREADS_MAX: Final = 64
-"""As the engine has it (csrc/posix_engine.cpp)."""
+"""The engine's own limit (csrc/posix_engine.cpp)."""
 FREE_SHARE_KEPT: Final = 0.05
 
 
@@ -36,7 +36,7 @@ Directories = Annotated[tuple[Path, ...], Field(min_length=1, max_length=64), Af
 
 
 class IoSettings(BaseModel):
-    """Of ``bench io``. ``size`` and ``iodepth`` are per job; every directory runs ``numjobs`` jobs."""
+    """Settings of ``bench io``. ``size`` and ``iodepth`` are per job; every directory runs ``numjobs`` jobs."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -88,7 +88,7 @@ class IoSettings(BaseModel):
 
     @property
     def num_blocks(self) -> int:
-        """Per job; a rest of ``size`` below one block is left alone."""
+        """Blocks of each job; a rest of ``size`` below one block is left alone."""
         return self.size // self.bs
 
     @property
@@ -113,7 +113,7 @@ class IoSettings(BaseModel):
 
     @property
     def layout_bytes(self) -> int:
-        """Written before anything is measured."""
+        """Bytes that are written before anything is measured."""
         return self.num_all_jobs * self.num_blocks * self.bs
 
 
@@ -129,7 +129,7 @@ def check_limit(settings: IoSettings) -> None:
 
 
 def refused_buffers(settings: IoSettings, problem: str) -> ConfigError:
-    """Of the setting that is the furthest above its default: that one somebody typed."""
+    """The error names the setting that is the furthest above its default: that one somebody typed."""
     defaults = {name: IoSettings.model_fields[name].default for name in ("bs", "iodepth", "numjobs")}
     blamed = max(defaults, key=lambda name: getattr(settings, name) / defaults[name])
     return ConfigError(

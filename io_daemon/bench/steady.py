@@ -1,4 +1,4 @@
-"""From when on is a rate steady? By SNIA's Performance Test Specification: range 20 %, slope 10 % of the mean at most.
+"""When a rate is steady, by SNIA's Performance Test Specification: range 20 %, slope 10 % of the mean at most.
 
 Pure. Drives write at the rate of their cache first and of their cells later, and slow down again when they are hot; a
 mean over both says neither. The specification looks at five rounds; here the measured time is cut into rounds.
@@ -17,7 +17,7 @@ from io_daemon.bench.result import SteadyState
 NUM_ROUNDS: Final = 20
 STEADY_ROUNDS_MIN: Final = 5
 STEADY_S_MIN: Final = 5.0
-"""Of measured time: less says nothing about a state."""
+"""Less measured time says nothing about a state."""
 RANGE_MAX: Final = 0.20
 SLOPE_MAX: Final = 0.10
 

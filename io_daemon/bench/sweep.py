@@ -26,10 +26,10 @@ from io_daemon.machine.tuning import Tuning, remember
 LAYOUT_BS: Final = 1 << 20
 LAYOUT_DEPTH: Final = 32
 SEARCH_WRITE_SHARE: Final = 0.5
-"""Of the write limit: the rest is for replaying a training step and for confirming the choice."""
+"""The search takes this part of the write limit: the rest is for replaying a step and for confirming the choice."""
 ROUNDS_EXPECTED: Final = 60
 CELL_S_MIN: Final = 0.1
-"""That may be asked for."""
+"""Nobody may ask for less."""
 ROUND_S_MIN: Final = 0.01
 """To which rounds shrink by themselves: enough for a hundred blocks on a drive of 100 GB/s."""
 
@@ -39,14 +39,14 @@ class SweepSettings(BaseModel):
 
     directories: Directories
     size: Annotated[int, Field(ge=64 << 20)] = 2 << 30
-    """Of the file in each directory; a rest below the largest block is left alone."""
+    """The size of the file in each directory; a rest below the largest block is left alone."""
     engines: Annotated[tuple[EngineName, ...], Field(min_length=1)] = REACTOR_ENGINES
     rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
     cell_s: Annotated[float, Field(ge=CELL_S_MIN, le=600)] = 0.4
-    """Measured time of one round of one cell; less on a drive that would write too much meanwhile."""
+    """The measured time of one round of one cell; less on a drive that would write too much meanwhile."""
     ramp_time_s: Annotated[float, Field(ge=0, le=60)] = 0.2
     confirm_s: Annotated[float, Field(ge=0, le=86400)] = 15.0
-    """Measured time of the chosen setting at the end; 0: none."""
+    """The measured time of the chosen setting at the end; 0: none."""
     exhaustive: bool = False
     """Measure every cell of the grid as often as finalists are: slow, and what the adaptive search is judged by."""
     remember: bool = True
@@ -56,7 +56,7 @@ class SweepSettings(BaseModel):
     def io_settings(
         self, cell: Cell, runtime_s: float, *, verify: bool, write_limit_bytes: int | None = None
     ) -> IoSettings:
-        """Of one round of one cell. ``write_limit_bytes``: what is left of the sweep's; None = all of it."""
+        """Settings of one round of one cell. ``write_limit_bytes``: what is left of the sweep's; None = all of it."""
         return IoSettings(
             directories=self.directories,
             rw="rw",
@@ -203,7 +203,7 @@ def _tuning(chosen: Cell) -> Tuning:
 
 
 def io_daemon_section(directories: Sequence[Path], chosen: Cell) -> dict[str, Any]:
-    """As a job's config takes it."""
+    """The section as a job's config takes it."""
     return {
         "swap_dirs": [str(path) for path in directories],
         "engine": f"require:{chosen.engine}",

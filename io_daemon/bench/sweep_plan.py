@@ -25,17 +25,17 @@ STARTS: Final = ((1 << 18, 4), (1 << 18, 32), (1 << 20, 4), (1 << 20, 32))
 CLIMBS_MAX: Final = 10
 FAST_CANDIDATES, NEAR_CANDIDATES = 3, 3
 CANDIDATE_SHARE: Final = 0.90
-"""Of the best score so far: what lies below is not measured again. One round is easily this far off."""
+"""A cell below this part of the best score so far is not measured again. One round is easily this far off."""
 FINAL_ROUNDS: Final = 5
 GRID_ROUNDS: Final = 3
-"""Of every cell, where the whole grid is measured."""
+"""Every cell has so many, where the whole grid is measured."""
 EQUAL_SHARE: Final = 0.98
-"""Of the best final score: from here on nobody would notice."""
+"""Nobody would notice from this part of the best final score on."""
 FINALISTS_MAX: Final = 4
 BEATEN_SHARE: Final = 0.75
-"""Of the turns: in more of them another one's step was shorter. Six of seven coins seldom fall alike."""
+"""A finalist is beaten if another one's step was shorter in more of the turns. Six of seven coins seldom fall alike."""
 BEATEN_RATIO: Final = 1.03
-"""Of a turn's steps, in the median: less is not worth leaving the default."""
+"""A smaller ratio of a turn's steps, in the median, is not worth leaving the default."""
 
 
 class Cell(NamedTuple):

@@ -23,7 +23,7 @@ Headers = NDArray[np.uint8]
 
 
 class Counters(NamedTuple):
-    """Since the engine was made."""
+    """What was counted since the engine was made."""
 
     read_bytes: int
     write_bytes: int
@@ -36,7 +36,7 @@ class Counters(NamedTuple):
 class BlockEngine(Protocol):
     @property
     def name(self) -> str:
-        """As ``--engine`` names it."""
+        """The engine's name, as ``--engine`` takes it."""
 
     def submit(
         self, tag: int, writes: Writes, offsets: Places, slots: Places | None = None, headers: Headers | None = None

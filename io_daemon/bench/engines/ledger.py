@@ -111,7 +111,7 @@ class Ledger:
             self._ended.put(self._failed.pop(io.tag, io.tag))
 
     def reap(self, timeout_s: float) -> list[int]:
-        """As ``BlockEngine.reap``, but what ended before a batch that failed is reported, and the failure next time."""
+        """See ``BlockEngine.reap``. What ended before a batch that failed is reported, and the failure next time."""
         if self._next_error is not None:
             error, self._next_error = self._next_error, None
             raise error
@@ -132,7 +132,7 @@ class Ledger:
             return tags
 
     def sync(self, fd: int) -> None:
-        """As ``BlockEngine.sync``."""
+        """See ``BlockEngine.sync``."""
         with self._lock:
             if self._num_unreaped:
                 raise RuntimeError(f"{self._num_unreaped} batches are in flight: sync covers only what has ended")
@@ -142,7 +142,7 @@ class Ledger:
             raise self.error(error.errno or errno.EIO, "fsync") from error
 
     def error(self, error_number: int, operation: str) -> DeviceIOError:
-        """Of the file as a whole."""
+        """The error speaks of the file as a whole."""
         return DeviceIOError(
             errno=error_number, path=self._path, offset=0, expected_bytes=0, actual_bytes=0, operation=operation
         )
@@ -165,7 +165,7 @@ class Ledger:
 
 
 def errno_of(error: Exception) -> int:
-    """Of an OSError its own; of a library that only says it in words, the one that the words end with."""
+    """An OSError has its own; a library that only says it in words ends them with one."""
     if isinstance(error, OSError) and error.errno:
         return error.errno
     return next((number for number in errno.errorcode if str(error).endswith(os.strerror(number))), errno.EIO)

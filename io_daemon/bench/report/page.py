@@ -83,5 +83,5 @@ def _template() -> Template:
 
 
 def _word(value: Any) -> str:
-    """Without the quotes of strings; lists and the like as JSON."""
+    """Strings lose their quotes; lists and the like are JSON."""
     return value if isinstance(value, str) else json.dumps(value)

@@ -74,7 +74,7 @@ def _io_figures(result: IoResult) -> list[tuple[str, Figure]]:
 
 
 def write_heat_map(result: SweepResult, path: Path) -> None:
-    """As PNG. Raises ConfigError without matplotlib, OSError."""
+    """The picture is a PNG. Raises ConfigError without matplotlib, OSError."""
     path.write_bytes(png_bytes(plot_heat_map(result)))
 
 

@@ -17,7 +17,7 @@ DIALECT: Final = "https://json-schema.org/draft/2020-12/schema"
 
 
 def report_schema() -> dict[str, Any]:
-    """Of a whole report. ``machine`` is described too, though a reader takes it as it comes."""
+    """The schema of a whole report. ``machine`` is described too, though a reader takes it as it comes."""
     _, schema = models_json_schema([(Report, "serialization"), (MachineFacts, "serialization")])
     definitions = schema["$defs"]
     for definition in definitions.values():

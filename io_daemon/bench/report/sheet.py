@@ -50,12 +50,12 @@ class Sheet:
     headings: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
     marks: dict[int, Literal["good", "bad"]] = field(default_factory=dict)
-    """Of rows, by index."""
+    """Marks of rows, by index."""
     note: str = ""
 
 
 def report_sheets(report: Report) -> list[Sheet]:
-    """Of the result; the machine's are ``machine_sheets``."""
+    """Sheets of the result; the machine's are ``machine_sheets``."""
     match report.result:
         case IoResult():
             return list(_io_sheets(report.result, ""))
@@ -68,7 +68,7 @@ def report_sheets(report: Report) -> list[Sheet]:
 
 
 def report_warnings(report: Report) -> list[str]:
-    """Of the result and of what it is built on, each once."""
+    """Warnings of the result and of what it is built on, each once."""
     warnings = list(report.result.warnings)
     if isinstance(report.result, SweepResult) and report.result.confirmation is not None:
         warnings += report.result.confirmation.warnings

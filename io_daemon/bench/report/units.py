@@ -22,7 +22,7 @@ def binary_bytes_text(num_bytes: float) -> str:
 
 
 def block_text(num_bytes: int) -> str:
-    """As ``--bs`` takes it: 4K, 1M."""
+    """The size as ``--bs`` takes it: 4K, 1M."""
     for shift, suffix in ((30, "G"), (20, "M"), (10, "K")):
         if num_bytes >= 1 << shift and num_bytes % (1 << shift) == 0:
             return f"{num_bytes >> shift}{suffix}"
@@ -46,7 +46,7 @@ def count_text(count: float) -> str:
 
 
 def number_text(value: float) -> str:
-    """Of a figure without a unit, where ``count_text`` would show too few digits or too many."""
+    """The text of a figure without a unit, where ``count_text`` would show too few digits or too many."""
     return count_text(value) if value >= 100 else _three_digits(value)
 
 

@@ -1,4 +1,4 @@
-"""From which compute on is the I/O of a step hidden? Pure arithmetic over the figures of a replay.
+"""How much compute hides the I/O of a step? Pure arithmetic over the figures of a replay.
 
 Forward and backward grow with the batch, the update and the bytes do not. More compute in forward and backward hides
 their own stalls one for one; it leaves the update's stalls alone, so they must become small against the step.

@@ -26,7 +26,7 @@ class DriveLife(NamedTuple):
 
 
 def drive_life(day_bytes: float, *, tbw_bytes: float | None, drives: list[DriveWear]) -> DriveLife:
-    """Of the drive that goes first.
+    """The life of the drive that goes first.
 
     Args:
         day_bytes: written a day to all drives together, which share it evenly; at least one drive is assumed.

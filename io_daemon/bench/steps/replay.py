@@ -31,12 +31,12 @@ class StepFigures(NamedTuple):
 
     step_s: float
     stall_s: float
-    """Of it, blocked in waits for leases."""
+    """The part of it that was blocked in waits for leases."""
     update_s: float
-    """Of it, from the update's first request to the end."""
+    """The part of it from the update's first request to the end."""
     update_stall_s: float
     read_bytes: int
-    """From NVMe."""
+    """Bytes read from NVMe."""
     write_bytes: int
 
 
@@ -136,7 +136,7 @@ class Replay:
         return _Moment(time.perf_counter(), self._client.stall_s)
 
     def _write_initial(self) -> None:
-        """As ``initialize`` does, with bytes that no drive compresses."""
+        """Write what ``initialize`` would, in bytes that no drive compresses."""
         for chunk, (sizes, _) in enumerate(self._trace.chunks):
             mask = sum(1 << kind for kind, size in enumerate(sizes) if size and BORN_WRITTEN >> kind & 1)
             if not mask:

@@ -12,11 +12,11 @@ from io_daemon.disk.swap_dir import check_swap_dir
 from io_daemon.machine.meminfo import available_bytes
 
 RAM_SHARE_MAX: Final = 0.5
-"""Of what is available, for arenas."""
+"""Arenas take at most this part of what is available."""
 
 
 def disk_room_bytes(directories: Sequence[Path]) -> int:
-    """That swap files may fill, all directories together; several may lie on one filesystem. At least 0. Raises
+    """Swap files may fill so much, all directories together; several may lie on one filesystem. At least 0. Raises
     ConfigError for an unfit directory."""
     room_bytes = {}
     for directory in directories:
@@ -27,5 +27,5 @@ def disk_room_bytes(directories: Sequence[Path]) -> int:
 
 
 def arena_room_bytes() -> float:
-    """That arenas may take of memory."""
+    """Arenas may take so much of memory."""
     return available_bytes() * RAM_SHARE_MAX

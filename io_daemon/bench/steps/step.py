@@ -33,11 +33,11 @@ from io_daemon.rank.client import Client
 from io_daemon.rank.process import DaemonProcess
 
 SETTLE_STEPS_MIN, SETTLE_STEPS_MAX = 2, 6
-"""After the plan is there."""
+"""So many steps follow the plan before any is measured."""
 SETTLED_CHANGE: Final = 0.05
-"""Of the bytes moved, from step to step."""
+"""Bytes moved change by less from step to step once a replay has settled."""
 WORK_S_MAX: Final = 60.0
-"""Of one replayed step: beyond, minutes become hours and the answer is compute-bound anyway."""
+"""The work of one replayed step: beyond, minutes become hours and the answer is compute-bound anyway."""
 DAY_S: Final = 86_400
 
 
@@ -97,14 +97,14 @@ def writes_expected(trace: StepTrace, num_steps: int) -> int:
 
 
 def _affordable_share(trace: StepTrace, size_bytes: int) -> float:
-    """Of the state, by disk and by memory."""
+    """The share of the state that disk and memory have room for."""
     swap_share = size_bytes / max(1, trace.swap_bytes)
     ram_share = arena_room_bytes() / (trace.num_frames * trace.frame_bytes)
     return min(1.0, swap_share, ram_share)
 
 
 def _threads_of(trace: StepTrace) -> int:
-    """As traced, else all cores but one, which is the daemon's."""
+    """The threads that were traced, else all cores but one, which is the daemon's."""
     return trace.rates.num_threads if trace.rates else max(1, len(os.sched_getaffinity(0)) - 1)
 
 
@@ -215,7 +215,7 @@ def _result(
 
 
 def _wears(directories: Sequence[Path]) -> list[DriveWear]:
-    """Of every drive below the directories, as far as it tells."""
+    """The wear of every drive below the directories, as far as it tells."""
     disks = {}
     for facts in describe_machine(directories).directories:
         if facts.device is not None:

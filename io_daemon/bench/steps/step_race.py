@@ -29,11 +29,11 @@ from io_daemon.rank.client import Client
 from io_daemon.rank.process import DaemonProcess
 
 TRACE: Final = "gpt-168m"
-"""Of those that ship the one whose scaled arena holds the most leases."""
+"""This is, of those that ship, the one whose scaled arena holds the most leases."""
 STATE_BYTES_MIN: Final = 64 << 20
-"""Of one replay: below, a step is a few dozen leases long."""
+"""The state of one replay: below, a step is a few dozen leases long."""
 STATE_S: Final = 0.2
-"""At the drive's rate. A step moves up to twice the state."""
+"""The drive moves the state in so long. A step moves up to twice the state."""
 WARM_UP_STEPS: Final = 2
 """One without a plan, one that follows it."""
 TURNS_MAX: Final = 7
@@ -46,7 +46,7 @@ class StepRace(NamedTuple):
     """One a turn: entries of the same index were taken one after another."""
     trace: str
     state_bytes: int
-    """Of each."""
+    """The state of each."""
     seconds: float
     """Starting and ending included."""
     written_bytes: int

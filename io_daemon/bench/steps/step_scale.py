@@ -22,7 +22,7 @@ from io_daemon.policy.window import frames_to_plan, window_frames
 from io_daemon.shared.protocol import PAGE_BYTES, align_up
 
 LARGEST_LEASES_MIN: Final = 2
-"""Of these the arena must hold: one in use, one on its way in or out."""
+"""The arena must hold so many of them: one in use, one on its way in or out."""
 LARGEST_LEASES_FINE: Final = 16
 """With room for fewer, the arena says little about a larger one."""
 FRAME_BYTES_SHRUNK_MIN: Final = 2 << 20
@@ -133,7 +133,7 @@ def _keeping(trace: StepTrace, num_kept: int, ahead_bytes: int) -> StepTrace:
 
 
 def _frames_kept(trace: StepTrace, num_frames: int, ahead_bytes: int) -> int:
-    """Of an arena so large, what the daemon plans with."""
+    """What the daemon plans with of an arena so large."""
     window = window_frames(num_frames, trace.frame_bytes, ahead_bytes)
     return frames_to_plan(num_frames - trace.pinned_frames, window, _largest_lease(trace))
 

@@ -17,7 +17,7 @@ DEFAULT_SIZE_BYTES: Final = 8 << 30
 
 
 class StepSettings(BaseModel):
-    """Of ``bench step``."""
+    """Settings of ``bench step``."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -34,18 +34,18 @@ class StepSettings(BaseModel):
     """Most bytes of swap files, all directories together; a larger model is scaled down to it."""
     steps: Annotated[int, Field(ge=3, le=1000)] = 5
     host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)] | None = None
-    """Of the full model; None = as traced."""
+    """The budget of the full model; None = as traced."""
     compute_tflops: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """10^12 a second, of the accelerators of this node together; None = this CPU computes."""
     threads: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """That compute; None = as traced, or all cores but one."""
+    """So many threads compute; None = as traced, or all cores but one."""
     tbw: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     """Rating of each drive, TB written."""
     write_limit_bytes: Annotated[int, Field(ge=0)] = WRITE_LIMIT_BYTES
 
     @property
     def daemon_engine(self) -> str:
-        """As ``io-daemon serve`` takes it."""
+        """The engine's name as ``io-daemon serve`` takes it."""
         return "auto" if self.engine is None else f"require:{self.engine}"
 
 
