@@ -93,7 +93,7 @@ class DaemonSettings(BaseModel):
         return {name: getattr(self, name) for name in fields if getattr(self, name) != fields[name].default}
 
     def options(self) -> list[str]:
-        """As ``io-daemon serve`` takes them."""
+        """The settings as ``io-daemon serve`` takes them."""
         words: list[str] = []
         for name, value in self.chosen().items():
             option = name.replace("_", "-")

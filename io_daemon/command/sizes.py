@@ -27,7 +27,7 @@ def parse_seconds(text: str) -> float:
 
 
 def parse_timeout(text: str) -> float:
-    """As ``parse_seconds``, of a wait: above 0, and it ends within a day."""
+    """The seconds of a wait: above 0, and it ends within a day."""
     seconds = parse_seconds(text)
     if not 0 < seconds <= TIMEOUT_S_MAX:
         raise argparse.ArgumentTypeError(f"{text!r} is no time to wait: write 10, 10s, 5m or 1h, and no more than 24h")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def read_text(path: Path) -> str | None:
-    """Without white space at its ends."""
+    """The text has no white space at its ends."""
     try:
         return path.read_text(errors="replace").strip() or None
     except OSError:

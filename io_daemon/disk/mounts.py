@@ -37,7 +37,7 @@ class Mount:
 
 
 def find_mount(path: Path, proc: Path = PROC) -> Mount | None:
-    """That with the longest mount point above ``path``; a later mount covers an earlier one. Raises OSError."""
+    """The mount with the longest mount point above ``path``; a later mount covers an earlier one. Raises OSError."""
     target = path.resolve()
     found: Mount | None = None
     for line in os.fsdecode((proc / "self" / "mountinfo").read_bytes()).splitlines():

@@ -69,7 +69,7 @@ def check_swap_dir(path: Path) -> SwapDir:
 
 
 def check_swap_dirs(paths: Sequence[Path]) -> list[SwapDir]:
-    """As ``check_swap_dir``, each, and each once, by whatever name. Raises ConfigError."""
+    """``check_swap_dir`` holds for each, and each is named once, by whatever name. Raises ConfigError."""
     seen: dict[tuple[int, int], Path] = {}
     checked = []
     for path in paths:

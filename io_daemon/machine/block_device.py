@@ -16,9 +16,9 @@ from io_daemon.machine.drive_health import DriveHealth, read_health
 from io_daemon.shared.record import Record
 
 SECTOR_BYTES: Final = 512
-"""Of sysfs's sizes, whatever the device's own blocks are."""
+"""The unit of sysfs's sizes, whatever the device's own blocks are."""
 DEPTH_MAX: Final = 8
-"""Of devices upon devices: no machine has more, and a loop in a broken /sys ends."""
+"""Devices lie upon devices no deeper: no machine has more, and a loop in a broken /sys ends."""
 MAPPER_KINDS: Final = {"CRYPT": "dm-crypt", "LVM": "LVM", "mpath": "multipath"}
 
 Kind = Literal["disk", "partition", "raid", "mapping", "loop"]
@@ -69,7 +69,7 @@ class BlockDevice(Record):
 
 
 def find_block_device(mount: Mount, sys: Path) -> BlockDevice | None:
-    """That which ``mount`` lies on, or None if there is none or this namespace does not show it."""
+    """The device that ``mount`` lies on, or None if there is none or this namespace does not show it."""
     by_number = sys / "dev" / "block" / mount.device
     by_name = sys / "class" / "block" / Path(os.path.realpath(mount.source)).name
     if by_number.exists():

@@ -16,7 +16,7 @@ from io_daemon.shared.protocol import HUGE_PAGE_BYTES
 class Buffers(NamedTuple):
     region: Region
     fd: int
-    """Of the file behind it."""
+    """The descriptor of the file behind it."""
     has_huge_pages: bool
     """All of it."""
 

@@ -21,7 +21,7 @@ from io_daemon.policy.step_trace import CpuRates
 MATRIX_ROWS: Final = 64
 STACK: Final = 8
 UNIT_FLOPS: Final = STACK * 2 * MATRIX_ROWS**3
-"""About 0.1 ms of one core."""
+"""The work of about 0.1 ms of one core."""
 SCRATCH_BYTES: Final = 128 << 20
 """Larger than caches: what is copied comes from memory and goes there."""
 PIECE_BYTES: Final = 4 << 20

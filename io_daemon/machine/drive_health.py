@@ -26,7 +26,7 @@ class DriveHealth(Record):
     """``smartctl`` or ``hwmon``."""
     temperature_c: float | None = None
     percent_used: int | None = None
-    """Of the life that the vendor promises; may exceed 100."""
+    """The part of the life that the vendor promises; it may exceed 100."""
     spare_percent: int | None = None
     written_bytes: int | None = None
     """By the host, over the drive's life."""
@@ -104,7 +104,7 @@ def _data_units(section: dict[str, Any], key: str) -> int | None:
 
 
 def _message(log: object) -> str:
-    """smartctl's own words for why there is nothing."""
+    """The words of smartctl for why there is nothing."""
     status = _section(log, "smartctl") if isinstance(log, dict) else {}
     messages = status.get("messages")
     first = messages[0] if isinstance(messages, list) and messages else None

@@ -43,7 +43,7 @@ class DirectoryFacts(Record):
     mount_options: list[str]
     source: str | None
     free_bytes: int | None
-    """To this user."""
+    """Bytes that are free to this user."""
     total_bytes: int | None
     direct: bool | None
     direct_refusal: str | None
@@ -54,16 +54,16 @@ class DirectoryFacts(Record):
 
 class MachineFacts(Record):
     version: str | None
-    """Of this program."""
+    """The version of this program."""
     python: str
     kernel: str | None
     processor: str | None
     architecture: str
     num_cores: int
-    """That this process may use."""
+    """The cores that this process may use."""
     num_cores_online: int | None
     numa_nodes: str | None
-    """As the kernel lists them: ``0-1``."""
+    """The nodes as the kernel lists them: ``0-1``."""
     ram_bytes: int | None
     ram_available_bytes: int | None
     cgroup_ram_max_bytes: int | None
@@ -187,7 +187,7 @@ def _directory_notes(
 
 
 def _name(path: Path | str) -> str:
-    """As JSON can hold it: bytes that are no UTF-8 as escapes."""
+    """The name as JSON can hold it: bytes that are no UTF-8 are escapes."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 

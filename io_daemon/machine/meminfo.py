@@ -19,7 +19,7 @@ def meminfo(proc: Path = PROC) -> dict[str, int]:
 
 
 def cgroup_ram_max_bytes(sys: Path = SYS) -> int | None:
-    """Of a container, which sees its own cgroup as the root: version 2, then version 1."""
+    """The limit of a container, which sees its own cgroup as the root: version 2, then version 1."""
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         limit = read_integer(sys / "fs" / "cgroup" / name)
         if limit is not None and limit < 1 << 60:  # version 1 writes the largest multiple of a page for none
@@ -28,12 +28,12 @@ def cgroup_ram_max_bytes(sys: Path = SYS) -> int | None:
 
 
 def ram_bytes() -> int:
-    """Of the machine. Raises WorldError."""
+    """The memory of the machine. Raises WorldError."""
     return _told("MemTotal")
 
 
 def available_bytes() -> int:
-    """As the kernel estimates it; no more than the limit of this process's cgroup. Raises WorldError."""
+    """What the kernel estimates to be available; no more than the limit of this process's cgroup. Raises WorldError."""
     there_bytes = _told("MemAvailable")
     return min(there_bytes, cgroup_ram_max_bytes() or there_bytes)
 

@@ -23,7 +23,7 @@ class StartIo:
     num_bytes: int
     """A multiple of PAGE_BYTES, at most frame_bytes."""
     checksum_index: int
-    """Of the piece's first block in the table's checksums."""
+    """The place of the piece's first block among the table's checksums."""
     verify: bool
     demand: bool
     """A lease waits for it (rather than prefetch or write-behind)."""

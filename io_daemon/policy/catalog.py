@@ -153,11 +153,11 @@ class Catalog:
         self._count(chunk.spec, -1)
 
     def kind_masks(self) -> NDArray[np.uint8]:
-        """uint8[chunks_max]: kinds of each chunk, 0 where there is none. Live: it costs nothing to ask for."""
+        """Kinds of each chunk (uint8[chunks_max]), 0 where there is none. Live: it costs nothing to ask for."""
         return self._kind_masks
 
     def object_frames(self) -> NDArray[np.uint8]:
-        """uint8[(largest id + 1) * KINDS_MAX]: frames that each object takes from the usable ones."""
+        """Frames (uint8[(largest id + 1) * KINDS_MAX]) that each object takes from the usable ones."""
         frames = np.zeros((max(self.chunks, default=-1) + 1) * KINDS_MAX, dtype=np.uint8)
         for chunk in self.chunks.values():
             for item in chunk.present():

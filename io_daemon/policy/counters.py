@@ -17,7 +17,7 @@ class Counters:
     prefetch hit and miss."""
 
     bytes_read: list[int] = field(default_factory=_per_kind)
-    """Of swap-ins whose I/O succeeded."""
+    """Bytes of swap-ins whose I/O succeeded."""
     bytes_written: list[int] = field(default_factory=_per_kind)
     hits: int = 0
     """Objects that were resident since an earlier use."""

@@ -11,7 +11,7 @@ from io_daemon.policy.swap_object import SwapObject
 from io_daemon.shared.states import ObjectFlags
 
 STREAMING: Final = 1 << 59
-"""Added to the next use of what the plan does not keep: it leaves before all that is kept, the farthest first."""
+"""This is added to the next use of what the plan does not keep: it leaves before all that is kept, farthest first."""
 WORTHLESS: Final = 1 << 61
 """Stands for the next use of clean contents that will be overwritten unread."""
 

@@ -76,7 +76,7 @@ class FairQueue(Generic[Request]):
         self._started_bytes = 0
         """In all: the time of this place."""
         self._last_push: dict[int, int] = {}
-        """When each tenant has last asked for anything."""
+        """The time at which each tenant last asked for anything."""
         self._last_demand_read: int | None = None
 
     def __len__(self) -> int:
@@ -171,7 +171,7 @@ class FairQueue(Generic[Request]):
         return None
 
     def _window_bytes(self) -> int:
-        """That may be in flight now."""
+        """So many bytes may be in flight now."""
         since = self._started_bytes - LINGER * self.in_flight_bytes_max
         if self._last_demand_read is None or self._last_demand_read < since:
             return self.in_flight_bytes_max

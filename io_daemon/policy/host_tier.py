@@ -209,7 +209,7 @@ class HostTier:
         self._write_behind()
 
     def stop_working_ahead(self) -> None:
-        """From now on only what leases ask for is moved."""
+        """Move nothing any more but what leases ask for."""
         self._working_ahead = False
 
     # Private.

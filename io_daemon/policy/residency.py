@@ -69,7 +69,7 @@ class PlanRequest(NamedTuple):
     object_frames: NDArray[np.uint8]
     """[object ids]: frames that each object takes of those to be shared; 0: none (pinned)."""
     num_frames: int
-    """To be shared."""
+    """The frames to be shared."""
 
 
 def plan(request: PlanRequest) -> Plan:

@@ -76,10 +76,12 @@ class TenantScheduler:
         chunks_max: int,
         in_flight_frames_max: int,
     ) -> None:
-        """
-        block_bytes: size of the I/O blocks that one checksum covers.
-        extents: free space of each swap file, in the order of StartIo.file; growing it is the caller's.
-        in_flight_frames_max: frames that prefetch may have readied ahead of the rank, in flight or done.
+        """The arena is empty, and no chunk is registered.
+
+        Args:
+            block_bytes: size of the I/O blocks that one checksum covers.
+            extents: free space of each swap file, in the order of StartIo.file; growing it is the caller's.
+            in_flight_frames_max: frames that prefetch may have readied ahead of the rank, in flight or done.
         """
         if num_frames <= 0 or in_flight_frames_max < 0:
             raise ValueError(f"num_frames = {num_frames}, in_flight_frames_max = {in_flight_frames_max}")
@@ -265,7 +267,7 @@ class TenantScheduler:
 
     @property
     def geometry(self) -> Geometry:
-        """Of the chunks registered now, for a Trace that is to be kept."""
+        """The geometry of the chunks registered now, for a Trace that is to be kept."""
         return self._catalog.geometry()
 
     # Private: submission entries.

@@ -25,7 +25,7 @@ from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, 
 STEP_TRACE_VERSION: Final = 1
 SUFFIX: Final = ".json.gz"
 TRACE_BYTES_MAX: Final = 256 << 20
-"""Of the JSON: a file that unpacks to more is none of ours."""
+"""The JSON is at most this long: a file that unpacks to more is none of ours."""
 ACQUIRE, WAIT, RELEASE = "a", "w", "r"
 
 Mask = Annotated[int, Field(ge=0, lt=1 << KINDS_MAX)]
@@ -73,7 +73,7 @@ class StepTrace(Table):
     model: str
     num_params: Annotated[int, Field(ge=1)]
     tokens_per_step: Annotated[int, Field(ge=1)] | None
-    """Of all ranks together; None where the batch is not of tokens."""
+    """Tokens of all ranks together; None where the batch is not of tokens."""
     num_nodes: Annotated[int, Field(ge=1)] = 1
     ranks_per_node: Annotated[int, Field(ge=1)] = 1
     """Each asks for a part of its own, of the same sizes in the same order."""
@@ -82,15 +82,15 @@ class StepTrace(Table):
     tail: NonNegative
     """The gap after the last event."""
     rates: CpuRates | None
-    """Of the machine that the seconds were measured on; None with FLOPs."""
+    """Rates of the machine that the seconds were measured on; None with FLOPs."""
     machine: str
     """Where it was recorded, for people."""
     config: dict[str, Any]
     """The training configuration, for people."""
     host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES)]
-    """As configured, for all ranks of a node."""
+    """The budget as configured, for all ranks of a node."""
     staging_bytes: Annotated[int, Field(ge=0)]
-    """Of that, what a model under construction takes (``infinity.Init``); the memory plan got the rest."""
+    """A model under construction takes this part (``infinity.Init``); the memory plan got the rest."""
     frame_bytes: Annotated[int, Field(ge=PAGE_BYTES, multiple_of=PAGE_BYTES)]
     num_frames: Annotated[int, Field(ge=1)]
     chunks: Annotated[list[tuple[list[Annotated[int, Field(ge=0)]], Mask]], Field(min_length=1)]

@@ -34,9 +34,9 @@ class Transfer:
     write: bool
     num_pieces_left: int
     moved_bytes: int = 0
-    """Of the pieces that succeeded."""
+    """Bytes of the pieces that succeeded."""
     failure: Complete | None = None
-    """Of the first piece that failed; seq is 0."""
+    """The failure of the first piece that failed; seq is 0."""
 
 
 class Transfers:

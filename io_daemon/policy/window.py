@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Final
 
 READY_AHEAD_DEPTHS: Final = 4
-"""In queue depths' worth of bytes on every device."""
+"""The window is so many queue depths' worth of bytes on every device."""
 WINDOW_FRAMES_MIN: Final = 2
 
 
 def ahead_bytes(queue_depth: int, block_bytes: int, num_devices: int) -> int:
-    """That prefetch may have readied ahead, given an arena large enough."""
+    """Prefetch may have readied so much ahead, given an arena large enough."""
     return READY_AHEAD_DEPTHS * queue_depth * block_bytes * num_devices
 
 

@@ -44,7 +44,7 @@ RESERVE_TIMEOUT_S: Final = 600.0
 """Reserving space writes metadata for terabytes on some filesystems."""
 LEASE_TIMEOUT_S: Final = 120.0
 WAIT_S_MAX: Final = 3600.0
-"""Of one sleep: milliseconds for the kernel are 32 bits wide."""
+"""One sleep is no longer: milliseconds for the kernel are 32 bits wide."""
 SUBMIT_RETRY_S: Final = 0.0005
 REAP_MAX: Final = 256
 LEASES_DUMPED_MAX: Final = 8

@@ -20,7 +20,7 @@ PREFIX: Final = "infinity."
 SOCKET_NAME: Final = "io.sock"
 OWN_NAMES: Final = (SOCKET_NAME, lock_path(Path(SOCKET_NAME)).name)
 PATH_BYTES: Final = len(f"/{PREFIX}xxxxxxxx/{SOCKET_NAME}")
-"""Of a socket's path, beyond the parent's; ``mkdtemp`` draws eight letters."""
+"""A socket's path is so much longer than the parent's; ``mkdtemp`` draws eight letters."""
 TRIES_MAX: Final = 100
 
 
@@ -34,7 +34,7 @@ class PrivateDir:
 
     @classmethod
     def make(cls, parents: Sequence[Path]) -> Self:
-        """Below the first of ``parents`` that may be written and leaves room for a socket's path; else ConfigError."""
+        """Make one below the first of ``parents`` that is writable and short enough for a socket; else ConfigError."""
         for parent in parents:
             if len(os.fsencode(parent)) + PATH_BYTES > SOCKET_PATH_BYTES_MAX:
                 continue
@@ -55,7 +55,7 @@ class PrivateDir:
 
 
 def remove_if_private(directory: Path) -> None:
-    """By the daemon that has unlinked its socket in it."""
+    """The daemon that has unlinked its socket in it does this."""
     if directory.name.startswith(PREFIX):
         with contextlib.suppress(OSError):  # gone already, or there is something else in it
             directory.rmdir()
@@ -98,7 +98,7 @@ def _lock(path: Path) -> int | None:
 
 
 def _remove(directory: Path) -> bool:
-    """With what we put into it; False if there is more."""
+    """Remove it with what we put into it; False if there is more."""
     try:
         for name in OWN_NAMES:
             (directory / name).unlink(missing_ok=True)

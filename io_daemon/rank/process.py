@@ -31,7 +31,7 @@ READY_LINE_BYTES_MAX = 1 << 16
 STDERR_LINES_KEPT = 50
 KILL_TIMEOUT_S = 10.0
 EXIT_USAGE = 2
-"""With this status ``io-daemon`` refuses a setting."""
+"""The status with which ``io-daemon`` refuses a setting."""
 
 
 class DaemonProcess:

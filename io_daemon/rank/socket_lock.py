@@ -16,8 +16,8 @@ TRIES_MAX: Final = 100
 
 
 class SocketLock:
-    """Held from before the socket is bound until it is unlinked. (A probe alone cannot tell a daemon that has bound
-    and does not listen yet from one that was killed: both refuse.) A context manager that lets go."""
+    """A lock is held from before the socket is bound until it is unlinked. (A probe alone cannot tell a daemon that has
+    bound and does not listen yet from one that was killed: both refuse.) A context manager that lets go."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self._path, self._fd = path, fd

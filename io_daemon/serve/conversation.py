@@ -126,7 +126,7 @@ class Conversation:
         return receiving.result()
 
     def _bytes_max(self) -> int:
-        """Of the longest message that may come now."""
+        """The length of the longest message that may come now."""
         return ATTACH_BYTES_MAX if self._greeted and not self._peer.attached else REQUEST_BYTES_MAX
 
     async def _greet(self) -> None:

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 
 
 MEMORY_SHARE: Final = 0.9
-"""Of the machine's memory, or the container's, that arenas may take where no budget was named. Arenas are pinned while
+"""Arenas may take this part of the machine's or container's memory where no budget was named. They are pinned while
 the reactors have them registered, so the rest is all that everything else can live in."""
 
 
@@ -47,7 +47,7 @@ class Node:
         self._draining = False
         self._host_budget_bytes = min(config.host_budget_bytes, memory_budget_bytes())
         self._arenas_bytes = 0
-        """Of all tenants together."""
+        """The arenas of all tenants together."""
 
     def welcome(self) -> Welcome:
         return Welcome(protocol_version=PROTOCOL_VERSION, swap_dirs=tuple(self._devices))

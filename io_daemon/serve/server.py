@@ -1,5 +1,5 @@
-"""startup → serve → drain → shutdown. Composition only: what is decided lies in the schedulers, what is done in
-tenants and devices."""
+"""A daemon's life: startup → serve → drain → shutdown. Composition only: what is decided lies in the schedulers,
+what is done in tenants and devices."""
 
 from __future__ import annotations
 

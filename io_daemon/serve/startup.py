@@ -36,7 +36,7 @@ ANOTHER_DAEMON: Final = "another daemon listens there: name another"
 
 
 def raise_priority() -> None:
-    """Where that is allowed, and unless somebody chose a niceness: turns of the loop are short and a rank sleeps
+    """Take precedence where that is allowed and nobody chose a niceness: turns of the loop are short and a rank sleeps
     through each of them. (Measured with compute on both cores: p99 of an acquire 3.6 ms, and 1.3 to 1.8 ms so.)"""
     if os.getpriority(os.PRIO_PROCESS, 0) == 0:
         with contextlib.suppress(PermissionError):
@@ -162,7 +162,7 @@ def _locked(path: Path) -> SocketLock:
 
 
 def _unlink_leftover(path: Path) -> None:
-    """Of a daemon that was killed. Under the lock, so no daemon is about to listen. Raises ConfigError or OSError."""
+    """Remove what a killed daemon left. The lock is held: none is about to listen. Raises ConfigError, OSError."""
     try:
         status = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

@@ -74,7 +74,7 @@ class Tenant:
         self._planner = planner
         self._planning: dict[int, asyncio.Task[None]] = {}
         self._plans: dict[int, Plan] = {}
-        """Made and not yet followed."""
+        """Plans that were made and are not yet followed."""
         self._num_plans = 0
         self._plan_turn = asyncio.Lock()
         self._scheduler_turn = asyncio.Lock()

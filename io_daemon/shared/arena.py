@@ -22,7 +22,7 @@ from io_daemon.shared.wire import ARENA_HEADER, ARENA_MAGIC
 SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 PREFAULT_THREADS_MAX: Final = 8
 STAT_BLOCK_BYTES: Final = 512
-"""Of ``st_blocks``, whatever the filesystem."""
+"""The unit of ``st_blocks``, whatever the filesystem."""
 
 LockMemory = Literal["auto", "require", "off"]
 
@@ -37,7 +37,7 @@ def frame_offset(frame: int, frame_bytes: int) -> int:
 
 
 def prefault_threads() -> int:
-    """That allocate the pages of a region together."""
+    """So many threads allocate the pages of a region together."""
     return min(len(os.sched_getaffinity(0)), PREFAULT_THREADS_MAX)
 
 

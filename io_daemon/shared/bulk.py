@@ -16,7 +16,7 @@ from io_daemon.shared.protocol import KINDS_MAX, ChunkSpec
 
 READ_BYTES: Final = 16 << 20
 CHUNK_BYTES: Final = 8 * KINDS_MAX + 1
-"""Of one chunk in ``pack_specs``: the sizes of its kinds, and a mask."""
+"""One chunk takes so much in ``pack_specs``: the sizes of its kinds, and a mask."""
 SPECS_AT_ONCE: Final = 4096
 
 

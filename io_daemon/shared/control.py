@@ -26,7 +26,7 @@ MESSAGE_BYTES_MAX: Final = 64 << 20
 CHUNKS_MAX: Final = 1 << 22
 TRACE_BYTES_MAX: Final = 128 << 20
 MESSAGE_TIMEOUT_S: Final = 10.0
-"""From a message's first bytes to its last."""
+"""The time from a message's first bytes to its last."""
 FDS_MAX: Final = 8
 RECEIVE_BYTES: Final = 256 << 10
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(FDS_MAX * array.array("i").itemsize)

@@ -42,7 +42,7 @@ class TenantStats(Figures):
     pid: int
     page_locked: bool
     arena_bytes: int
-    """Of the frames."""
+    """The size of the frames together."""
     num_frames: int
     frames_free: int
     resident_bytes: tuple[int, ...]
@@ -55,11 +55,11 @@ class TenantStats(Figures):
     num_in_flight: int
     """I/O requests of this tenant with the reactors."""
     swap_bytes: int
-    """Reserved on disk, header pages included."""
+    """Space that is reserved on disk, header pages included."""
     swap_files: tuple[str, ...]
     total: IoTotals
     last_step: IoTotals | None
-    """Between the last two ``mark`` calls."""
+    """What was moved between the last two ``mark`` calls."""
 
 
 class DeviceStatus(Figures):
@@ -93,7 +93,7 @@ class DaemonStatus(Figures):
 
 
 def status_lines(daemon: DaemonStatus) -> Iterator[str]:
-    """For people."""
+    """The status in lines for people."""
     yield (
         f"io-daemon pid {daemon.pid} on {daemon.socket_path}, up {daemon.uptime_s:.0f} s, "
         f"{size_text(daemon.block_bytes)} blocks, queue depth {daemon.queue_depth}, "
