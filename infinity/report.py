@@ -19,7 +19,7 @@ class TierTraffic:
     """Objects that were resident when asked for, prefetched ones included."""
     misses: int
     io_seconds: float
-    """In which at least one request was under way."""
+    """The time in which at least one request was under way."""
 
     @classmethod
     def of(cls, totals: IoTotals) -> TierTraffic:
@@ -64,7 +64,7 @@ class StepTimes:
     backward_seconds: float = 0.0
     update_seconds: float = 0.0
     stall_seconds: float = 0.0
-    """Of the above, blocked on the daemon."""
+    """The part of the above that was blocked on the daemon."""
 
     @property
     def seconds(self) -> float:
@@ -85,7 +85,7 @@ class IoReport:
     """In the host arena now, per object kind."""
     arena_bytes: int = 0
     swap_bytes: int = 0
-    """Reserved on NVMe by this rank."""
+    """Space that this rank has reserved on NVMe."""
     page_locked: bool = False
     live_numel_peak: int = 0
     """Largest number of parameters unsharded at once, persistent ones aside."""

@@ -25,7 +25,7 @@ class Done(dist.Work):
 
 
 class AbsentPeers(Collectives):
-    """Of rank 0, which owns the most of every parameter: padding lies with the last ranks."""
+    """The peers of rank 0, which owns the most of every parameter: padding lies with the last ranks."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(None)

@@ -283,7 +283,7 @@ def _call_factory(place: str) -> tuple[nn.Module, Any]:
 
 @contextmanager
 def _importable_from_here() -> Iterator[None]:
-    """As ``python -m`` has it: modules beside the user are found."""
+    """Modules beside the user are found, as under ``python -m``."""
     sys.path.insert(0, os.getcwd())
     try:
         yield

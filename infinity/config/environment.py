@@ -13,7 +13,7 @@ from io_daemon.errors import ConfigError
 
 DEBUG_FLAGS = frozenset({"poison"})
 TIMEOUT_S = 1800.0
-"""As torch's: a rank may well evaluate or write files while the others wait."""
+"""The time-out is torch's: a rank may well evaluate or write files while the others wait."""
 
 
 @dataclass(frozen=True, kw_only=True)

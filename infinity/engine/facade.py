@@ -127,7 +127,7 @@ class Engine(nn.Module):
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:
-        """Stepped after every update."""
+        """The schedule that is stepped after every update."""
         return self._loop.lr_scheduler
 
     @lr_scheduler.setter
@@ -151,8 +151,8 @@ class Engine(nn.Module):
         return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """Of the last step, before clipping. Without ``gradient_clipping`` the first call asks for it: from the next
-        step on it is known."""
+        """The norm of the last step, before clipping. Without ``gradient_clipping`` the first call asks for it: it is
+        known from the next step on."""
         return self._loop.grad_norm()
 
     def io_report(self) -> IoReport:

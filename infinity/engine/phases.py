@@ -11,7 +11,7 @@ class Phases:
         self._engine = f"the engine of {model_name}"
         self.phase = StepPhase.IDLE
         self.in_training_pass = False
-        """From the first forward of a step to its update. An evaluation in between runs inside it."""
+        """A pass lasts from the first forward of a step to its update. An evaluation in between runs inside it."""
 
     def go(self, phase: StepPhase) -> None:
         """Raises EngineStateError if the engine cannot get there from where it is."""

@@ -311,7 +311,7 @@ class Runtime(access.Owner):
 
 
 class _GradientHook:
-    """On one parameter."""
+    """What autograd calls once it has accumulated one parameter's gradient."""
 
     def __init__(self, runtime: Runtime, group: ParamGroup, param: ShardedParam) -> None:
         self._runtime, self._group, self._param = runtime, group, param

@@ -30,12 +30,12 @@ class MemoryPlan:
     chunk_numel: int
     frame_bytes: int
     num_frames: int
-    """Of this rank's arena."""
+    """The frames of this rank's arena."""
     pinned_frames: int
     demand_frames: int
     """Frames of the largest set that one lease needs, pinned kinds aside."""
     swap_bytes: int
-    """Of this rank, padding included."""
+    """Disk space of this rank, padding included."""
     chunks_max: int
 
     @property

@@ -17,11 +17,11 @@ _COMMUNICATION = {"fp32": torch.float32, "bf16": torch.bfloat16}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     weight: torch.dtype
-    """Of the module's parameters and floating-point buffers, and of forward and backward."""
+    """The dtype of the module's parameters and floating-point buffers, and of forward and backward."""
     reduce: torch.dtype
-    """Of the reduce-scatter."""
+    """The dtype of the reduce-scatter."""
     gradient: torch.dtype
-    """Of the gradients kept until the update: the narrowest that loses nothing."""
+    """The dtype of the gradients kept until the update: the narrowest that loses nothing."""
     master: bool
     """Weights are 16-bit and an fp32 copy is kept; else the weights are the master weights."""
 

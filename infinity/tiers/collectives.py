@@ -132,7 +132,7 @@ class Collectives:
         self._all_reduce(tensor, dist.ReduceOp.MAX, what)
 
     def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """From rank 0; on any device."""
+        """Rank 0's values become everybody's; on any device."""
         if self._peers is not None:
             self.agree(what).wait()
             group = self._peers.control if tensor.device.type == "cpu" else self._peers.data

@@ -21,7 +21,7 @@ from io_daemon.rank.client import Client
 
 PROBE_TIMEOUT_S = 1.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""Of the machine: two may have one host name."""
+"""The machine's own mark: two may have one host name."""
 DRAIN_TIMEOUT_S = 30.0
 LOST_TIMEOUT_S = 1.0
 

@@ -23,7 +23,7 @@ class DaemonProcess(process.DaemonProcess):
         start_timeout_s: float = 60.0,
         environment: Environment | None = None,
     ) -> None:
-        """As its base. ``environment``: where a private socket's directory may be made."""
+        """The base's arguments, and ``environment``: where a private socket's directory may be made."""
         where = environment or read_environment()
         parents = [path for path in (where.runtime_dir, where.temp_dir, Path("/tmp")) if path is not None]
         super().__init__(

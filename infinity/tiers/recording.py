@@ -102,7 +102,7 @@ class RecordingStore(MemoryStore):
         self.frame_bytes = frame_bytes
         self.pinned_mask = pinned_mask
         self.layouts: list[ChunkLayout] = []
-        """By chunk."""
+        """The layout of every chunk, by its number."""
         self.recorder: StepRecorder | None = None
         """While a step is recorded."""
         self.traces: dict[int, Sequence[Access]] = {}

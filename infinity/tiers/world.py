@@ -34,7 +34,7 @@ class Peers:
     reductions: dist.ProcessGroup | None
     """None with one rank."""
     control: dist.ProcessGroup | None
-    """Of gloo. None with one rank."""
+    """The group of gloo; None with one rank."""
     timeout_s: float
     num_users: int = 0
 
@@ -106,7 +106,7 @@ class Peers:
 
 
 _store: Any = None
-"""Of the ranks that the launcher started: it outlives the process groups, and a second one needs other keys in it."""
+"""The launcher's store: it outlives the process groups, and a second one needs other keys in it."""
 _num_started = 0
 _started: dist.ProcessGroup | None = None
 """The default process group, where it was started here."""
@@ -196,7 +196,7 @@ def _backends() -> str:
 
 
 def _backend_of(group: dist.ProcessGroup) -> str:
-    """As ``new_group`` takes it: one name, or device:name pairs where they differ."""
+    """The backend as ``new_group`` takes it: one name, or device:name pairs where they differ."""
     config: str = dist.distributed_c10d.get_backend_config(group)
     names = {pair.partition(":")[2] for pair in config.split(",")}
     return names.pop() if len(names) == 1 else config

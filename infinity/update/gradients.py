@@ -24,7 +24,7 @@ class GradientChunks:
         self._store = store
         self._chunks = chunks
         self._written = [False] * num_params
-        """Whose segments hold something in this step: the next micro-batch adds, where not it copies."""
+        """The parameters whose segments hold something in this step: the next micro-batch adds, where not it copies."""
         self._block_norms: dict[int, list[torch.Tensor]] = {}
 
     def clear(self) -> None:

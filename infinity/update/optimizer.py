@@ -188,7 +188,7 @@ class Update:
         self._clip_once = None
 
     def _clip_factor(self) -> torch.Tensor | None:
-        """As torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1. None: no clipping."""
+        """The factor of torch.nn.utils.clip_grad_norm_: max_norm / (norm + 1e-6), at most 1. None: no clipping."""
         max_norm = self._max_norm if self._clip_once is None else self._clip_once
         if max_norm <= 0 and self._clip_once is None:
             if self._norm_asked:

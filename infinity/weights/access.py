@@ -125,7 +125,7 @@ def show(param: nn.Parameter, weights: torch.Tensor) -> None:
 
 
 def hide(param: nn.Parameter, placeholder: torch.Tensor) -> None:
-    """From now on every use of the parameter asks its owner."""
+    """The weights leave: every use of the parameter asks its owner, from now on."""
     param.__class__ = UnshardedParameter  # whatever it was: setting its data must not ask anybody
     _tensor_base.data.__set__(param, placeholder)
     param.__class__ = ShardedParameter
@@ -139,7 +139,7 @@ def own_gradient(param: nn.Parameter) -> torch.Tensor | None:
 
 
 def drop_gradient(param: nn.Parameter) -> None:
-    """As ``param.grad = None``, by the owner."""
+    """The owner's way of ``param.grad = None``."""
     with raw():
         _tensor_base.grad.__set__(param, None)
 
@@ -165,7 +165,7 @@ class UnshardedParameter(nn.Parameter):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """Of the owner, who takes gradients away as they appear."""
+        """The owner answers, who takes gradients away as they appear."""
         return _owner(self).gradient_of(self)
 
     @grad.setter
@@ -288,7 +288,7 @@ def lend(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
 def _refuse_what_cannot_be_lent(
     func: Any, args: Sequence[Any], params: Mapping[int, nn.Parameter], aliases: Mapping[int, ShardedAlias]
 ) -> None:
-    """Before anything is done."""
+    """Raise WeightsError before anything is done."""
     for alias in aliases.values():
         if alias._unreadable:
             _owner(alias.param).refuse(

@@ -66,7 +66,7 @@ def _admit_param(name: str, param: nn.Parameter) -> None:
 
 
 def _overlaps_itself(param: nn.Parameter) -> bool:
-    """As expanded along one dimension; a slice of a larger tensor does not."""
+    """A tensor expanded along one dimension does; a slice of a larger one does not."""
     return any(stride == 0 and size > 1 for size, stride in zip(param.shape, param.stride(), strict=True))
 
 

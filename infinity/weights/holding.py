@@ -29,7 +29,7 @@ class Holder(Protocol):
         """A module is called from outside the model, in this thread."""
 
     def end_call(self, *, failed: bool) -> None:
-        """That call is over."""
+        """The call that ``begin_call`` announced is over."""
 
     def hold(self, group: ParamGroup) -> None:
         """A call needs the group's weights."""

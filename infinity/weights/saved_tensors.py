@@ -37,7 +37,7 @@ class SavedCast(NamedTuple):
     """A view of the weights cast to another dtype, as autocast makes it."""
 
     weights: SavedWeights
-    """Of the whole parameter."""
+    """The weights of the whole parameter."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]

@@ -49,7 +49,7 @@ class Layout:
     placements: Sequence[GroupPlacement]
     params: Sequence[nn.Parameter]
     index_of: dict[int, int]
-    """id(parameter) -> index."""
+    """Index of a parameter by its id()."""
     names: Sequence[str]
     modules: Sequence[nn.Module]
 

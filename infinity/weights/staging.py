@@ -45,9 +45,9 @@ class StagingArea(access.Owner):
         self.collectives = collectives
         self.connection: DaemonConnection | None = None
         self.is_building = True
-        """Between entering and leaving ``Init``."""
+        """The model is being built: this is true between entering and leaving ``Init``."""
         self.arena_bytes = 0
-        """Of all ranks of the job on this node: to be left out of the engine's budget."""
+        """The arenas of all ranks of the job on this node: to be left out of the engine's budget."""
         self.num_params = 0
         """Parameters that were registered so far; the same on every rank."""
         self.store: ShardStore = MemoryStore(torch.device("cpu"))
@@ -190,7 +190,7 @@ def staging_plan(config: Config, local_world_size: int) -> MemoryPlan:
 
 
 def budget_beside(staging_bytes: int, config: Config) -> int:
-    """Of the host budget, what is left for the engines' arenas beside ``staging_bytes`` of the node's ranks.
+    """What is left of the host budget for the engines' arenas beside ``staging_bytes`` of the node's ranks.
 
     Raises BudgetError if nothing is.
     """
@@ -331,7 +331,7 @@ class StagedParam:
 
 
 _staged: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""nn.Parameter -> StagedParam: how ``initialize`` finds what ``Init`` left."""
+"""The StagedParam of an nn.Parameter: how ``initialize`` finds what ``Init`` left."""
 
 
 def staged_param(param: nn.Parameter) -> StagedParam | None:
@@ -341,5 +341,5 @@ def staged_param(param: nn.Parameter) -> StagedParam | None:
 
 
 def _num_users(tensor: torch.Tensor) -> int:
-    """Of the tensor's memory, by the same count for all."""
+    """The users of the tensor's memory, by the same count for all."""
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))

@@ -33,7 +33,7 @@ class Embedding(nn.Embedding):
 
 
 RESIDUAL_STD = 0.005
-"""Of the matrices that write to the residual stream."""
+"""The spread of the matrices that write to the residual stream."""
 
 
 class Attention(nn.Module):

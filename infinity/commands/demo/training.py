@@ -52,7 +52,7 @@ class StepRecord:
     tokens_per_s: float
     resident_bytes: int
     nvme_bytes: int
-    """Reserved for the state on NVMe."""
+    """Space that is reserved for the state on NVMe."""
     read_bytes: int
     written_bytes: int
     hit_rate: float
