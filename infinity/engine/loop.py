@@ -64,7 +64,7 @@ class TrainingLoop:
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         training = module.training and torch.is_grad_enabled()
         with self._phase_of(StepPhase.FORWARD):
-            self.runtime.collectives.agree(f"begin a {'training' if training else 'evaluating'} forward").wait()
+            self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
             self._followed_buffers.before_forward()
             return module(*args, **kwargs)
 
@@ -78,6 +78,7 @@ class TrainingLoop:
             scaled = loss / accumulated if scale and accumulated > 1 else loss
             scaled.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
             reducer.finish()
+            self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()
         return scaled.detach()
 

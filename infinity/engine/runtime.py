@@ -24,6 +24,7 @@ from infinity.update.reducer import Reducer
 from infinity.weights import access
 from infinity.weights.heap import return_freed
 from infinity.weights.holding import ModuleCalls
+from infinity.weights.leaf import LeafCalls
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
@@ -65,6 +66,7 @@ class Runtime(access.Owner):
         for param in sharded.params:
             access.adopt(param.param, self)
         self.calls = ModuleCalls(module, self._groups_of_calls(), self)
+        self.leaves = LeafCalls(sharded.leaves, hold=self.hold, release=self.release, complete=self._complete)
         self._removable: list[Any] = []
         for group in sharded.groups:
             for param in group.params if group.placement.trainable else ():
@@ -78,6 +80,7 @@ class Runtime(access.Owner):
     def close(self) -> None:
         """Give everything back. The parameters stay owned, and refuse every use."""
         self.calls.remove()
+        self.leaves.remove()
         for handle in self._removable:
             handle.remove()
         self._removable.clear()
@@ -258,6 +261,7 @@ class Runtime(access.Owner):
     def abandon_pass(self) -> None:
         """An exception has ended a call: nothing is in use, and leases that wait are given up."""
         self.calls.forget()
+        self.leaves.end_backward()
         self._num_calls = 0
         self.live_set.reshard_all()
         self.store.abandon()
@@ -278,9 +282,12 @@ class Runtime(access.Owner):
                 "model, freeze it meanwhile with requires_grad_(False)",
             )
         if group.count_gradient():
-            with self._lock:
-                self.reducer.complete(group)
-                self.live_set.done(group)
+            self._complete(group)
+
+    def _complete(self, group: ParamGroup) -> None:
+        with self._lock:
+            self.reducer.complete(group)
+            self.live_set.done(group)
 
     def _begin_pass(self, *, training: bool) -> None:
         self._phases.in_training_pass = training

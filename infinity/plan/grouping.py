@@ -1,22 +1,27 @@
 """Which parameters travel together: param groups from the module tree.
 
 A group is the largest module subtree that holds at most ``numel_max`` elements; elements of a ModuleList stay apart,
-since a list is never called. Parameters not above the persistence threshold form groups of their own, which stay
-unsharded; trainable and frozen parameters never share a group, so that frozen ones carry no optimizer state.
+since a list is never called. A leaf, see ``leaves``, is one group whatever it holds. Parameters not above the
+persistence threshold form groups of their own, which stay unsharded; trainable and frozen parameters never share a
+group, so that frozen ones carry no optimizer state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import takewhile
 
 from torch import nn
+
+from infinity.plan.leaves import is_leaf, lay_out
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupMembers:
     params: tuple[nn.Parameter, ...]
+    name: str
+    """For people: the module that holds the parameters, and who may choose whether it is called."""
     anchor: nn.Module | None
     """The module whose call uses the group; None for persistent groups."""
     trainable: bool
@@ -26,10 +31,12 @@ class GroupMembers:
 def group_params(model: nn.Module, *, numel_max: int, persistent_numel_max: int) -> list[GroupMembers]:
     """Every parameter of the model in exactly one group; a shared one belongs to the module that comes first."""
     seen: set[int] = set()
+    names = {id(param): name for name, param in model.named_parameters()}
     persistent = [p for p in model.parameters() if p.numel() <= persistent_numel_max]
     seen.update(id(p) for p in persistent)
-    groups = [g for anchor, params in _subtrees(model, numel_max, seen) for g in _by_training(params, anchor)]
-    return [*_by_training(persistent, None), *groups]
+    groups = [g for anchor, params in _subtrees(model, numel_max, seen) for g in _by_training(params, anchor, names)]
+    lay_out(model)
+    return [*_by_training(persistent, None, names), *_with_choosers(model, groups)]
 
 
 def common_name(names: Sequence[str]) -> str:
@@ -41,17 +48,39 @@ def common_name(names: Sequence[str]) -> str:
     return ".".join(shared) if shared else f"{names[0]} to {names[-1]}"
 
 
-def _by_training(params: list[nn.Parameter], anchor: nn.Module | None) -> Iterator[GroupMembers]:
+def _with_choosers(model: nn.Module, groups: Sequence[GroupMembers]) -> Iterator[GroupMembers]:
+    """A group inside an element of a list may be skipped, or not, by the module that has the list."""
+    chooser_of: dict[nn.Module, str] = {}
+    for module in model.modules():
+        for child in module.children():
+            if _is_list(child):
+                inner = (each for element in child.children() for each in element.modules())
+                chooser_of.update(dict.fromkeys(inner, type(module).__name__))
+    for group in groups:
+        chooser = chooser_of.get(group.anchor) if group.anchor is not None else None
+        yield replace(group, name=f"{group.name}, called by {chooser}") if chooser else group
+
+
+def _by_training(
+    params: list[nn.Parameter], anchor: nn.Module | None, names: Mapping[int, str]
+) -> Iterator[GroupMembers]:
     for trainable in (True, False):
         members = tuple(p for p in params if p.requires_grad is trainable)
         if members:
-            yield GroupMembers(params=members, anchor=anchor, trainable=trainable, persistent=anchor is None)
+            yield GroupMembers(
+                params=members,
+                name=common_name([names[id(param)] for param in members]),
+                anchor=anchor,
+                trainable=trainable,
+                persistent=anchor is None,
+            )
 
 
 def _subtrees(module: nn.Module, numel_max: int, seen: set[int]) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     if _is_called(module):
         subtree = [p for p in module.parameters() if id(p) not in seen]
-        if subtree and sum(p.numel() for p in subtree) <= numel_max and not _holds_list(module):
+        fits = sum(p.numel() for p in subtree) <= numel_max and not _holds_list(module)
+        if subtree and (fits or is_leaf(module)):
             seen.update(id(p) for p in subtree)
             yield module, subtree
             return
@@ -69,4 +98,8 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _holds_list(module: nn.Module) -> bool:
-    return any(isinstance(m, (nn.ModuleList, nn.ModuleDict)) and len(m) > 1 for m in module.modules())
+    return any(_is_list(m) and sum(1 for _ in m.children()) > 1 for m in module.modules())
+
+
+def _is_list(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))

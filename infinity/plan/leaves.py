@@ -24,8 +24,8 @@ def set_leaf_modules(model: nn.Module, modules: Sequence[ModuleKind]) -> list[nn
     """Mark modules of ``model`` as leaves, before ``infinity.initialize``; all ranks mark the same.
 
     Every call of a leaf brings the weights of everything in it, and so does its part of backward: ranks may differ in
-    what they call inside. Parameters that a rank did not use count as zero gradients there. A leaf must be called
-    on every rank, and backward must reach its output on every rank.
+    what they call inside. A parameter that only some ranks used has zero gradients on the others. The leaf itself must
+    be called, and its output reached by backward, on every rank.
 
     Returns:
         The modules that were marked.

@@ -45,7 +45,9 @@ class LiveSet:
             if group.state is not ShardedState.UNSHARDED:
                 group.wait_for_unshard()
             return
-        if in_pass:
+        if (
+            in_pass and not group.in_use
+        ):  # what is held, nobody waits for; and ranks may differ in how often they use it
             self._trace.use(group.index)
         if group.state is not ShardedState.UNSHARDED:
             self._settle_lingering()
@@ -64,6 +66,7 @@ class LiveSet:
         if group.in_use:
             self._lingering[group.index] = group
             return
+        self._lingering.pop(group.index, None)
         distance = self._trace.reuse_distance(group.index)
         if distance is None or distance > self._reuse_distance_max or self.live_numel > self._live_numel_max:
             self._reshard(group)

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from functools import cached_property
 
 import torch
 import torch.distributed as dist
 
-from infinity.plan.grouping import common_name
 from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment
 from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
 from infinity.tiers.base import Lease, ShardStore, spans
@@ -61,11 +59,14 @@ class ParamGroup:
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         persistent: bool,
+        name: str = "a group",
     ) -> None:
         self.placement = placement
         self.params = params
         self.chunks = chunks
         self.persistent = persistent
+        self.name = name
+        """For people."""
         self.state = ShardedState.SHARDED
         self.num_holds = 0
         """Calls of modules and single operations that need the weights now."""
@@ -82,11 +83,6 @@ class ParamGroup:
     @property
     def numel(self) -> int:
         return self.placement.numel
-
-    @cached_property
-    def label(self) -> str:
-        """What the group holds, in the model's names."""
-        return common_name([param.name for param in self.params])
 
     @property
     def in_use(self) -> bool:
@@ -172,7 +168,7 @@ class ParamGroup:
         device = self.params[0].device
         rank, world_size = self._collectives.rank, self._collectives.world_size
         shard_numel = self.placement.shard_numel
-        agreement = self._collectives.agree(f"gather the {kind.name.lower()} of {self.label}")
+        agreement = self._collectives.agree(f"gather the {kind.name.lower()} of {self.name}")
         full = torch.empty(world_size * shard_numel, dtype=dtype, device=device)
         shard = torch.zeros(shard_numel, dtype=dtype, device=device)
         starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}

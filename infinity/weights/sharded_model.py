@@ -14,6 +14,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.plan.grouping import GroupMembers, group_params
+from infinity.plan.leaves import is_leaf
 from infinity.plan.memory_plan import MemoryPlan, StateShape, plan_memory
 from infinity.plan.precision import FP32, Precision, Tiers
 from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
@@ -163,6 +164,7 @@ class ShardedModel:
             if members.anchor is not None:
                 self.anchors.setdefault(members.anchor, []).append(group)
         self.units = frozenset(module for module in layout.modules if isinstance(module, UNITS))
+        self.leaves = {anchor: groups for anchor, groups in self.anchors.items() if is_leaf(anchor)}
 
     def write_initial(self, values_of: ValuesOf) -> None:
         """Write weights and master weights, and take each parameter's own memory away as it is done."""
@@ -223,6 +225,7 @@ class ShardedModel:
                 dtype=self.precision.weight,
                 reduce_dtype=self.precision.reduce,
                 persistent=members.persistent,
+                name=members.name,
             )
             for placement, members in zip(self.layout.placements, self.layout.members, strict=True)
         ]

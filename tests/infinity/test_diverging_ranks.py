@@ -1,0 +1,268 @@
+"""Ranks that do not do the same: all of them end, in time, with every rank's module by name. Leaves, which may differ
+inside, train as DDP does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.plan.grouping import group_params
+from tests.support.ranks import run_ranks
+
+PRELUDE = """
+import contextlib, copy, itertools, json, os, sys
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+import infinity
+from infinity.errors import WorldError
+
+rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+CONFIG = {
+    "train_micro_batch_size_per_gpu": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 10,
+        "stage3_prefetch_bucket_size": 4096,
+        "stage3_max_live_parameters": 0,
+    },
+}
+
+class Expert(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up = nn.Linear(24, 48)
+        self.down = nn.Linear(48, 24)
+
+    def forward(self, x):
+        return self.down(torch.relu(self.up(x)))
+
+class Choosing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.router = nn.Linear(24, 4)
+        self.experts = nn.ModuleList([Expert() for _ in range(4)])
+
+    def forward(self, x, chosen):
+        weights = self.router(x).softmax(-1)
+        y = x
+        for number in chosen:
+            y = y + self.experts[number](x) * weights[:, number : number + 1]
+        return y
+
+class Model(nn.Module):
+    def __init__(self, checkpointed=False):
+        super().__init__()
+        self.checkpointed = checkpointed
+        self.embed = nn.Linear(24, 24)
+        self.layers = nn.ModuleList([Choosing() for _ in range(2)])
+        self.head = nn.Linear(24, 1)
+
+    def forward(self, x, chosen):
+        x = self.embed(x)
+        for layer in self.layers:
+            x = checkpoint(layer, x, chosen, use_reentrant=False) if self.checkpointed else layer(x, chosen)
+        return self.head(x).square().mean()
+
+def build(**options):
+    torch.manual_seed(0)
+    return Model(**options)
+
+def start(model, **changes):
+    return infinity.initialize(model=model, config={**CONFIG, **changes})[0]
+
+def batch(seed=0):
+    return torch.randn(4, 24, generator=torch.Generator().manual_seed(seed * 10 + rank))
+"""
+
+DIVERGING = """
+def train(engine, chosen, backwards=1, steps=1):
+    for _ in range(steps):
+        loss = engine(batch(), chosen)
+        for more in reversed(range(backwards)):
+            engine.backward(loss)
+        engine.step()
+
+MINE = {
+    "different experts": lambda engine: train(engine, [rank]),
+    "an expert on one rank only": lambda engine: train(engine, [0] if rank == 0 else []),
+    "more experts on one rank": lambda engine: train(engine, [0, 1] if rank == 0 else [0]),
+    "a step on one rank only": lambda engine: train(engine, [0], steps=2 - rank),
+    "an evaluation on one rank only": lambda engine: (
+        train(engine, [0]), engine.eval()(batch(), [0]) if rank else engine.train(), train(engine, [0])),
+    "an export on one rank only": lambda engine: (
+        train(engine, [0]), engine.full_state_dict() if rank else None, train(engine, [0])),
+    "no backward on one rank": lambda engine: (
+        train(engine, [0]) if rank == 0 else engine(batch(), [0]), engine(batch(), [0])),
+}
+found = {}
+for name, run in MINE.items():
+    engine = start(build())
+    try:
+        run(engine)
+        found[name] = "nothing was raised"
+    except WorldError as error:
+        found[name] = str(error)
+    engine.destroy()
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
+    directory = tmp_path_factory.mktemp("diverging")
+    ranks = run_ranks(PRELUDE + DIVERGING, directory, num_ranks=2, variables={"INFINITY_TIMEOUT_S": "60"})
+    return [rank.answer for rank in ranks]
+
+
+@pytest.mark.parametrize(
+    ("case", "first", "second"),
+    [
+        ("different experts", "gather the weight of layers.0.experts.0", "gather the weight of layers.0.experts.1"),
+        (
+            "an expert on one rank only",
+            "gather the weight of layers.0.experts.0",
+            "gather the weight of layers.1.router",
+        ),
+        ("more experts on one rank", "gather the weight of layers.0.experts.1", "gather the weight of layers.1.router"),
+        ("a step on one rank only", "begin a training forward", "the end: destroy()"),
+        ("an evaluation on one rank only", "begin a training forward", "begin an evaluating forward"),
+        ("an export on one rank only", "begin a training forward", "gather the weight of"),
+        ("no backward on one rank", "begin a backward", "begin a training forward"),
+    ],
+)
+def test_every_rank_names_what_each_was_about_to_do(
+    case: str, first: str, second: str, diverged: list[dict[str, str]]
+) -> None:
+    for rank, found in enumerate(diverged):
+        if case == "a step on one rank only" and rank == 1:
+            assert found[case] == "nothing was raised", "it had left already"
+            continue
+        assert found[case].startswith("the ranks diverge"), found[case]
+        assert f"rank 0: {first}" in found[case]
+        assert f"rank 1: {second}" in found[case]
+        if "expert" in case:
+            assert "called by Choosing" in found[case]
+            assert "infinity.zero.set_leaf_modules(model, [" in found[case]
+
+
+def test_a_rank_that_ends_is_said_to_have_ended(tmp_path: Path) -> None:
+    code = """
+engine = start(build())
+if rank == 1:
+    os._exit(3)
+engine(batch(), [0])
+"""
+    first, second = run_ranks(PRELUDE + code, tmp_path, num_ranks=2, variables={"INFINITY_TIMEOUT_S": "60"})
+    assert (first.code, second.code) == (1, 3)
+    assert "rank 0 of 2 was about to begin a training forward; another rank has ended" in first.errors
+
+
+LEAVES = """
+def chosen_at(step):
+    # every rank its own, sometimes none, sometimes all; at step 3 expert 2 is used by nobody
+    return [[rank], [], [0, 1, 2, 3], [1, 3], [(rank + 1) % 4, 3]][(step + (rank if step != 3 else 0)) % 5]
+
+def flat(values):
+    return [value.detach().float().flatten().tolist() for value in values]
+
+found = []
+for checkpointed, accumulation in ((False, 1), (True, 1), (False, 2)):
+    model = build(checkpointed=checkpointed)
+    infinity.zero.set_leaf_modules(model, [Choosing])
+    engine = start(model, gradient_accumulation_steps=accumulation)
+    own = nn.parallel.DistributedDataParallel(build(checkpointed=checkpointed), find_unused_parameters=True)
+    masters = dict(own.module.named_parameters())
+    adam = torch.optim.AdamW(masters.values(), lr=1e-2, weight_decay=0.0, fused=True)
+    losses = [[], []]
+    for step in range(10):
+        x, chosen = batch(step), chosen_at(step)
+        loss = engine(x, chosen)
+        engine.backward(loss)
+        engine.step()
+        losses[0].append(loss)
+        loss = own(x, chosen)
+        kept = {name: p.grad for name, p in masters.items()}
+        adam.zero_grad()
+        (loss / accumulation).backward()
+        for name, p in masters.items():  # averaged a micro-batch at a time, then added
+            if kept[name] is not None:
+                p.grad = kept[name] if p.grad is None else kept[name].add_(p.grad)
+        if (step + 1) % accumulation == 0:
+            adam.step()
+            adam.zero_grad()
+        losses[1].append(loss)
+    full = engine.full_state_dict()
+    found.append([flat(losses[0]), flat(losses[1]), flat(full.values()), flat(own.module.state_dict().values())])
+    engine.destroy()
+print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_leaves_train_as_under_ddp(num_ranks: int, tmp_path: Path) -> None:
+    """Two ranks: bit for bit, as a sum of two has one order. Three: within the rounding of one sum in another order."""
+    tolerance = 0.0 if num_ranks == 2 else 1e-5
+    for rank in run_ranks(PRELUDE + LEAVES, tmp_path, num_ranks=num_ranks, variables={"INFINITY_TIMEOUT_S": "60"}):
+        for losses, ddp_losses, weights, ddp_weights in rank.answer:
+            _assert_near(losses, ddp_losses, tolerance)
+            _assert_near(weights, ddp_weights, tolerance)
+
+
+def _assert_near(ours: list[list[float]], theirs: list[list[float]], tolerance: float) -> None:
+    for left, right in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(torch.tensor(left), torch.tensor(right), rtol=tolerance, atol=tolerance)
+
+
+# --- marks
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(8, 8) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+def layered() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(8, 8), Mixture(), Mixture())
+
+
+@pytest.mark.parametrize("kind", [Mixture, "Mixture", f"{__name__}.Mixture"])
+def test_modules_are_marked_by_class_or_name(kind: Any) -> None:
+    model = layered()
+    assert infinity.zero.get_leaf_modules(model) == []
+    assert infinity.zero.set_leaf_modules(model, [kind]) == [model[1], model[2]]
+    assert infinity.zero.get_leaf_modules(model) == [model[1], model[2]]
+    assert infinity.zero.unset_leaf_modules(model, [model[1]]) == [model[1]]
+    assert infinity.zero.get_leaf_modules(model) == [model[2]]
+
+
+def test_a_leaf_is_one_group() -> None:
+    model = layered()
+    infinity.zero.set_leaf_modules(model, [model[1]])
+    groups = group_params(model, numel_max=10, persistent_numel_max=0)
+    assert [len(group.params) for group in groups if group.anchor is model[1]] == [6]
+    assert [group.name for group in groups if group.anchor is model[2].experts[0]] == ["2.experts.0, called by Mixture"]
+
+
+def test_what_is_nowhere_in_the_model_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"LSTM.*which has Linear, Mixture, ModuleList, Sequential"):
+        infinity.zero.set_leaf_modules(layered(), [nn.LSTM])
+
+
+def test_marks_that_come_too_late_are_refused() -> None:
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
+    model = layered()
+    with infinity.initialize(model=model, config=config)[0], pytest.raises(ConfigError, match="comes too late"):
+        infinity.zero.set_leaf_modules(model, [Mixture])
