@@ -271,12 +271,19 @@ def _run(words: list[str]) -> int:
 
 def _torchrun(words: Sequence[str], *, socket: str | None) -> int:
     env = dict(os.environ) if socket is None else {**os.environ, "INFINITY_IO_SOCKET": socket}
+    if not any(_names_a_meeting_place(word) for word in words):
+        env.setdefault("PET_STANDALONE", "1")  # torchrun's --standalone: else two jobs on a machine want port 29500
     # idle compute threads that spin take the cores that the daemon needs: 1.3 instead of 7.3 CPU seconds a step
     env.setdefault("OMP_WAIT_POLICY", "passive")
     child = subprocess.Popen([*TORCHRUN_COMMAND, *words], env=env)
     with _forwarded_signals(child):
         code = child.wait()
     return 128 - code if code < 0 else code
+
+
+def _names_a_meeting_place(word: str) -> bool:
+    """An option of torchrun by which ranks of several launchers meet (or one that a script may have, to no harm)."""
+    return word.replace("_", "-").startswith(("--nnodes", "--node-rank", "--master-", "--rdzv-", "--standalone"))
 
 
 @contextmanager

@@ -253,7 +253,7 @@ def test_a_leaf_is_one_group() -> None:
     infinity.zero.set_leaf_modules(model, [model[1]])
     groups = group_params(model, numel_max=10, persistent_numel_max=0)
     assert [len(group.params) for group in groups if group.anchor is model[1]] == [6]
-    assert [group.name for group in groups if group.anchor is model[2].experts[0]] == ["2.experts.0, called by Mixture"]
+    assert "2.experts.0, called by Mixture" in [group.name for group in groups]
 
 
 def test_what_is_nowhere_in_the_model_is_refused() -> None:

@@ -1,0 +1,137 @@
+"""The README's example is run as it stands there: on one, two and three ranks it trains one model, as DDP would."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.ranks import REPOSITORY, end_of, start_launcher
+
+AROUND = """
+import json, os, sys
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+torch.manual_seed(0)
+
+class MyModel(nn.Module):
+    # deep enough for several groups beside one that stays
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(96, 96) for _ in range(3)])
+        self.norm = nn.LayerNorm(96)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + torch.tanh(layer(x))
+        return self.norm(x).float().square().sub(x.float()).square().mean()
+
+def batches_of(rank):
+    generator = torch.Generator().manual_seed(rank)
+    return [torch.randn(1, 96, generator=generator).bfloat16() for _ in range(6)]
+
+batches = batches_of(int(os.environ.get("RANK", 0)))
+"""
+SPY = """
+import infinity
+losses, weights, sizes = [], {}, []
+initialize = infinity.initialize
+
+def spied(**arguments):
+    made = initialize(**arguments)
+    engine = made[0]
+    backward, destroy = engine.backward, engine.destroy
+    sizes.append(engine.train_batch_size())
+
+    def seen_backward(loss):
+        losses.append(loss.item())
+        return backward(loss)
+
+    def seen_destroy():
+        weights.update({name: value.float().tolist() for name, value in engine.full_master_state_dict().items()})
+        destroy()
+
+    engine.backward, engine.destroy = seen_backward, seen_destroy
+    return made
+
+infinity.initialize = spied
+"""
+ANSWER = """
+with open(f"{sys.argv[1]}/rank{os.environ.get('RANK', 0)}", "w") as file:
+    json.dump([sizes, losses, weights], file)
+"""
+DDP = """
+import torch.distributed as dist
+
+config = {"lr": 3e-4, "weight_decay": 0.1}
+dist.init_process_group("gloo")
+model = MyModel()
+masters = {name: p.detach().clone() for name, p in model.named_parameters()}
+own = nn.parallel.DistributedDataParallel(model.bfloat16())
+adam = torch.optim.AdamW(masters.values(), fused=True, **config)
+losses, weights, sizes = [], {}, [dist.get_world_size()]
+for batch in batches:
+    loss = own(batch)
+    losses.append(loss.item())
+    loss.backward()
+    for name, p in model.named_parameters():
+        masters[name].grad = p.grad.float()
+        p.grad = None
+    torch.nn.utils.clip_grad_norm_(masters.values(), 1.0)
+    adam.step()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(masters[name])
+weights = {name: value.tolist() for name, value in masters.items()}
+dist.destroy_process_group()
+"""
+
+
+def example() -> str:
+    """The code of README's section "Use"."""
+    text = (REPOSITORY / "README.md").read_text()
+    section = text.split("\n## Use\n", 1)[1].split("\n## ", 1)[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    assert "MyModel()" in code
+    assert "in batches" in code
+    return str(code)
+
+
+def command() -> str:
+    """How that section starts several ranks."""
+    text = (REPOSITORY / "README.md").read_text()
+    (line,) = re.findall(r"^infinity run (.*?) train\.py", text, re.MULTILINE)
+    return str(line)
+
+
+def _train(directory: Path, code: str, num_ranks: int) -> list[tuple[list[int], list[float], dict[str, list[float]]]]:
+    directory.mkdir()
+    swap_dir = directory / "swap"
+    swap_dir.mkdir()
+    script = directory / "train.py"
+    script.write_text(code.replace("/nvme0", str(swap_dir)))
+    words = command().replace("/nvme0", str(swap_dir)).replace("--nproc-per-node 8", f"--nproc-per-node {num_ranks}")
+    ended = end_of(start_launcher(*words.split(), script, directory))
+    assert ended.code == 0, ended.errors
+    assert list(swap_dir.iterdir()) == []
+    return [json.loads((directory / f"rank{rank}").read_text()) for rank in range(num_ranks)]
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_the_example_trains_one_model_as_ddp_does(num_ranks: int, tmp_path: Path) -> None:
+    """Losses within bf16's rounding: the engine sums gradients in the config's reduction dtype, DDP in bf16, and the
+    clipped norm is summed in another order (see ``tests.support.parity``)."""
+    ours = _train(tmp_path / "ours", AROUND + SPY + example() + ANSWER, num_ranks)
+    ddps = _train(tmp_path / "ddp", AROUND + DDP + ANSWER, num_ranks)
+    assert [sizes for sizes, _, _ in ours] == [[num_ranks]] * num_ranks
+    assert all(weights == ours[0][2] for _, _, weights in ours), "one model"
+    for (_, losses, weights), (_, ddp_losses, ddp_weights) in zip(ours, ddps, strict=True):
+        torch.testing.assert_close(torch.tensor(losses), torch.tensor(ddp_losses), rtol=1e-2, atol=0)
+        assert losses[0] == ddp_losses[0], "before the first update every bit is DDP's"
+        for name, value in ddp_weights.items():
+            torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(value), rtol=1e-2, atol=1e-4)
