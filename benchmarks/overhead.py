@@ -2,9 +2,9 @@
 
     python -m benchmarks.overhead [--json] [--swap-dir DIR]
 
-Each model takes steps (forward, backward, fused AdamW, batch of 8) in one process, one thread, alternating between plain
-torch, the engine in memory and the engine on NVMe, with default thresholds. The CPU time of this process counts, so that
-a busy machine changes little; the daemon's own is not in it.
+Each model takes steps (forward, backward, fused AdamW, batch of 8) in one process and one thread, alternating between
+plain torch, the engine in memory and the engine on NVMe, with default thresholds. The CPU time of this process counts,
+so that a busy machine changes little; the daemon's own is not in it.
 """
 
 from __future__ import annotations

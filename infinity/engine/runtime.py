@@ -253,7 +253,7 @@ class Runtime(access.Owner):
         self.reducer.clear()
         self.refresh_persistent()
         for param in self.sharded.params:
-            param.refresh()
+            param.count_update()
         self.store.complete()
         self.return_freed()
         self._phases.in_training_pass = False

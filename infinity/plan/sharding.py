@@ -60,6 +60,33 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Segments that lie one behind another without padding: what is copied or stepped in one go."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def chunk_offset(self) -> int:
+        return self.segments[0].chunk_offset
+
+    @property
+    def numel(self) -> int:
+        return sum(segment.numel for segment in self.segments)
+
+
+def runs_of(segments: Sequence[Segment]) -> list[Run]:
+    """``segments``, in their order, as the longest runs."""
+    runs: list[list[Segment]] = []
+    for segment in segments:
+        last = runs[-1][-1] if runs else None
+        if last is not None and last.chunk_offset + last.numel == segment.chunk_offset:
+            runs[-1].append(segment)
+        else:
+            runs.append([segment])
+    return [Run(segments=tuple(run)) for run in runs]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkPlacement:
     """One chunk of this rank's shard of one group."""
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from infinity.plan.sharding import ChunkPlacement, Segment
+from infinity.plan.sharding import ChunkPlacement, Segment, runs_of
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
@@ -23,6 +23,7 @@ class GradientChunks:
     def __init__(self, store: ShardStore, chunks: Sequence[ChunkPlacement], num_params: int) -> None:
         self._store = store
         self._chunks = chunks
+        self._runs = [runs_of(chunk.segments) for chunk in chunks]
         self._written = [False] * num_params
         """The parameters whose segments hold something in this step: the next micro-batch adds, where not it copies."""
         self._block_norms: dict[int, list[torch.Tensor]] = {}
@@ -64,16 +65,17 @@ class GradientChunks:
     def _add_chunk(self, chunk: int, lease: Lease, gradient_of: GradientOf, *, norms: bool) -> None:
         lease.wait()
         pieces = lease.pieces(ObjectKind.GRAD)
-        for segment in self._chunks[chunk].segments:
-            gradient = gradient_of(segment)
-            if gradient is None:
+        for run in self._runs[chunk]:
+            given = [gradient_of(segment) for segment in run.segments]
+            written = {self._written[segment.param] for segment in run.segments}
+            whole = [gradient for gradient in given if gradient is not None]
+            if len(whole) == len(given) and len(written) == 1:
+                together = whole[0] if len(whole) == 1 else torch.cat(whole)
+                _store(pieces, run.chunk_offset, together, add=written.pop())
                 continue
-            for start, target in spans(pieces, segment.chunk_offset, segment.numel):
-                source = gradient[start : start + target.numel()]
-                if self._written[segment.param]:
-                    target.add_(source.to(target.device))
-                else:
-                    target.copy_(source)
+            for segment, gradient in zip(run.segments, given, strict=True):
+                if gradient is not None:
+                    _store(pieces, segment.chunk_offset, gradient, add=self._written[segment.param])
         self._block_norms.pop(chunk, None)
         if norms:
             segments = self._chunks[chunk].segments
@@ -110,3 +112,12 @@ class GradientChunks:
         norms = self._norms(lease.pieces(ObjectKind.GRAD), segments)
         lease.release()
         return norms
+
+
+def _store(pieces: Sequence[torch.Tensor], offset: int, gradient: torch.Tensor, *, add: bool) -> None:
+    for start, target in spans(pieces, offset, gradient.numel()):
+        source = gradient[start : start + target.numel()]
+        if add:
+            target.add_(source.to(target.device))
+        else:
+            target.copy_(source)

@@ -134,7 +134,7 @@ class Update:
         self._optimizer, self._gradients = optimizer, gradients
         self._store, self._collectives = store, collectives
         self._max_norm, self._sub_groups_ahead = max_norm, sub_groups_ahead
-        self.steps = [torch.zeros((), dtype=torch.float32) for _ in range(num_params)]
+        self.steps = [0] * num_params
         """Updates that each parameter has had; one without a gradient neither decays nor counts."""
         self.grad_norm: float | None = None
         """Global norm before clipping in the last step; None without clipping."""

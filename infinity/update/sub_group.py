@@ -6,7 +6,7 @@ call, each segment with its parameter's step count (Kingma & Ba 2015; Loshchilov
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from torch.optim.adam import adam
 from torch.optim.adamw import adamw
 
-from infinity.plan.sharding import ChunkPlacement
+from infinity.plan.sharding import ALIGNMENT, ChunkPlacement, Run, runs_of
 from infinity.tiers.base import Lease, ShardStore, spans
 from io_daemon.shared.protocol import ObjectKind
 
@@ -60,6 +60,7 @@ class SubGroup:
         self.placement = placement
         self._group_of = group_of
         self._stepped = ObjectKind.MASTER if master else ObjectKind.WEIGHT
+        self._runs = [(run, _alike(run, group_of)) for run in runs_of(placement.segments)]
         self._dirty = MOMENTS | self._stepped.mask | ObjectKind.WEIGHT.mask
 
     def acquire(self, store: ShardStore) -> Lease:
@@ -72,7 +73,7 @@ class SubGroup:
         lease: Lease,
         *,
         present: Sequence[bool],
-        steps: Sequence[torch.Tensor],
+        steps: Sequence[int],
         options: Sequence[Mapping[str, Any]],
         clip: torch.Tensor | None,
     ) -> None:
@@ -80,34 +81,54 @@ class SubGroup:
 
         Args:
             present: for each parameter, whether any rank has a gradient for it.
-            steps: fp32 0-D per parameter, the count before this step.
+            steps: updates that each parameter had before this one.
             options: hyper-parameters per optimizer group.
             clip: fp32 0-D factor on the gradients; None: no clipping.
         """
         calls: dict[int, _Call] = {}
-        for segment in self.placement.segments:
-            if not present[segment.param]:
-                continue
-            call = calls.setdefault(self._group_of[segment.param], _Call())
-            for start, param in spans(lease.pieces(self._stepped), segment.chunk_offset, segment.numel):
-                offset, numel = segment.chunk_offset + start, param.numel()
-                grad = _view(lease, ObjectKind.GRAD, offset, numel).to(param.device, param.dtype)
-                call.params.append(param)
-                call.grads.append(grad if clip is None else grad * clip.to(param.device))
-                call.exp_avgs.append(_view(lease, ObjectKind.EXP_AVG, offset, numel))
-                call.exp_avg_sqs.append(_view(lease, ObjectKind.EXP_AVG_SQ, offset, numel))
-                call.steps.append(steps[segment.param].to(param.device, copy=True))
+        pieces = lease.pieces(self._stepped)
+        for param, offset, numel in self._ranges(present, steps):
+            call = calls.setdefault(self._group_of[param], _Call())
+            for start, stepped in spans(pieces, offset, numel):
+                at, length = offset + start, stepped.numel()
+                grad = _view(lease, ObjectKind.GRAD, at, length).to(stepped.device, stepped.dtype)
+                call.params.append(stepped)
+                call.grads.append(grad if clip is None else grad * clip.to(stepped.device))
+                call.exp_avgs.append(_view(lease, ObjectKind.EXP_AVG, at, length))
+                call.exp_avg_sqs.append(_view(lease, ObjectKind.EXP_AVG_SQ, at, length))
+                call.steps.append(torch.tensor(float(steps[param]), device=stepped.device))
         for group, call in calls.items():
             call.run(options[group])
         if self._stepped is ObjectKind.MASTER:
             self._cast_weights(lease)
         lease.release(dirty=self._dirty, dead=ObjectKind.GRAD.mask)
 
+    def _ranges(self, present: Sequence[bool], steps: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+        """(parameter, chunk offset, numel) of what one call steps alike: whole runs, where all of one are to be stepped
+        and have had as many updates, else segment by segment."""
+        for run, alike in self._runs:
+            first = run.segments[0].param
+            if alike and all(present[s.param] and steps[s.param] == steps[first] for s in run.segments):
+                yield first, run.chunk_offset, run.numel
+                continue
+            for segment in run.segments:
+                if present[segment.param]:
+                    yield segment.param, segment.chunk_offset, segment.numel
+
     def _cast_weights(self, lease: Lease) -> None:
         """Round all segments, also those that were not stepped: the lease did not read the weights."""
-        for segment in self.placement.segments:
-            for start, master in spans(lease.pieces(ObjectKind.MASTER), segment.chunk_offset, segment.numel):
-                _view(lease, ObjectKind.WEIGHT, segment.chunk_offset + start, master.numel()).copy_(master)
+        for run, _ in self._runs:
+            for start, master in spans(lease.pieces(ObjectKind.MASTER), run.chunk_offset, run.numel):
+                _view(lease, ObjectKind.WEIGHT, run.chunk_offset + start, master.numel()).copy_(master)
+
+
+def _alike(run: Run, group_of: Sequence[int]) -> bool:
+    """Whether torch's fused kernel gives the same bits for the run as for each of its segments.
+
+    All are of one optimizer group, and none but the last ends inside a vector, where the kernel rounds otherwise.
+    """
+    groups = {group_of[segment.param] for segment in run.segments}
+    return len(groups) == 1 and all(segment.numel % ALIGNMENT == 0 for segment in run.segments[:-1])
 
 
 def _view(lease: Lease, kind: ObjectKind, offset: int, numel: int) -> torch.Tensor:

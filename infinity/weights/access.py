@@ -54,6 +54,7 @@ MEMORY: Final = _callables(
 """What reaches past the tensor into memory that is given back."""
 
 _tensor_base: Any = torch._C.TensorBase
+_get_grad, _set_grad = _tensor_base.grad.__get__, _tensor_base.grad.__set__
 _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 
@@ -134,14 +135,14 @@ def hide(param: nn.Parameter, placeholder: torch.Tensor) -> None:
 def own_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """What autograd accumulated and nobody took, asked by the owner."""
     with raw():
-        gradient: torch.Tensor | None = _tensor_base.grad.__get__(param)
+        gradient: torch.Tensor | None = _get_grad(param)
     return gradient
 
 
 def drop_gradient(param: nn.Parameter) -> None:
     """The owner's way of ``param.grad = None``."""
     with raw():
-        _tensor_base.grad.__set__(param, None)
+        _set_grad(param, None)
 
 
 def _owner(param: nn.Parameter) -> Owner:

@@ -70,6 +70,7 @@ class ShardedParam:
         """Updates that the weights have had: what was saved for backward is of one of them."""
         self.order = memory_order(param)
         self.layout = self.layout_for(param, dtype)
+        self._lies_plainly = self.layout.is_contiguous()
         self.placeholder = torch.full((), torch.nan, dtype=dtype, device=device).expand(param.shape)
         self._resident = resident if resident is not None else {}
         self._key = 0
@@ -91,7 +92,9 @@ class ShardedParam:
         grad = access.own_gradient(self.param)
         if grad is None:
             return None
-        return flattened(grad.to_dense() if grad.is_sparse else grad, self.order)
+        if grad.is_sparse:
+            grad = grad.to_dense()
+        return grad.view(-1) if self._lies_plainly and grad.is_contiguous() else flattened(grad, self.order)
 
     def allocate(self) -> torch.Tensor:
         """Memory for the full weights, contents undefined; flat view of it. What is there already is taken again."""
@@ -100,7 +103,8 @@ class ShardedParam:
                 self.full = torch.empty_strided(self.shape, self.layout.stride(), dtype=self.dtype, device=self.device)
             self._key = self.full.untyped_storage()._cdata
             self._resident[self._key] = self
-        return self.full.as_strided((self.numel,), (1,))
+        # of what is shown autograd must see that it is written to
+        return (self.param.detach() if self._num_shown else self.full).as_strided((self.numel,), (1,))
 
     def unflattened(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` [numel] in memory order as the parameter lies; a view."""
@@ -133,11 +137,10 @@ class ShardedParam:
         """Whether somebody wrote to the weights since they were shown."""
         return self._num_shown > 0 and self.param._version != self._version
 
-    def refresh(self) -> None:
-        """The weights changed where they are, by the owner: autograd's own checks must notice."""
+    def count_update(self) -> None:
+        """The optimizer has stepped the weights; those that are shown were overwritten where they are."""
         self.generation += 1
         if self._num_shown:
-            torch.autograd.graph.increment_version(self.param)
             self._version = self.param._version
 
     def drop(self) -> None:
@@ -152,5 +155,7 @@ class ShardedParam:
 
     def has_outliving_views(self) -> bool:
         """Whether views of weights that were dropped are alive: they would not follow an update, as torch's do."""
+        if not self._outlived:
+            return False
         self._outlived = [memory for memory in self._outlived if not memory.expired()]
         return bool(self._outlived)

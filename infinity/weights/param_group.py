@@ -153,11 +153,7 @@ class ParamGroup:
                     leases.append(self._store.acquire(self.chunks[num_issued][0], read=kind.mask))
                     num_issued += 1
                 leases[0].wait()
-                pieces = leases[0].pieces(kind)
-                for segment in placement.segments:
-                    target = target_of(segment)
-                    for start, part in spans(pieces, segment.chunk_offset, segment.numel):
-                        target[start : start + part.numel()].copy_(part, non_blocking=True)
+                _copy_segments(leases[0].pieces(kind), placement.segments, target_of)
                 self._copies.finish()
                 leases.popleft().release()
         finally:
@@ -195,6 +191,8 @@ class ParamGroup:
 
     def take_gradients(self) -> tuple[list[int], GradientOf]:
         """One rank: the parameters that have a gradient, and their flat gradients by segment."""
+        if not self.has_gradients:
+            return [], lambda _segment: None
         flats = {param.index: flat for param in self.params if (flat := param.gradient) is not None}
         self.drop_gradients()
 
@@ -229,9 +227,25 @@ class ParamGroup:
         return work, gradient_of
 
     def drop_gradients(self) -> None:
-        for param in self.params:
-            access.drop_gradient(param.param)
+        if self._num_gradients:
+            for param in self.params:
+                access.drop_gradient(param.param)
         self._num_gradients = 0
 
     def _go(self, state: ShardedState) -> None:
         self.state = check_transition(SHARDED_TRANSITIONS, self.state, state)
+
+
+def _copy_segments(pieces: Sequence[torch.Tensor], segments: Sequence[Segment], target_of: Target) -> None:
+    """One call for all segments that lie within a piece, copies one by one for those that do not."""
+    targets: list[torch.Tensor] = []
+    sources: list[torch.Tensor] = []
+    for segment in segments:
+        target = target_of(segment)
+        for start, part in spans(pieces, segment.chunk_offset, segment.numel):
+            targets.append(target if part.numel() == segment.numel else target[start : start + part.numel()])
+            sources.append(part)
+    if len(targets) == 1:
+        targets[0].copy_(sources[0], non_blocking=True)
+    elif targets:
+        torch._foreach_copy_(targets, sources, non_blocking=True)
