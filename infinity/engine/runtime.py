@@ -6,10 +6,11 @@ but not to the engine, so that an engine nobody refers to any more can end.
 
 from __future__ import annotations
 
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -34,6 +35,7 @@ from infinity.weights.state_dicts import StateDictHook
 from infinity.weights.structure import Structure
 
 TRAIN_TRACE, EVAL_TRACE = 0, 1
+_OUTDATED: Final = re.compile(r"modified by an inplace operation: \[\S+ \[(?P<shape>[\d, ]*)\]\]")
 
 
 class Runtime(access.Owner):
@@ -73,8 +75,8 @@ class Runtime(access.Owner):
                 with access.raw():
                     handle = param.param.register_post_accumulate_grad_hook(_GradientHook(self, group, param))  # type: ignore[no-untyped-call]
                 self._removable.append(handle)
-        for child in module.modules():
-            child.register_state_dict_post_hook(StateDictHook())  # type: ignore[no-untyped-call]
+        for name, child in module.named_modules():
+            child.register_state_dict_post_hook(StateDictHook(name or type(module).__name__))
         self.refresh_persistent()
 
     def close(self) -> None:
@@ -174,6 +176,25 @@ class Runtime(access.Owner):
                     self.live_set.forget(self._group_of[param.index])
         if changed:
             access.refuse_write(self, changed[0].param)
+
+    def name_unseen(self, error: RuntimeError) -> None:
+        """Raise WeightsError instead if autograd's complaint of a changed version is about a parameter that was saved
+        where no hook of ours saw it."""
+        found = _OUTDATED.search(str(error))
+        if found is None or isinstance(error, WeightsError):
+            return
+        shape = tuple(int(size) for size in found["shape"].split(",") if size.strip())
+        names = [
+            param.name
+            for param in self.sharded.params
+            if tuple(param.shape) == shape and not self._group_of[param.index].persistent and param.hidden_version
+        ]
+        if names:
+            raise WeightsError(
+                " or ".join(names[:3]),
+                "was saved for backward where the engine does not see it, in another thread or under disabled hooks",
+                "use it in the thread that calls the engine, or call a module that owns it instead",
+            ) from error
 
     def refuse_over(self, call: str) -> None:
         """Raises EngineStateError if the weights are gone."""

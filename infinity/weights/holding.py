@@ -64,10 +64,10 @@ class ModuleCalls:
         self._holder = holder
         self._thread = _Thread()
         self._removable: list[Any] = []
-        for module in model.modules():
+        for name, module in model.named_modules():
             groups = groups_of.get(module, ())
             if groups or module is model:
-                self._hook(module, groups)
+                self._hook(name or type(module).__name__, module, groups)
 
     def remove(self) -> None:
         for handle in self._removable:
@@ -82,7 +82,7 @@ class ModuleCalls:
             except WeightsError:
                 pass  # what ended the call is being raised already
 
-    def _hook(self, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    def _hook(self, name: str, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
         def enter(called: nn.Module, _args: Any) -> None:
             _refuse_transforms(called)
             calls = self._thread.calls
@@ -109,8 +109,8 @@ class ModuleCalls:
                 if call.module is called:
                     return
 
-        self._removable.append(module.register_forward_pre_hook(_Hook(enter), prepend=True))
-        self._removable.append(module.register_forward_hook(_Hook(leave), always_call=True))
+        self._removable.append(module.register_forward_pre_hook(_Hook(name, enter), prepend=True))
+        self._removable.append(module.register_forward_hook(_Hook(name, leave), always_call=True))
 
     def _end(self, call: _Call, *, failed: bool) -> None:
         call.hooks.close()
@@ -124,17 +124,19 @@ class ModuleCalls:
 class _Hook:
     """A function that refuses, in words, to be pickled or copied with the module it hangs on."""
 
-    def __init__(self, function: Callable[[nn.Module, Any, Any], None] | Callable[[nn.Module, Any], None]) -> None:
-        self._function = function
+    def __init__(
+        self, name: str, function: Callable[[nn.Module, Any, Any], None] | Callable[[nn.Module, Any], None]
+    ) -> None:
+        self._name, self._function = name, function
 
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
     def __reduce__(self) -> NoReturn:
-        refuse_module_copy("pickled")
+        refuse_module_copy(self._name, "pickled")
 
     def __deepcopy__(self, _memo: Any) -> NoReturn:
-        refuse_module_copy("copied")
+        refuse_module_copy(self._name, "copied")
 
 
 def _refuse_transforms(module: nn.Module) -> None:

@@ -76,6 +76,8 @@ class ShardedParam:
         self._key = 0
         self._num_shown = 0
         self._version = 0
+        self.hidden_version = 0
+        """Version of the parameter when it was hidden last."""
         self._outlived: list[Any] = []
 
     @staticmethod
@@ -125,6 +127,10 @@ class ShardedParam:
         if self._num_shown:
             return True
         changed = self.is_changed
+        # what autograd saved of the parameter itself, unseen by our hooks (in another thread), must not be used: its
+        # check of versions is all that stands between it and the placeholder
+        torch.autograd.graph.increment_version(self.param)
+        self.hidden_version = self.param._version
         access.hide(self.param, self.placeholder)
         return not changed
 

@@ -46,7 +46,8 @@ class SavedCast(NamedTuple):
 
 class SavedTensor(NamedTuple):
     tensor: torch.Tensor
-    version: int
+    version: int | None
+    """None: a view of a parameter, whose version says more than whether somebody wrote to it."""
 
 
 class SavedByUser(NamedTuple):
@@ -165,6 +166,8 @@ class _Pack:
             return cast
         if self._outer is not None:
             return SavedByUser(self._outer[0](tensor))
+        if tensor._base is not None and id(tensor._base) in self._owner._params:
+            return SavedTensor(tensor.detach(), None)  # a view of weights that are gone by now: it keeps their memory
         # an output would hold the node that saves it, and so itself: its alias holds no history, but the same counter
         return SavedTensor(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
@@ -191,7 +194,7 @@ class _PackForUser:
 
 
 def _unchanged(saved: SavedTensor) -> torch.Tensor:
-    if saved.tensor._version != saved.version:
+    if saved.version is not None and saved.tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
             f"[{saved.tensor.type()} {list(saved.tensor.shape)}] is at version {saved.tensor._version}; expected "

@@ -137,6 +137,7 @@ class StagingArea(access.Owner):
         """The parameter begins anew with the values given."""
         staged = self.staged(param)
         staged.discard()
+        access.disown(param)
         param.data = data
         self.adopt(param, staged.name)
 
@@ -313,10 +314,7 @@ class StagedParam:
             self.area.store.unregister(self._chunks)
         self._chunks = range(0)
         self.area.forget(self)
-        param = self.param
-        del _staged[param]
-        if access.owner_of(param) is self.area:
-            access.disown(param)
+        del _staged[self.param]
 
     def _layouts(self) -> Sequence[ChunkLayout]:
         dtypes = {int(ObjectKind.STAGING): self.param.dtype}

@@ -15,7 +15,10 @@ from infinity.weights.access import ShardedAlias, owner_of
 
 
 class StateDictHook:
-    """Replaces one module's own weights in its state dict."""
+    """Replaces one module's own weights in its state dict. ``name`` is the module's, for refusals."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, param in module._parameters.items():
@@ -25,15 +28,15 @@ class StateDictHook:
             state_dict[prefix + name] = ShardedAlias.of(param).make_unreadable()
 
     def __reduce__(self) -> NoReturn:
-        refuse_module_copy("pickled")
+        refuse_module_copy(self._name, "pickled")
 
     def __deepcopy__(self, _memo: Any) -> NoReturn:
-        refuse_module_copy("copied")
+        refuse_module_copy(self._name, "copied")
 
 
-def refuse_module_copy(how: str) -> NoReturn:
+def refuse_module_copy(name: str, how: str) -> NoReturn:
     raise WeightsError(
-        "a module whose weights are sharded",
-        f"cannot be {how}: it holds no weights",
+        name,
+        f"cannot be {how}: its weights are sharded, and it holds none",
         "take engine.full_state_dict() and load it into a module built anew",
     )
