@@ -1,0 +1,269 @@
+"""Random programs: a seed gives a ``Program``, a program its source, the source a script for the judge.
+
+A program is data, so that it can be shrunk: parts in the order they are built (each may take earlier ones, also
+several times: sharing and reuse), marks on them (tying, freezing), and the statements of one training step.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tests.fuzz import parts as library
+from tests.support.judge import Script
+from tests.support.world import Setting
+
+LEAVES = (
+    "Linear()", "Linear()", "Linear(bias=False)", "Wide()", "Wide(7)", "Wide(dropout=0.2)", "Norm()", "Norm('batch')",
+    "Raw()", "Scale()", "Sliced()", "TwoWays()", "Strided()", "LowRank()", "LowRank(merged=True)", "Listed()",
+    "Recurrent()", "Recurrent('GRU')", "Attention()", "Normed()", "Normed('old_weight')", "Normed('spectral')",
+    "OnContext()", "Hooked()",
+)  # fmt: skip
+WRAPPERS = (
+    "Residual({})", "Residual({}, in_place=True)", "Twice({})", "Checkpointed({})", "Checkpointed({})",
+    "Checkpointed({}, use_reentrant=True)", "Borrowing({})", "Borrowing({}, calls=False)", "Branches({}, {})",
+    "Branches({}, {}, detached=True)", "WithoutGradient({})", "Routed({}, {})", "Routed({}, {}, {})",
+    "Alternating({}, {})", "OnCpu({})", "InThread({})", "Keeps({})", "Chain({}, {})", "Chain({}, {}, {})",
+    "Sequence({}, {})", "Sequence({}, {}, {})",
+)  # fmt: skip
+OUTPUTS = ("tensor", "tensor", "tensor", "dict", "named", "dataclass", "weight", "generator", "closure")
+
+FORWARDS = (
+    ["loss = loss_of(engine(x))"],
+    ["loss = loss_of(engine(x))"],
+    ["loss = loss_of(engine(x)) + loss_of(engine(torch.tanh(x)))"],
+    ["loss = loss_of(engine.module(x))"],
+    ["x.requires_grad_()", "loss = loss_of(engine(x))"],
+    ["with world.autocast():", "    loss = loss_of(engine(x))"],
+    ["with save_on_cpu():", "    loss = loss_of(engine(x))"],
+)
+BACKWARDS = (
+    ["world.backward(engine, loss)"],
+    ["world.backward(engine, loss)"],
+    ["world.backward(engine, loss)"],
+    ["world.backward(engine, loss, retain_graph=True)", "world.backward(engine, loss * 0.5)"],
+    ["world.backward(engine, loss)", "world.backward(engine, loss_of(engine(x * 0.5)))"],
+)
+BEFORE = (
+    "world.observe('keys', list(model.state_dict()))",
+    "loss_of(engine(x))  # a forward whose graph is dropped",
+    "world.observe('norm', nth(model, {n}).detach().float().norm())",
+    "penalty = nth(model, {n}).float().square().sum()",
+)
+AFTER_FORWARD = (
+    "loss = loss + 1e-2 * nth(model, {n}).float().square().sum()",
+    "loss = loss + 1e-2 * nth(model, {n}).float().abs().mean()",
+    "loss = loss + 1e-3 * sum(p.float().square().sum() for p in model.parameters())",
+    "world.observe('norm', [p.detach().float().norm() for p in model.parameters()])",
+    "with torch.no_grad(): world.observe('evaluated', loss_of(engine(x)))",
+    "with torch.no_grad(): world.observe('module', engine.module(x) if False else loss_of(engine.module(x)))",
+)
+AFTER_STEP = (
+    "follow(average, model)",
+    "follow(average, model, data=True)",
+    "world.observe('norm', [p.detach().float().norm() for p in model.parameters()])",
+    "world.observe('data', nth(model, {n}).data.float().sum())",
+    "world.observe('array', torch.from_numpy(nth(model, {n}).detach().float().numpy().copy()))",
+    "world.observe('row', nth(model, {n}).detach().reshape(-1)[:3])",
+    "engine.eval()\nwith torch.no_grad(): world.observe('evaluated', loss_of(engine(x)))\nengine.train()",
+    "with torch.no_grad(): world.observe('part', part_of(model, {n})(x))",
+    "with torch.inference_mode(): world.observe('inferred', loss_of(engine(x)).clone())",
+    "world.observe('full', engine.full_state_dict())",
+    "world.observe('norm', parameters_to_vector(model.parameters()).float().norm())",
+)
+RARE = (
+    "nth(model, {n}).data.mul_(0.9)",
+    "with torch.no_grad(): nth(model, {n}).mul_(0.9)",
+    "nth(model, {n}).requires_grad_(step % 2 == 0)",
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)",
+    "part_of(model, {n}).late = torch.nn.Linear(WIDTH, WIDTH)",
+    "model.load_state_dict(engine.full_state_dict())",
+    "copy.deepcopy(model)",
+    "nth(model, {n}).data = nth(model, {n}).data.clone()",
+)
+"""What may well be refused: one program in ten has one."""
+
+WRITES = re.compile(r"mul_\(0\.9\)|load_state_dict|\.data = ")
+PART = re.compile(r"\bp(\d+)\b")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Program:
+    seed: int
+    parts: tuple[str, ...]
+    """``p0 = parts[0]`` and so on; the last one is the root's."""
+    marks: tuple[str, ...]
+    output: str
+    under_init: bool
+    accumulation: int
+    num_steps: int
+    before: tuple[str, ...]
+    forward: tuple[str, ...]
+    after_forward: tuple[str, ...]
+    backward: tuple[str, ...]
+    after_backward: tuple[str, ...]
+    after_step: tuple[str, ...]
+    setting: Setting
+
+    @property
+    def writes(self) -> bool:
+        """Whether the script itself writes to weights."""
+        return any(WRITES.search(line) for line in (*self.after_backward, *self.after_step))
+
+    @property
+    def source(self) -> str:
+        """The program as a file; unused parts left out."""
+        used = self._used()
+        build = [f"torch.manual_seed({self.seed})"]
+        build += [f"p{number} = {text}" for number, text in enumerate(self.parts) if number in used]
+        build += [mark for mark in self.marks if {int(n) for n in PART.findall(mark)} <= used]
+        build += [f"return Root(p{len(self.parts) - 1}, {self.output!r})"]
+        step = [
+            "x = world.randn(ROWS, WIDTH, seed=step)",
+            *self.before,
+            *self.forward,
+            *(["loss = loss + 1e-2 * penalty"] if any("penalty =" in line for line in self.before) else []),
+            *self.after_forward,
+            *self.backward,
+            *self.after_backward,
+            "engine.step()",
+            *self.after_step,
+        ]
+        make = "world.build(build)" if self.under_init else "build()"
+        script = [
+            f"model = {make}",
+            f"engine = world.initialize(model, accumulation={self.accumulation})",
+            "average = {}",
+            f"for step in range({self.num_steps * self.accumulation}):",
+            *_indented(step),
+            "world.observe('average', average)",
+        ]
+        lines = [f"# seed {self.seed}, {self.setting}", "def build():", *_indented(build), ""]
+        return "\n".join([*lines, "def script(world):", *_indented(script), ""])
+
+    def script(self) -> Script:
+        import copy
+
+        import torch
+        from torch.autograd.graph import save_on_cpu
+        from torch.nn.utils import parameters_to_vector
+
+        names: dict[str, Any] = {**vars(library), "torch": torch, "copy": copy, "save_on_cpu": save_on_cpu}
+        names["parameters_to_vector"] = parameters_to_vector
+        exec(compile(self.source, f"<program {self.seed}>", "exec"), names)
+        script: Script = names["script"]
+        return script
+
+    def smaller(self) -> Iterator[Program]:
+        """Programs with one thing less, the boldest first."""
+        last = len(self.parts) - 1
+        for operand in dict.fromkeys(PART.findall(self.parts[last])):
+            yield replace(self, parts=self.parts[: int(operand) + 1], marks=self._marks_below(int(operand)))
+        for field in ("marks", "before", "after_forward", "after_backward", "after_step"):
+            lines = getattr(self, field)
+            for index in range(len(lines)):
+                yield replace(self, **{field: lines[:index] + lines[index + 1 :]})
+        for number in sorted(self._used() - {last}, reverse=True):
+            for text in (*(f"p{operand}" for operand in PART.findall(self.parts[number])), "Linear()"):
+                if self.parts[number] != text:
+                    yield self._with_part(number, text)
+        plain: dict[str, Any] = {
+            "forward": tuple(FORWARDS[0]),
+            "backward": tuple(BACKWARDS[0]),
+            "output": "tensor",
+            "under_init": False,
+            "accumulation": 1,
+            "num_steps": 1,
+        }
+        for field, value in plain.items():
+            if getattr(self, field) != value:
+                yield replace(self, **{field: value})
+        for change in ({"poison": False}, {"nvme": False}, {"bf16": False}, {"thresholds": "each"}):
+            setting = replace(self.setting, **change)
+            if setting != self.setting:
+                yield replace(self, setting=setting)
+
+    def _with_part(self, number: int, text: str) -> Program:
+        return replace(self, parts=(*self.parts[:number], text, *self.parts[number + 1 :]))
+
+    def _marks_below(self, last: int) -> tuple[str, ...]:
+        return tuple(mark for mark in self.marks if all(int(n) <= last for n in PART.findall(mark)))
+
+    def _used(self) -> set[int]:
+        used, pending = set(), [len(self.parts) - 1]
+        while pending:
+            number = pending.pop()
+            if number not in used:
+                used.add(number)
+                pending += [int(operand) for operand in PART.findall(self.parts[number])]
+        return used
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return ["    " + inner for line in lines for inner in line.split("\n")]
+
+
+def program(seed: int, *, nvme_share: float = 0.01) -> Program:
+    """The program of a seed, always the same."""
+    draw = random.Random(seed)
+    parts = [draw.choice(LEAVES) for _ in range(draw.randint(1, 4))]
+    for _ in range(draw.randint(0, 5)):
+        wrapper = draw.choice(WRAPPERS)
+        # recent parts are likelier, so that programs nest; older ones are taken again, so that they share
+        operands = [f"p{max(0, len(parts) - 1 - int(draw.expovariate(0.7)))}" for _ in range(wrapper.count("{}"))]
+        parts.append(wrapper.format(*operands))
+    if not PART.search(parts[-1]) and len(parts) > 1:
+        parts.append(f"Chain({', '.join(f'p{number}' for number in range(len(parts)))})")
+    marks = []
+    if draw.random() < 0.25 and len(parts) > 1:
+        left, right = draw.sample(range(len(parts)), 2)
+        marks.append(f"tie(p{left}, p{right})")
+    if draw.random() < 0.3:
+        marks.append(f"freeze(p{draw.randrange(len(parts))}, {draw.randint(1, 3)})")
+
+    def some(choices: tuple[str, ...], likely: float) -> tuple[str, ...]:
+        number = 0
+        while number < 3 and draw.random() < likely:
+            number += 1
+        return tuple(draw.choice(choices).replace("{n}", str(draw.randrange(99))) for _ in range(number))
+
+    before, after_forward, after_step = some(BEFORE, 0.15), some(AFTER_FORWARD, 0.25), some(AFTER_STEP, 0.35)
+    after_backward: tuple[str, ...] = ()
+    if draw.random() < 0.1:
+        rare = draw.choice(RARE).replace("{n}", str(draw.randrange(99)))
+        if draw.random() < 0.5:
+            after_backward = (rare,)
+        else:
+            after_step = (*after_step, rare)
+    return Program(
+        seed=seed,
+        parts=tuple(parts),
+        marks=tuple(marks),
+        output=draw.choice(OUTPUTS),
+        under_init=draw.random() < 0.15,
+        accumulation=draw.choice((1, 1, 1, 2)),
+        num_steps=draw.choice((2, 3)),
+        before=before,
+        forward=tuple(draw.choice(FORWARDS)),
+        after_forward=after_forward,
+        backward=tuple(draw.choice(BACKWARDS)),
+        after_backward=after_backward,
+        after_step=after_step,
+        setting=_setting(draw, nvme_share),
+    )
+
+
+def _setting(draw: random.Random, nvme_share: float) -> Setting:
+    live = draw.choice((0, 0, 200, 500, 1500, 4000, 1_000_000))
+    bucket = draw.choice((100, 500, 1500, 4096, 50_000))
+    persistent = draw.choice((0, 0, 0, 13, 200, 100_000))
+    reuse = draw.choice((0, 400, 1_000_000))
+    return Setting(
+        thresholds=f"{live},{bucket},{persistent},{reuse}",
+        bf16=draw.random() < 0.3,
+        nvme=draw.random() < nvme_share,
+        poison=draw.random() < 0.2,
+    )

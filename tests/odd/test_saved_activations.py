@@ -1,0 +1,331 @@
+"""What autograd saved: changed in place it is an error as in plain torch, and the user's own hooks go on working."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from tests.odd.nets import ROWS, WIDTH, Net, Rule, square, trains
+from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, Case, Cases
+
+cases = Cases(__name__)
+
+
+def batch(world: Any, step: int) -> Tensor:
+    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
+    return tensor
+
+
+def spoilt(name: str, rule: Any) -> None:
+    def script(world: Any) -> None:
+        trains(world, Rule(rule), num_steps=2)
+
+    script.__name__ = name
+    script.__doc__ = f"A saved tensor is changed in place: {name.replace('_', ' ')}."
+    cases(script)
+
+
+def _in_place(change: Any) -> Any:
+    """``change`` spoils what the linear saved."""
+
+    def rule(net: Any, x: Tensor) -> Any:
+        h = torch.tanh(x)
+        y = net.a(h)
+        change(h, y)
+        return net.b(y)
+
+    return rule
+
+
+spoilt("an_input_of_a_linear", _in_place(lambda h, _y: h.mul_(2)))
+spoilt("an_output_that_is_not_saved", _in_place(lambda _h, y: y.mul_(2)))
+spoilt("a_view_of_an_input", _in_place(lambda h, _y: h[0].zero_()))
+spoilt("an_input_under_no_grad", _in_place(lambda h, _y: h.detach().zero_()))
+spoilt("an_input_by_index", _in_place(lambda h, _y: h.__setitem__((0, 0), 1.0)))
+spoilt("an_input_by_copy", _in_place(lambda h, y: h.copy_(y)))
+spoilt("an_input_through_data", _in_place(lambda h, _y: h.data.mul_(2)))
+
+
+def _saved_result(net: Any, x: Tensor) -> Any:
+    y = torch.exp(net.a(x) * 0.1)
+    y.add_(1)
+    return net.b(y)
+
+
+spoilt("a_saved_result", _saved_result)
+
+
+@cases
+def the_users_input_is_changed_after_forward(world: Any) -> None:
+    """A buffer of the loader's that is filled again before backward."""
+    engine = world.initialize(Net())
+    x = batch(world, 0)
+    loss = square(engine(x))
+    x.zero_()
+    world.backward(engine, loss)
+    engine.step()
+
+
+@cases
+def a_mask_is_changed_after_forward(world: Any) -> None:
+    mask = torch.ones(ROWS, WIDTH)
+    engine = world.initialize(Rule(lambda net, x: net.a(x) * mask.to(x.dtype)))
+    loss = square(engine(batch(world, 0)))
+    mask.zero_()
+    world.backward(engine, loss)
+    engine.step()
+
+
+@cases
+def a_buffer_that_was_saved_is_changed(world: Any) -> None:
+    class Scaled(Rule):
+        def __init__(self) -> None:
+            super().__init__(lambda net, x: net.a(x) * net.scale)
+            self.register_buffer("scale", torch.ones(WIDTH))
+
+    model = Scaled()
+    engine = world.initialize(model)
+    loss = square(engine(batch(world, 0)))
+    model.scale.mul_(2)
+    world.backward(engine, loss)
+    engine.step()
+
+
+@cases(writes=True)
+def a_weight_is_changed_between_forward_and_backward(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model)
+    loss = square(engine(batch(world, 0)))
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+    world.backward(engine, loss)
+    engine.step()
+
+
+@cases(writes=True)
+def a_weight_is_normalised_between_steps(world: Any) -> None:
+    """As StyleGAN and word2vec do."""
+    model = Rule(lambda net, x: net.a(x))
+    engine = world.initialize(model)
+    for step in range(3):
+        world.backward(engine, square(engine(batch(world, step))))
+        engine.step()
+        with torch.no_grad():
+            model.a.weight.div_(model.a.weight.norm(dim=1, keepdim=True))
+
+
+@cases(writes=True)
+def weights_are_clipped_between_steps(world: Any) -> None:
+    """WGAN's clipping, through ``data``."""
+    model = Net()
+    engine = world.initialize(model)
+    for step in range(3):
+        world.backward(engine, square(engine(batch(world, step))))
+        engine.step()
+        for param in model.parameters():
+            param.data.clamp_(-0.1, 0.1)
+
+
+def _noted(log: list[int]) -> Any:
+    def pack(tensor: Tensor) -> Any:
+        log.append(tensor.numel())
+        return tensor
+
+    return pack
+
+
+@cases(must="equal", also=(NVME,))
+def save_on_cpu_outside(world: Any) -> None:
+    engine = world.initialize(Net())
+    for step in range(3):
+        with save_on_cpu():
+            loss = square(engine(batch(world, step)))
+        world.backward(engine, loss)
+        engine.step()
+
+
+@cases(must="equal")
+def save_on_cpu_inside(world: Any) -> None:
+    class Saves(Net):
+        def forward(self, x: Tensor) -> Any:
+            with save_on_cpu():
+                for block in self.blocks:
+                    x = block(x)
+            return self.head(x)
+
+    trains(world, Saves())
+
+
+@cases
+def packed_to_bytes_outside(world: Any) -> None:
+    """Activations are compressed by the user: here, copied through numpy."""
+    engine = world.initialize(Net())
+    for step in range(3):
+        with saved_tensors_hooks(
+            lambda t: (t.detach().float().numpy().copy(), t.dtype), lambda p: torch.from_numpy(p[0]).to(p[1])
+        ):
+            loss = square(engine(batch(world, step)))
+        world.backward(engine, loss)
+        engine.step()
+
+
+@cases
+def packed_clones_inside(world: Any) -> None:
+    class Saves(Net):
+        def forward(self, x: Tensor) -> Any:
+            with saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+                for block in self.blocks:
+                    x = block(x)
+            return self.head(x)
+
+    trains(world, Saves())
+
+
+@cases
+def packing_that_only_counts(world: Any) -> None:
+    engine = world.initialize(Net())
+    for step in range(2):
+        with saved_tensors_hooks(_noted([]), lambda t: t):
+            loss = square(engine(batch(world, step)))
+        world.backward(engine, loss)
+        engine.step()
+
+
+@cases
+def hooks_around_backward_only(world: Any) -> None:
+    engine = world.initialize(Net())
+    for step in range(2):
+        loss = square(engine(batch(world, step)))
+        with saved_tensors_hooks(lambda t: t, lambda t: t):
+            world.backward(engine, loss)
+        engine.step()
+
+
+@cases
+def allowed_mutation_of_saved_tensors(world: Any) -> None:
+    engine = world.initialize(Rule(_in_place(lambda h, _y: h.mul_(2))))
+    for step in range(2):
+        with allow_mutation_on_saved_tensors():
+            world.backward(engine, square(engine(batch(world, step))))
+        engine.step()
+
+
+@cases
+def saved_tensors_are_read_from_the_graph(world: Any) -> None:
+    """A visualiser walks ``grad_fn`` and looks at what was saved."""
+    engine = world.initialize(Rule(lambda net, x: torch.sigmoid(net.a(x))))
+    output = engine(batch(world, 0))
+    node = output.grad_fn
+    seen: list[Tensor] = []
+    while node is not None and len(seen) < 8:
+        seen.extend(
+            getattr(node, name).clone()
+            for name in dir(node)
+            if name.startswith("_saved_") and isinstance(getattr(node, name), Tensor)
+        )
+        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+    world.observe("saved", seen)
+    world.backward(engine, square(output))
+    engine.step()
+
+
+@cases(must="equal")
+def anomaly_detection(world: Any) -> None:
+    engine = world.initialize(Net())
+    for step in range(2):
+        with torch.autograd.detect_anomaly(check_nan=True):
+            world.backward(engine, square(engine(batch(world, step))))
+        engine.step()
+
+
+@cases(must="equal", settings=(EACH, GROUPED, DEFAULT, EACH_BF16, NVME))
+def checkpointed_blocks(world: Any) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Any:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    trains(world, Checkpointed())
+
+
+@cases(must="equal")
+def checkpointed_blocks_with_reentrance(world: Any) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Any:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return self.head(x)
+
+    engine = world.initialize(Checkpointed())
+    world.train(engine, lambda step: square(engine(world.randn(ROWS, WIDTH, seed=step, requires_grad=True))))
+
+
+@cases(must="equal")
+def save_on_cpu_around_checkpoints(world: Any) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Any:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    engine = world.initialize(Checkpointed())
+    for step in range(3):
+        with save_on_cpu():
+            loss = square(engine(batch(world, step)))
+        world.backward(engine, loss)
+        engine.step()
+
+
+@cases
+def selective_checkpointing(world: Any) -> None:
+    def policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+    class Selective(Net):
+        def forward(self, x: Tensor) -> Any:
+            for block in self.blocks:
+                x = checkpoint(
+                    block, x, use_reentrant=False, context_fn=lambda: create_selective_checkpoint_contexts(policy)
+                )
+            return self.head(x)
+
+    trains(world, Selective())
+
+
+@cases(must="equal")
+def a_checkpoint_that_stops_early_is_switched_off(world: Any) -> None:
+    class Checkpointed(Net):
+        def forward(self, x: Tensor) -> Any:
+            with torch.utils.checkpoint.set_checkpoint_early_stop(False):
+                for block in self.blocks:
+                    x = checkpoint(block, x, use_reentrant=False)
+            return self.head(x)
+
+    trains(world, Checkpointed())
+
+
+@cases(must="equal")
+def in_place_activations(world: Any) -> None:
+    trains(world, nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True), nn.Linear(WIDTH, WIDTH)))
+
+
+@cases(must="equal")
+def a_residual_added_in_place(world: Any) -> None:
+    def rule(net: Any, x: Tensor) -> Any:
+        h = net.a(x)
+        h += x
+        return net.b(F.gelu(h))
+
+    trains(world, Rule(rule))
+
+
+@cases.parametrized()
+def test_saved_activations(case: Case, judged: Any) -> None:
+    judged(__name__, case)

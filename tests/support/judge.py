@@ -1,0 +1,227 @@
+"""Judge one script under one setting: bits equal to plain torch's, refused in words, or failed.
+
+A refusal is an exception of a class that infinity or io_daemon defines, that is no fault of the world, and whose
+message names a parameter or module of the model and a remedy; what was trained until then must still be there, to the
+bit. A refusal that plain torch shares is equal behaviour. Everything else is a failure.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import re
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from infinity.errors import BudgetError, ProtocolError, WorldError
+from tests.support.plain_engine import PlainEngine
+from tests.support.reference import differing_bits
+from tests.support.world import InfinityWorld, Observation, PlainWorld, Setting, World
+
+Script = Callable[[Any], None]
+
+REMEDIES = re.compile(
+    r"\b(call|use|pass|build|remove|add|freeze|change|set|write|make|keep|give|move|cast|take|train|load|tie|mark|"
+    r"destroy|wrap|instead|before|after|inside|outside|within|read|copy|clone|replace|do)\b"
+)
+
+
+RELAYED = "an exception occurred :"
+"""How torch's load_state_dict passes on the words of what a parameter raised; the exception itself it drops."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    script: str
+    setting: str
+    outcome: str
+    """"equal", "refused" or "failed"."""
+    message: str = ""
+    """Of the refusal or the failure; for equal, the error that both worlds raised, if any."""
+    error_type: str = ""
+
+    def as_json(self) -> dict[str, str]:
+        return asdict(self)
+
+
+@dataclass
+class Run:
+    world: World
+    error: BaseException | None = None
+
+
+def judge(script: Script, setting: Setting, *, name: str = "", about: str = "", writes: bool = False) -> Verdict:
+    """Run ``script`` in both worlds.
+
+    Args:
+        about: a pattern that a refusal must match instead of naming a parameter or a module.
+        writes: the script itself writes to weights, so after a refusal they only must be finite.
+    """
+    plain = _run(script, PlainWorld(setting))
+    if (broken := _not_finite(plain)) is not None:
+        return Verdict(script=name, setting=str(setting), outcome="failed", message=f"the reference: {broken}")
+    with _environment(setting), InfinityWorld.opened(setting) as world:
+        run = _run(script, world)
+        outcome, message = _compare(plain, run, about, writes=writes)
+        error_type = "" if run.error is None else type(run.error).__name__
+    return Verdict(script=name, setting=str(setting), outcome=outcome, message=message, error_type=error_type)
+
+
+@contextmanager
+def _environment(setting: Setting) -> Iterator[None]:
+    before = os.environ.get("INFINITY_DEBUG", "")
+    os.environ["INFINITY_DEBUG"] = "poison" if setting.poison else ""
+    try:
+        yield
+    finally:
+        os.environ["INFINITY_DEBUG"] = before
+
+
+def _run(script: Script, world: World) -> Run:
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    random.seed(0)
+    try:
+        script(world)
+        world.close()
+    except Exception as error:  # noqa: BLE001 (whatever a script raises is what is judged)
+        return Run(world, error)
+    return Run(world)
+
+
+def _compare(plain: Run, run: Run, about: str, *, writes: bool) -> tuple[str, str]:
+    if run.error is not None:
+        refusal = _refusal_in(run.error)
+        if plain.error is not None and (refusal is not None or type(run.error) is type(plain.error)):
+            return "equal", f"both: {type(plain.error).__name__}: {plain.error}"
+        if refusal is None:
+            return "failed", f"no typed refusal:\n{_text_of(run.error)}"
+        if (missing := _missing_words(str(refusal), run.world.models, about)) is not None:
+            return "failed", f"{missing}: {type(refusal).__name__}: {refusal}"
+        if (damage := _damage(plain, run, writes=writes)) is not None:
+            return "failed", f"refused, but {damage}: {type(refusal).__name__}: {refusal}"
+        return "refused", f"{type(refusal).__name__}: {refusal}"
+    if plain.error is not None:
+        return "failed", f"plain torch refuses ({type(plain.error).__name__}: {plain.error}), infinity went on"
+    difference = first_difference(plain.world.observations, run.world.observations)
+    return ("equal", "") if difference is None else ("failed", difference)
+
+
+def _refusal_in(error: BaseException) -> BaseException | None:
+    """The typed refusal that was raised, or that another exception was raised from."""
+    seen: BaseException | None = error
+    while seen is not None:
+        home = type(seen).__module__.partition(".")[0]
+        if home in ("infinity", "io_daemon"):
+            fault = isinstance(seen, (WorldError, ProtocolError)) and not isinstance(seen, BudgetError)
+            return None if fault else seen
+        if RELAYED in str(seen):
+            return seen
+        seen = seen.__cause__ or seen.__context__
+    return None
+
+
+def _missing_words(message: str, models: Sequence[nn.Module], about: str) -> str | None:
+    if about:
+        return None if re.search(about, message) else f"the refusal does not say {about!r}"
+    names = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
+    names |= {name for model in models for name, _ in model.named_buffers(remove_duplicate=False)}
+    names |= {name for model in models for name, _ in model.named_modules()}
+    names |= {type(module).__name__ for model in models for module in model.modules()}
+    if not any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) for name in names if name):
+        return "the refusal names no parameter and no module"
+    return None if REMEDIES.search(message) else "the refusal has no remedy"
+
+
+def _damage(plain: Run, run: Run, *, writes: bool) -> str | None:
+    """What a refusal did to the weights: each engine that is open must hold those of plain torch at that step."""
+    for index, engine in enumerate(run.world.engines):
+        reference = plain.world.engines[index] if index < len(plain.world.engines) else None
+        if not isinstance(reference, PlainEngine) or engine.global_steps >= len(reference.snapshots):
+            continue
+        try:
+            weights = engine.full_state_dict()
+        except Exception as error:  # noqa: BLE001 (a second refusal is allowed, anything else is the finding)
+            if _refusal_in(error) is None:
+                return f"engine {index} is broken after it ({type(error).__name__}: {error})"
+            continue
+        expected = reference.snapshots[engine.global_steps]
+        parameters = {name for name, _ in reference.module.named_parameters(remove_duplicate=False)}
+        for name in parameters & expected.keys() & weights.keys():
+            if writes:
+                if not bool(torch.isfinite(weights[name].double()).all()):
+                    return f"{name} is not finite"
+            elif (difference := _difference(f"{name}", expected[name], weights[name], 0.0)) is not None:
+                return f"weights have changed, {difference}"
+    return None
+
+
+def first_difference(expected: Sequence[Observation], found: Sequence[Observation]) -> str | None:
+    """Where two worlds' observations differ first, in words."""
+    names, others = [o.name for o in expected], [o.name for o in found]
+    if names != others:
+        return f"observed {others}, plain torch {names}"
+    for position, (left, right) in enumerate(zip(expected, found, strict=True)):
+        if (difference := _difference(left.name, left.value, right.value, left.tolerance)) is not None:
+            return f"observation {position}: {difference}"
+    return None
+
+
+def _difference(name: str, expected: Any, found: Any, tolerance: float) -> str | None:
+    if isinstance(expected, Tensor) or isinstance(found, Tensor):
+        return _tensor_difference(name, expected, found, tolerance)
+    if isinstance(expected, Mapping) and isinstance(found, Mapping):
+        if expected.keys() != found.keys():
+            missing, more = expected.keys() - found.keys(), found.keys() - expected.keys()
+            return f"{name}: keys are missing {sorted(missing)}, too many {sorted(more)}"
+        pairs: Iterator[tuple[str, Any, Any]] = ((f"{name}[{key!r}]", expected[key], found[key]) for key in expected)
+    elif isinstance(expected, (list, tuple)) and isinstance(found, (list, tuple)):
+        if len(expected) != len(found):
+            return f"{name}: {len(found)} entries instead of {len(expected)}"
+        pairs = ((f"{name}[{i}]", *pair) for i, pair in enumerate(zip(expected, found, strict=True)))
+    elif isinstance(expected, float) and isinstance(found, float) and tolerance:
+        same = math.isclose(expected, found, rel_tol=tolerance)
+        return None if same else f"{name}: {found!r} instead of {expected!r}"
+    else:
+        return None if expected == found else f"{name}: {found!r} instead of {expected!r}"
+    return next(
+        (text for key, left, right in pairs if (text := _difference(key, left, right, tolerance)) is not None), None
+    )
+
+
+def _tensor_difference(name: str, expected: Any, found: Any, tolerance: float) -> str | None:
+    if not isinstance(expected, Tensor) or not isinstance(found, Tensor):
+        return f"{name}: {type(found).__name__} instead of {type(expected).__name__}"
+    if expected.shape != found.shape or expected.dtype != found.dtype:
+        return f"{name}: {found.dtype}{tuple(found.shape)} instead of {expected.dtype}{tuple(expected.shape)}"
+    if tolerance:
+        return None if torch.allclose(expected, found, rtol=tolerance, atol=0) else f"{name}: beyond {tolerance}"
+    left, right = (x.to_dense() if x.layout is not torch.strided else x for x in (expected, found))
+    if left.is_meta or right.is_meta:
+        return None if left.is_meta and right.is_meta else f"{name}: on meta"
+    left, right = left.resolve_conj().resolve_neg(), right.resolve_conj().resolve_neg()
+    bits = differing_bits(left.reshape(-1), right.reshape(-1)) if left.numel() else 0
+    nans = " (NaN)" if found.dtype.is_floating_point and bool(torch.isnan(right.double()).any()) else ""
+    return f"{name}: {bits} differing bits{nans}" if bits else None
+
+
+def _not_finite(run: Run) -> str | None:
+    """A script whose own arithmetic ends in NaN judges nothing."""
+    for observation in run.world.observations:
+        for value in torch.utils._pytree.tree_leaves(observation.value):
+            if isinstance(value, Tensor) and value.is_floating_point() and not value.is_meta and value.numel():
+                dense = value.to_dense() if value.layout is not torch.strided else value
+                if not bool(torch.isfinite(dense.double()).all()):
+                    return f"{observation.name} is not finite"
+    return None
+
+
+def _text_of(error: BaseException) -> str:
+    return "".join(traceback.format_exception(error, limit=-6)).strip()

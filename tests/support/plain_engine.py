@@ -1,0 +1,132 @@
+"""Plain torch behind the engine's surface: the same user's script runs on both, and the bits are compared.
+
+fp32 parameters are stepped as they are by torch's fused AdamW; other dtypes, and what is not contiguous
+(which that optimizer gets wrong), have a contiguous fp32 master. What a user writes to a parameter between
+steps counts: the master takes it over. Nothing here knows infinity.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+LEARNING_RATE = 3e-3
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+
+
+def cast_weights(model: nn.Module) -> None:
+    """fp32 parameters and buffers to bf16 in place, as a bf16 section asks; what has another dtype keeps it."""
+    for tensor in [*model.parameters(), *model.buffers()]:
+        if tensor.dtype is torch.float32 and not tensor.is_meta:
+            tensor.data = tensor.data.bfloat16()
+
+
+class PlainEngine(nn.Module):
+    """``module`` trained by plain torch; ``snapshots`` are its weights before the first step and after each."""
+
+    def __init__(
+        self, module: nn.Module, *, bf16: bool, accumulation: int, clipping: float, parameters: Iterable[Any] | None
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.accumulation, self.clipping, self.bf16 = accumulation, clipping, bf16
+        self.global_steps = self.micro_steps = 0
+        self.optimizer: torch.optim.Optimizer | None = None
+        given = list(parameters) if parameters is not None else list(module.parameters())
+        groups = [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+        self._master_of: dict[nn.Parameter, Tensor] = {}
+        for group in groups:
+            group["params"] = [self._stepped(param) for param in group["params"]]
+        if bf16:
+            cast_weights(module)
+        if any(group["params"] for group in groups):
+            self.optimizer = torch.optim.AdamW(
+                groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
+            )
+        self._grad_norm: float | None = None
+        self.snapshots = [self.full_state_dict()]
+
+    def _stepped(self, param: nn.Parameter) -> Tensor:
+        """The tensor that the optimizer steps for ``param``: itself, or its master."""
+        if not self.bf16 and param.dtype is torch.float32 and param.is_contiguous():
+            return param
+        master = param.detach().clone(memory_format=torch.contiguous_format).float()
+        self._master_of[param] = master
+        return master
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        output = self.module(*args, **kwargs)
+        torch.clear_autocast_cache()  # casts of weights go when the weights do: no copy of the model outlives a call
+        return output
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        scaled = loss / self.accumulation if self.accumulation > 1 else loss
+        torch.autograd.backward(scaled, retain_graph=retain_graph)
+        if self.accumulation > 1:
+            self._collect_gradients()
+        self.micro_steps += 1
+        return scaled.detach()
+
+    def _collect_gradients(self) -> None:
+        for param, master in self._master_of.items():
+            if param.grad is not None:
+                gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
+                gradient = gradient.float().clone(memory_format=torch.contiguous_format)
+                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+                param.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        if self.micro_steps < self.accumulation:
+            return
+        self._collect_gradients()
+        for param, master in self._master_of.items():
+            if not torch.equal(param, master.to(param.dtype)):
+                master.copy_(param)
+        if self.optimizer is not None:
+            stepped = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            for param in stepped:
+                if param.grad is not None and param.grad.is_sparse:
+                    param.grad = param.grad.to_dense()
+            norm = nn.utils.get_total_norm([p.grad for p in stepped if p.grad is not None])
+            self._grad_norm = float(norm)
+            if self.clipping:
+                nn.utils.clip_grads_with_norm_(stepped, self.clipping, norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+        for param in self.module.parameters():
+            param.grad = None
+        for param, master in self._master_of.items():
+            param.copy_(master)
+        self.micro_steps = 0
+        self.global_steps += 1
+        self.snapshots.append(self.full_state_dict())
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for tensor in [*self.module.parameters(), *self._master_of.values()]:
+            tensor.grad = None
+        self.micro_steps = 0
+
+    def get_global_grad_norm(self) -> float | None:
+        return None if self._grad_norm is None or math.isnan(self._grad_norm) else self._grad_norm
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """As the engine's: a copy of every entry of ``state_dict``."""
+        return {
+            name: value.detach().clone() if isinstance(value, Tensor) else value
+            for name, value in self.module.state_dict().items()
+        }
+
+    def destroy(self) -> None:
+        """Nothing to give back."""

@@ -1,0 +1,239 @@
+"""What a user's script is given instead of the library: plain torch, or infinity. The script cannot tell them apart.
+
+A script takes a ``World``, builds a model, gets an engine from ``world.initialize`` and trains; whatever it passes to
+``world.observe`` is compared bit by bit, and so are the losses of every backward and the final weights of every engine.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+import infinity
+from tests.support.plain_engine import BETAS, EPS, LEARNING_RATE, PlainEngine, cast_weights
+
+THRESHOLD_KEYS = (
+    "stage3_max_live_parameters",
+    "stage3_prefetch_bucket_size",
+    "stage3_param_persistence_threshold",
+    "stage3_max_reuse_distance",
+)
+THRESHOLDS: dict[str, dict[str, int]] = {
+    "each": {
+        "stage3_max_live_parameters": 0,
+        "stage3_prefetch_bucket_size": 4096,
+        "stage3_param_persistence_threshold": 0,
+    },
+    "grouped": {
+        "stage3_max_live_parameters": 6000,
+        "stage3_prefetch_bucket_size": 6000,
+        "stage3_param_persistence_threshold": 0,
+        "stage3_max_reuse_distance": 0,
+    },
+    "default": {},
+}
+"""Every module of its own and resharded at once; groups of several modules, resharded at once; what users have."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One configuration under which a script is judged."""
+
+    thresholds: str = "each"
+    """A name above, or "live,bucket,persistent,reuse" in elements."""
+    bf16: bool = False
+    nvme: bool = False
+    poison: bool = False
+
+    @property
+    def zero(self) -> dict[str, int]:
+        """The keys of ``zero_optimization``."""
+        if self.thresholds in THRESHOLDS:
+            return THRESHOLDS[self.thresholds]
+        return dict(zip(THRESHOLD_KEYS, map(int, self.thresholds.split(",")), strict=True))
+
+    def __str__(self) -> str:
+        words = [self.thresholds, "bf16" if self.bf16 else "fp32"]
+        return "-".join([*words, *(["nvme"] if self.nvme else []), *(["poison"] if self.poison else [])])
+
+
+@dataclass
+class Observation:
+    name: str
+    value: Any
+    tolerance: float = 0.0
+
+
+class World:
+    """The part that both worlds share. ``engines`` are in the order made; ``models`` also those built under Init."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.dtype = torch.bfloat16 if setting.bf16 else torch.float32
+        self.observations: list[Observation] = []
+        self.engines: list[Any] = []
+        self.models: list[nn.Module] = []
+
+    def observe(self, name: str, value: Any, *, tolerance: float = 0.0) -> None:
+        """Remember ``value``: tensors, in containers or not, are copied now. ``tolerance`` is relative."""
+        copied = tree_map_only(Tensor, lambda x: x.detach().clone(), _open_dataclasses(value))
+        self.observations.append(Observation(name, copied, tolerance))
+
+    def randn(self, *shape: int, seed: int = 0, requires_grad: bool = False) -> Tensor:
+        """Input of the setting's dtype."""
+        generator = torch.Generator().manual_seed(seed + 7)
+        return torch.randn(*shape, generator=generator).to(self.dtype).requires_grad_(requires_grad)
+
+    def tokens(self, *shape: int, below: int, seed: int = 0) -> Tensor:
+        return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed + 7))
+
+    def build(self, make: Callable[[], nn.Module]) -> nn.Module:
+        """``make()`` under Init where there is one."""
+        with self.init():
+            model = make()
+        self.models.append(model)
+        return model
+
+    def init(self) -> AbstractContextManager[Any]:
+        raise NotImplementedError
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """To bf16, on the caller's side of the engine."""
+        return torch.autocast("cpu", dtype=torch.bfloat16)
+
+    def initialize(
+        self,
+        model: nn.Module,
+        *,
+        accumulation: int = 1,
+        clipping: float = 0.0,
+        parameters: Iterable[Any] | None = None,
+        **changes: Any,
+    ) -> Any:
+        """An engine for ``model``; ``changes`` are keys of the configuration that plain torch has no use for."""
+        raise NotImplementedError
+
+    def backward(self, engine: Any, loss: Tensor, **kwargs: Any) -> None:
+        self.observe("loss", loss)
+        engine.backward(loss, **kwargs)
+
+    def train(self, engine: Any, loss_of: Callable[[int], Tensor], *, num_steps: int = 3) -> None:
+        """The usual loop: ``loss_of(step)``, backward, step."""
+        for step in range(num_steps):
+            self.backward(engine, loss_of(step))
+            engine.step()
+
+    def retire(self, engine: Any) -> None:
+        """Destroy the engine; it has no weights to compare any more."""
+        self.engines.remove(engine)
+        engine.destroy()
+
+    def forget(self, engine: Any) -> None:
+        """Let go of everything but what the script itself holds."""
+        self.engines.remove(engine)
+        self.models.clear()
+
+    def close(self) -> None:
+        """Observe every engine's weights. (Engines stay: their world's process ends.)"""
+        for index, engine in enumerate(self.engines):
+            self.observe(f"weights of engine {index}", engine.full_state_dict())
+
+
+def _open_dataclasses(value: Any) -> Any:
+    """Tensors inside a dataclass are compared as well."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {f.name: getattr(value, f.name) for f in dataclasses.fields(value)}
+    return value
+
+
+class PlainWorld(World):
+    name = "plain"
+
+    def init(self) -> AbstractContextManager[Any]:
+        return contextlib.nullcontext()
+
+    def initialize(
+        self,
+        model: nn.Module,
+        *,
+        accumulation: int = 1,
+        clipping: float = 0.0,
+        parameters: Iterable[Any] | None = None,
+        **changes: Any,
+    ) -> Any:
+        self.models.append(model)
+        engine = PlainEngine(
+            model, bf16=self.setting.bf16, accumulation=accumulation, clipping=clipping, parameters=parameters
+        )
+        self.engines.append(engine)
+        return engine
+
+    def cast(self, model: nn.Module) -> nn.Module:
+        if self.setting.bf16:
+            cast_weights(model)
+        return model
+
+
+class InfinityWorld(World):
+    name = "infinity"
+
+    def __init__(self, setting: Setting, swap_dir: str) -> None:
+        super().__init__(setting)
+        self._swap_dir = swap_dir
+
+    @classmethod
+    @contextlib.contextmanager
+    def opened(cls, setting: Setting) -> Iterator[InfinityWorld]:
+        """With a swap directory of its own; engines that the script left are destroyed."""
+        with tempfile.TemporaryDirectory(prefix="infinity-odd-") as swap_dir:
+            world = cls(setting, swap_dir)
+            try:
+                yield world
+            finally:
+                for engine in world.engines:
+                    engine.destroy()
+
+    def config(self, *, accumulation: int = 1, clipping: float = 0.0, **changes: Any) -> dict[str, Any]:
+        zero: dict[str, Any] = {"stage": 3, "sub_group_size": 16384, **self.setting.zero}
+        if self.setting.nvme:
+            offload = {"device": "nvme", "nvme_path": self._swap_dir}
+            zero |= {"offload_param": offload, "offload_optimizer": offload}
+        config: dict[str, Any] = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": accumulation,
+            "gradient_clipping": clipping,
+            "bf16": {"enabled": self.setting.bf16},
+            "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "betas": list(BETAS), "eps": EPS}},
+            "zero_optimization": zero,
+            "steps_per_print": 0,
+        }
+        if self.setting.nvme:
+            config["io_daemon"] = {"host_budget_bytes": 64 << 20, "engine": "require:posix"}
+        return config | changes
+
+    def init(self) -> AbstractContextManager[Any]:
+        return infinity.Init(config_dict_or_path=self.config())
+
+    def initialize(
+        self,
+        model: nn.Module,
+        *,
+        accumulation: int = 1,
+        clipping: float = 0.0,
+        parameters: Iterable[Any] | None = None,
+        **changes: Any,
+    ) -> Any:
+        self.models.append(model)
+        config = self.config(accumulation=accumulation, clipping=clipping, **changes)
+        engine = infinity.initialize(model=model, model_parameters=parameters, config=config)[0]
+        self.engines.append(engine)
+        return engine
