@@ -3,9 +3,9 @@
 ==============  =======================================================================================
 ShardedState    tensors that occupy device memory
 ==============  =======================================================================================
-SHARDED         none; every parameter reads as one NaN expanded to its shape
+SHARDED         none; every use of a parameter asks its owner first
 UNSHARDING      none yet: leases on the weight chunks are issued (frames in the arena, not device memory)
-UNSHARDED       the full weights of the group, in storages that are reused for the engine's life
+UNSHARDED       the full weights of the group, in memory that goes with its last view
 ==============  =======================================================================================
 """
 
@@ -28,7 +28,7 @@ class StepPhase(Enum):
     BACKWARD = auto()
     OPTIMIZER = auto()
     FAILED = auto()
-    """A world error left the step half applied: only ``destroy`` and loading a checkpoint are allowed."""
+    """A world error left the step half applied: only ``destroy`` is allowed."""
     CLOSED = auto()
 
 

@@ -142,7 +142,7 @@ _SCHEDULER = (
     _works("scheduler.params.cos_min_ratio", "WarmupCosineLR: end, as a ratio of the optimizer's rate"),
     _works("scheduler.params.warmup_num_steps", "optimizer steps of warm-up"),
     _works("scheduler.params.warmup_type", "log or linear"),
-    _refused("scheduler.params.last_batch_iteration", "a checkpoint restores the schedule", "write -1", accepts=(-1,)),
+    _refused("scheduler.params.last_batch_iteration", "a schedule begins with its engine", "write -1", accepts=(-1,)),
 )
 
 _PINNED = "refuse to run where the arena cannot be page-locked"
@@ -281,7 +281,7 @@ _IO_DAEMON = (
     ),
     _refused(
         "io_daemon.commit_every_n_steps",
-        "durable commits are not built yet: a job that dies restarts from its last checkpoint",
+        "durable commits are not built yet: a job that dies starts anew",
         "write 0",
         accepts=(0,),
     ),

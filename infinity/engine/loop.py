@@ -209,7 +209,7 @@ class TrainingLoop:
         half_applied = phase is StepPhase.OPTIMIZER and self._update is not None and self._update.num_updated > 0
         if half_applied or isinstance(error, DaemonLostError):
             self.phases.go(StepPhase.FAILED)
-            _log.error("the engine has failed in %s: destroy() it and resume from the last checkpoint", phase.name)
+            _log.error("the engine has failed in %s, its state is half a step ahead: destroy() it", phase.name)
             return
         self.runtime.abandon_pass()
         if phase is not StepPhase.OPTIMIZER:

@@ -1,6 +1,6 @@
 """Where every element lives: param groups cut into shards, shards cut into chunks, chunks into segments.
 
-Pure. Positions are elements, never bytes. The rules keep parity bit-exact (ARCHITECTURE.md, "Parity rules"):
+Pure. Positions are elements, never bytes. The rules keep parity bit-exact:
 
 - a parameter is cut on its flattened form at multiples of ``ALIGNMENT``, so that no element moves between the vector
   body and the scalar tail of torch's fused kernels;

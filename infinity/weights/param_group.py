@@ -1,8 +1,8 @@
 """A param group: *what* is gathered, used and reduced together.
 
 States and their tensors are in ``states.py``. Issuing and waiting are separate: ``unshard`` leases weight chunks,
-``wait_for_unshard`` copies them into the parameters' own storages; a lease lasts one copy, so that no view of the arena
-ever reaches autograd.
+``wait_for_unshard`` copies them into memory of the parameters' own; a lease lasts one copy, so that no view of the
+arena ever reaches autograd or the user.
 """
 
 from __future__ import annotations

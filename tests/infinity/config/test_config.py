@@ -165,7 +165,7 @@ def test_true_is_not_one_and_false_is_not_zero() -> None:
         ("zero_optimization.stage", 0, "stage 3"),
         ("zero_optimization.stage", 1, "stage 3"),
         ("zero_optimization.stage", 2, "stage 3"),
-        ("io_daemon.commit_every_n_steps", 5, "checkpoint"),
+        ("io_daemon.commit_every_n_steps", 5, "starts anew"),
         ("io_daemon.update_in_backward", True, "after backward"),
         ("zero_optimization.zero_quantized_weights", True, "exact"),
         ("zero_optimization.offload_optimizer.ratio", 0.4, "1.0"),
