@@ -66,7 +66,7 @@ class ParamGroup:
         self.chunks = chunks
         self.persistent = persistent
         self.name = name
-        """For people."""
+        """The name that errors show."""
         self.state = ShardedState.SHARDED
         self.num_holds = 0
         """Calls of modules and single operations that need the weights now."""

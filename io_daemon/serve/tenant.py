@@ -11,6 +11,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Final, TypeVar
 
 from io_daemon.config import ServeConfig
@@ -478,15 +479,5 @@ class BusyClock:
 
 
 def _totals(counters: Counters, io_s: float) -> IoTotals:
-    return IoTotals(
-        bytes_read=tuple(counters.bytes_read),
-        bytes_written=tuple(counters.bytes_written),
-        hits=counters.hits,
-        prefetch_hits=counters.prefetch_hits,
-        misses=counters.misses,
-        evictions=counters.evictions,
-        waits=counters.waits,
-        rejected=counters.rejected,
-        io_errors=counters.io_errors,
-        io_s=io_s,
-    )
+    """Every count under its name: one that is missing on either side is refused."""
+    return IoTotals.model_validate({**asdict(counters), "io_s": io_s})
