@@ -109,21 +109,18 @@ class Conversation:
         receiving = asyncio.ensure_future(self._channel.receive(self._bytes_max()))
         either: set[asyncio.Future[Any]] = {receiving, self._peer.departure}
         timeout_s = None if self._peer.attached else IDLE_TIMEOUT_S
-        await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if not receiving.done():
-            receiving.cancel()
-            with contextlib.suppress(asyncio.CancelledError, OSError, ProtocolError):
-                if (item := await receiving) is not None:
-                    close_all(item[1])
-            if not self._peer.departure.done():
-                raise TimeoutError
-            return None
-        if self._peer.departure.done():
-            with contextlib.suppress(OSError, ProtocolError, TimeoutError):
-                if (item := receiving.result()) is not None:
-                    close_all(item[1])
-            return None
-        return receiving.result()
+        heard = False
+        try:
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            heard = receiving.done() and not self._peer.departure.done()
+        finally:
+            if not heard:
+                await _stop_listening(receiving)
+        if heard:
+            return receiving.result()
+        if not self._peer.departure.done():
+            raise TimeoutError
+        return None
 
     def _bytes_max(self) -> int:
         """The length of the longest message that may come now."""
@@ -196,6 +193,14 @@ class Conversation:
                 return Done()
             case _:
                 raise ProtocolError(f"{type(message).__name__.lower()} is nothing that a rank says")
+
+
+async def _stop_listening(receiving: asyncio.Future[tuple[Message, list[int]] | None]) -> None:
+    """Before the socket is closed, or the loop would watch whoever has its number next."""
+    receiving.cancel()
+    with contextlib.suppress(asyncio.CancelledError, OSError, ProtocolError):
+        if (item := await receiving) is not None:
+            close_all(item[1])
 
 
 def _bulk(fds: Sequence[int], num_bytes: int) -> bytes:

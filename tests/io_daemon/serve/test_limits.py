@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import gc
 import os
@@ -18,9 +19,9 @@ from io_daemon.shared.arena import SEALS, arena_bytes
 from io_daemon.shared.control import Ended, Hello, encode
 from io_daemon.shared.protocol import PAGE_BYTES, PROTOCOL_VERSION, ChunkSpec
 from tests.io_daemon.conftest import Serve
-from tests.io_daemon.serve.test_hostile_rank import RawRank
 from tests.support.daemon import DEADLINE_S, FRAME_BYTES, ServedDaemon, eventually, specs
 from tests.support.in_process import while_serving
+from tests.support.raw_rank import RawRank
 
 
 @pytest.mark.parametrize(
@@ -52,7 +53,7 @@ def test_the_host_budget_is_that_of_all_tenants_together(serve: Serve) -> None:
 
 
 def test_an_arena_that_nobody_has_populated_is_refused(daemon: ServedDaemon) -> None:
-    rank = RawRank(daemon).hello()
+    rank = RawRank(daemon.socket).hello()
     fd = os.memfd_create("untouched", os.MFD_ALLOW_SEALING)
     os.ftruncate(fd, arena_bytes(1 << 18, 4096))  # a GiB, if the daemon were to allocate it
     fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
@@ -90,7 +91,7 @@ def test_the_limit_of_open_files_is_raised(daemon: ServedDaemon) -> None:
     "sent", [b"", b"\x10\x00", b"\x10\x00\x00\x00{", encode(Hello(protocol_version=PROTOCOL_VERSION))]
 )
 def test_silence_and_half_a_message_have_a_deadline(
-    monkeypatch: pytest.MonkeyPatch, swap_dir: Path, sent: bytes
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, swap_dir: Path, sent: bytes
 ) -> None:
     monkeypatch.setattr(conversation, "HELLO_TIMEOUT_S", 0.2)
     monkeypatch.setattr(conversation, "IDLE_TIMEOUT_S", 0.2)
@@ -103,15 +104,22 @@ def test_silence_and_half_a_message_have_a_deadline(
             sock.sendall(sent)
             while sock.recv(4096):
                 pass
+            eventually(lambda: not listening(), "nobody listens to a socket that is closed")
 
-    assert while_serving(monkeypatch, [swap_dir], use) == 0
+    def listening() -> list[str]:
+        return [str(task) for task in asyncio.all_tasks(loops[0]) if "AsyncChannel" in str(task.get_coro())]
+
+    loops: list[asyncio.AbstractEventLoop] = []
+    assert while_serving(monkeypatch, [swap_dir], use, loops=loops) == 0
+    gc.collect()
+    assert "never retrieved" not in caplog.text
 
 
 @pytest.mark.parametrize(("greeted", "num_bytes"), [(False, 5000), (True, 3 << 20)])
 def test_a_message_longer_than_its_kind_is_refused_before_it_is_sent(
     daemon: ServedDaemon, greeted: bool, num_bytes: int
 ) -> None:
-    rank = RawRank(daemon)
+    rank = RawRank(daemon.socket)
     if greeted:
         rank.hello()
     rank.channel.socket.sendall(num_bytes.to_bytes(4, "little"))

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from io_daemon.shared.control import Status, StatusRequest
 from tests.io_daemon.conftest import Serve
-from tests.io_daemon.serve.test_hostile_rank import RawRank
 from tests.support.daemon import FRAME_BYTES, WEIGHT, chunk_is_intact, specs, write_chunk
+from tests.support.raw_rank import RawRank
 
 
 def test_two_directories_share_the_load_with_direct_io(serve: Serve, tmp_path: Path) -> None:
@@ -25,7 +25,7 @@ def test_two_directories_share_the_load_with_direct_io(serve: Serve, tmp_path: P
         flags = daemon.swap_fds()
         assert len(flags) >= 2
         assert all(flag & os.O_DIRECT for flag in flags) == all(each["direct"] for each in daemon.ready["swap_dirs"])
-        rank = RawRank(daemon).hello()
+        rank = RawRank(daemon.socket).hello()
         answer, _ = rank.ask(StatusRequest())
         rank.close()
         assert isinstance(answer, Status)
