@@ -17,7 +17,7 @@ BUILD := $(STAMPS)/build
 MODULES := $(STAMPS)/modules
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build check lint types test test-slow demo bench parity-full stress mutations sanitize format clean always
+.PHONY: help setup build check lint types test test-slow demo bench parity-full stress soak mutations sanitize format clean always
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -90,6 +90,9 @@ stress: $(BUILD) ## ten million hand-overs through the rings, without a lost wak
 	  -DINFINITY_BUILD_TESTS=ON >/dev/null
 	@$(TOOLS) cmake --build build/stress -- --quiet
 	@build/stress/csrc/tests/ring_stress
+
+soak: $(BUILD) ## half an hour of tenants that attach, stream and die at random, every word checked
+	@$(BIN)/python -m tests.soak
 
 mutations: $(BUILD) ## how many of 240 small changes to the code its tests see (about 40 minutes)
 	@$(TOOLS) $(BIN)/python -m tests.mutations

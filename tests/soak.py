@@ -222,7 +222,7 @@ def status_of(daemon: ServedDaemon) -> DaemonStatus:
 def soak(
     result: Result,
     swap_dir: Path,
-    options: Sequence[str] = (),
+    *options: str,
     on_turn: Callable[[float, Soak], None] = lambda _at_s, _run: None,
 ) -> Result:
     """Run as ``result`` says, and fill it in. ``on_turn`` hears of the seconds so far."""
