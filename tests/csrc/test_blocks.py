@@ -133,10 +133,22 @@ def test_a_block_beyond_the_end_is_short(make_bench: MakeBench, tmp_path: Path) 
     assert bench.finish() == [(5, Status.SHORT_IO, 0, 3 * BLOCK_BYTES, BLOCK_BYTES, PAGE_BYTES)]
 
 
-def test_blocks_without_places_go_through_a_piece_for_each_in_flight(make_bench: MakeBench, tmp_path: Path) -> None:
+SHORT_AND_INTERRUPTED = [
+    ("short_write", 0, PAGE_BYTES),
+    ("short_write", 2 * QUEUE_DEPTH, 2 * PAGE_BYTES + 17),
+    ("errno_write", 3, errno.EINTR),
+    ("errno_write", 3 * QUEUE_DEPTH, errno.EAGAIN),
+    ("short_read", 1, PAGE_BYTES),
+]
+
+
+@pytest.mark.parametrize("faults", [[], SHORT_AND_INTERRUPTED], ids=["whole", "short and interrupted"])
+def test_blocks_without_places_go_through_a_piece_for_each_in_flight(
+    make_bench: MakeBench, tmp_path: Path, faults: list[tuple[str, int, int]]
+) -> None:
     """Many more blocks than pieces: each write is found with its header over every page of one of the pieces, which
-    stay as they were behind their headers, whatever is read in between."""
-    bench = make_bench(direct=True)
+    stay as they were behind their headers, whatever is read in between, and however often a write has to go on."""
+    bench = make_bench(direct=True, faults=faults)
     header_bytes = 16
     num_bytes = 5 * PAGE_BYTES
     pieces = bench.region.array()[: QUEUE_DEPTH * num_bytes].reshape(QUEUE_DEPTH, -1, PAGE_BYTES)
@@ -147,10 +159,11 @@ def test_blocks_without_places_go_through_a_piece_for_each_in_flight(make_bench:
     for _ in range(2):
         bench.reactor.submit_blocks(5, bench.file, writes, offsets, bench.buffer, None, num_bytes, headers)
         assert bench.finish() == [(5, Status.OK, 0, 0, 2 * NUM_BLOCKS * num_bytes, 2 * NUM_BLOCKS * num_bytes)]
-    found = np.fromfile(tmp_path / "file", np.uint8)[: NUM_BLOCKS * num_bytes].reshape(NUM_BLOCKS, -1, PAGE_BYTES)
-    assert (found[:, :, :header_bytes] == headers[writes == 1, None]).all()
-    assert {bytes(block[:, header_bytes:]) for block in found} <= bodies
+        found = np.fromfile(tmp_path / "file", np.uint8)[: NUM_BLOCKS * num_bytes].reshape(NUM_BLOCKS, -1, PAGE_BYTES)
+        assert (found[:, :, :header_bytes] == headers[writes == 1, None]).all()
+        assert {bytes(block[:, header_bytes:]) for block in found} <= bodies
     assert {bytes(piece[:, header_bytes:]) for piece in pieces} == bodies
+    assert bench.reactor.stats()["num_short"] == sum(what.startswith("short") for what, _, _ in faults)
 
 
 def test_reads_without_places_land_behind_the_pieces_for_writes(tmp_path: Path) -> None:
