@@ -76,11 +76,7 @@ class TrainingLoop:
             reducer.norms = update.wants_norms and self.is_boundary()
             accumulated = self.config.gradient_accumulation_steps
             scaled = loss / accumulated if scale and accumulated > 1 else loss
-            try:
-                scaled.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
-            except RuntimeError as error:
-                self.runtime.name_unseen(error)
-                raise
+            scaled.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
             reducer.finish()
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()

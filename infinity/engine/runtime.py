@@ -6,11 +6,10 @@ but not to the engine, so that an engine nobody refers to any more can end.
 
 from __future__ import annotations
 
-import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any, Final, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -23,19 +22,19 @@ from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
 from infinity.update.reducer import Reducer
 from infinity.weights import access
+from infinity.weights.autocast import CastOnce
 from infinity.weights.heap import return_freed
 from infinity.weights.holding import ModuleCalls
 from infinity.weights.leaf import LeafCalls
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
-from infinity.weights.saved_tensors import SavedTensors
+from infinity.weights.saved_tensors import SavedTensors, hooks_are_allowed
 from infinity.weights.sharded_model import ShardedModel
 from infinity.weights.state_dicts import StateDictHook
 from infinity.weights.structure import Structure
 
 TRAIN_TRACE, EVAL_TRACE = 0, 1
-_OUTDATED: Final = re.compile(r"modified by an inplace operation: \[\S+ \[(?P<shape>[\d, ]*)\]\]")
 
 
 class Runtime(access.Owner):
@@ -47,7 +46,7 @@ class Runtime(access.Owner):
         self._lock = threading.RLock()
         """Weights come and go under it: modules may be called in several threads, and backward has its own."""
         self._num_calls = 0
-        self._may_autocast = torch.amp.is_autocast_available(self.device.type)
+        self._cast_once = CastOnce(module, sharded.params, self.device)
         self._param_of = {id(param.param): param for param in sharded.params}
         self._group_of = {param.index: group for group in sharded.groups for param in group.params}
         zero = config.zero_optimization
@@ -108,9 +107,11 @@ class Runtime(access.Owner):
                 and self._num_calls == 1
             ):
                 self._begin_pass(training=self.module.training and torch.is_grad_enabled())
-        self._saved.begin_call()
+        if self._streams:
+            self._cast_once.begin_call(module)
 
     def end_call(self, *, failed: bool) -> None:
+        self._cast_once.end_call()
         with self._lock:
             self._num_calls -= 1
             if self._num_calls == 0 and not self._phases.in_training_pass and not self._phases.is_over:
@@ -130,8 +131,10 @@ class Runtime(access.Owner):
 
     def release(self, groups: Sequence[ParamGroup]) -> None:
         changed: list[ShardedParam] = []
+        unseen: list[ShardedParam] = []
         with self._lock:
             for group in reversed(groups):
+                unseen += [param for param in group.params if param.is_kept_unseen()]
                 spoiled = [param for param in group.params if not param.hide()]
                 group.num_holds -= 1
                 if spoiled:
@@ -139,13 +142,19 @@ class Runtime(access.Owner):
                     changed += spoiled
                 else:
                     self.live_set.done(group)
-            if groups and self._may_autocast and torch.is_autocast_enabled(self.device.type):
-                torch.clear_autocast_cache()  # it would keep a copy of every weight of the model
+            if groups:
+                self._cast_once.empty()
         if changed:
             access.refuse_write(self, changed[0].param)
+        if unseen and self._streams:
+            self.refuse(
+                unseen[0].param,
+                "was saved for backward where its engine does not see it, in another thread or with hooks switched off",
+                "use it in the thread that calls the engine, or call a module that owns it there",
+            )
 
     def hooks(self, *, outermost: bool) -> AbstractContextManager[None]:
-        if not self._streams or not torch.is_grad_enabled():
+        if not self._streams or not torch.is_grad_enabled() or not hooks_are_allowed():
             return nullcontext()
         return self._saved.around_call() if outermost else self._saved.beside_user_hooks()
 
@@ -156,6 +165,7 @@ class Runtime(access.Owner):
         if self._phases.is_over:
             self.refuse(params[0], "is used after its engine ended", "export engine.full_state_dict() before destroy()")
         lent = [self._param_of[id(param)] for param in params]
+        self._cast_once.use(lent)
         groups = list({id(group): group for group in (self._group_of[param.index] for param in lent)}.values())
         with self._lock:
             for group in groups:
@@ -164,7 +174,7 @@ class Runtime(access.Owner):
             for param in lent:
                 param.show()
         try:
-            with self._saved.around_call() if torch.is_grad_enabled() else nullcontext():
+            with self.hooks(outermost=True):
                 yield
         finally:
             with self._lock:
@@ -176,25 +186,6 @@ class Runtime(access.Owner):
                     self.live_set.forget(self._group_of[param.index])
         if changed:
             access.refuse_write(self, changed[0].param)
-
-    def name_unseen(self, error: RuntimeError) -> None:
-        """Raise WeightsError instead if autograd's complaint of a changed version is about a parameter that was saved
-        where no hook of ours saw it."""
-        found = _OUTDATED.search(str(error))
-        if found is None or isinstance(error, WeightsError):
-            return
-        shape = tuple(int(size) for size in found["shape"].split(",") if size.strip())
-        names = [
-            param.name
-            for param in self.sharded.params
-            if tuple(param.shape) == shape and not self._group_of[param.index].persistent and param.hidden_version
-        ]
-        if names:
-            raise WeightsError(
-                " or ".join(names[:3]),
-                "was saved for backward where the engine does not see it, in another thread or under disabled hooks",
-                "use it in the thread that calls the engine, or call a module that owns it instead",
-            ) from error
 
     def refuse_over(self, call: str) -> None:
         """Raises EngineStateError if the weights are gone."""

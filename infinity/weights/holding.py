@@ -140,6 +140,12 @@ class _Hook:
 
 
 def _refuse_transforms(module: nn.Module) -> None:
+    if torch._C._get_tracing_state() is not None:
+        raise WeightsError(
+            type(module).__name__,
+            "is traced by torch.jit, which would record placeholders for its weights",
+            "trace a model built anew with what engine.full_state_dict() returns",
+        )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise WeightsError(
             type(module).__name__,

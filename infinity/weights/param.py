@@ -76,9 +76,10 @@ class ShardedParam:
         self._key = 0
         self._num_shown = 0
         self._version = 0
-        self.hidden_version = 0
-        """Version of the parameter when it was hidden last."""
+        self._num_unseen = 0
         self._outlived: list[Any] = []
+        self._accumulator: Any = None
+        """The node by which autograd accumulates the gradient. Held, so that it holds the parameter all the time."""
 
     @staticmethod
     def layout_for(param: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -119,6 +120,9 @@ class ShardedParam:
         if self._num_shown == 0:
             access.show(self.param, self.full)
             self._version = self.param._version
+            if self._accumulator is None and self.param.requires_grad and torch.is_grad_enabled():
+                self._accumulator = torch.autograd.graph.get_gradient_edge(self.param).node
+            self._num_unseen = self._count_unseen()
         self._num_shown += 1
 
     def hide(self) -> bool:
@@ -127,12 +131,22 @@ class ShardedParam:
         if self._num_shown:
             return True
         changed = self.is_changed
-        # what autograd saved of the parameter itself, unseen by our hooks (in another thread), must not be used: its
-        # check of versions is all that stands between it and the placeholder
-        torch.autograd.graph.increment_version(self.param)
-        self.hidden_version = self.param._version
         access.hide(self.param, self.placeholder)
         return not changed
+
+    def is_kept_unseen(self) -> bool:
+        """Whether autograd has come to hold the parameter itself since it was shown.
+
+        Where our hooks are (``saved_tensors``) it holds notes instead. So some operation ran in another thread, or with
+        hooks switched off, and backward would find the placeholder.
+        """
+        return self._num_shown > 0 and self._count_unseen() > self._num_unseen
+
+    def _count_unseen(self) -> int:
+        """Holders of the parameter that are no views: a view holds the parameter and its memory, a node the former."""
+        num_of_memory = torch._C._storage_Use_Count(self._key)
+        counted: Any = self.param
+        return int(counted._use_count()) - int(num_of_memory)
 
     @property
     def is_shown(self) -> bool:

@@ -67,11 +67,6 @@ class SavedTensors:
         bring: Callable[[ShardedParam], None],
     ) -> None:
         self._params, self._resident, self._bring = params, resident, bring
-        self._casts: dict[int, object] = {}
-        """Parameter index -> the node by which autocast cast it in the running call from outside."""
-
-    def begin_call(self) -> None:
-        self._casts.clear()
 
     def around_call(self) -> AbstractContextManager[None]:
         """Hooks for a call of a module from outside, or for one operation."""
@@ -110,9 +105,11 @@ class SavedTensors:
         param = saved.param
         self._bring(param)
         if param.generation != saved.generation:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an inplace operation: "
-                f"{param.name} was updated by the optimizer after the forward that this backward belongs to"
+            raise WeightsError(
+                param.name,
+                "is needed for gradient computation and has been modified by an inplace operation, "
+                "the optimizer's update after that forward",
+                "call backward before step(), or forward again",
             )
         if param.full is None:
             raise AssertionError(f"{param.name} was brought and is not there")
@@ -138,16 +135,6 @@ class SavedTensors:
         param = self._params.get(id(getattr(node.next_functions[0][0], "variable", None)))
         if param is None or whole.stride() != param.layout.stride():
             return None
-        in_backward = torch._C._current_graph_task_id() != -1
-        if in_backward or not torch.is_autocast_cache_enabled():
-            return param
-        if self._casts.setdefault(param.index, node) is not node:
-            raise WeightsError(
-                param.name,
-                f"is cast to {whole.dtype} by autocast in two calls of modules: torch would cast it once, and sum its "
-                "gradients in that dtype",
-                'write "bf16": {"enabled": true} instead of autocast, or torch.set_autocast_cache_enabled(False)',
-            )
         return param
 
 
@@ -158,6 +145,8 @@ class _Pack:
         self._owner, self._outer = owner, outer
 
     def __call__(self, tensor: torch.Tensor) -> SavedWeights | SavedCast | SavedTensor | SavedByUser:
+        if (whole := self._owner._params.get(id(tensor))) is not None:
+            return SavedWeights(whole, whole.generation, whole.layout.size(), whole.layout.stride(), 0)
         param = self._owner.find(tensor)
         if param is not None:
             place = (tensor.size(), tensor.stride(), tensor.storage_offset())
@@ -201,6 +190,12 @@ def _unchanged(saved: SavedTensor) -> torch.Tensor:
             f"version {saved.version} instead"
         )
     return saved.tensor
+
+
+def hooks_are_allowed() -> bool:
+    """Whether nobody has switched saved-tensor hooks off in this thread."""
+    autograd: Any = torch._C._autograd
+    return bool(autograd._saved_tensors_hooks_is_enabled())
 
 
 def _top() -> Hooks | None:

@@ -75,7 +75,6 @@ class PlainEngine(nn.Module):
         torch.autograd.backward(scaled, retain_graph=retain_graph)
         if self.accumulation > 1:
             self._collect_gradients()
-        self.micro_steps += 1
         return scaled.detach()
 
     def _collect_gradients(self) -> None:
@@ -88,6 +87,8 @@ class PlainEngine(nn.Module):
 
     @torch.no_grad()
     def step(self) -> None:
+        """The end of a micro-batch, as DeepSpeed counts them: by calls of ``step``."""
+        self.micro_steps += 1
         if self.micro_steps < self.accumulation:
             return
         self._collect_gradients()
