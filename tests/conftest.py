@@ -13,6 +13,11 @@ import pytest
 MountTmpfs = Callable[[int], Path]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--seeds", type=int, default=200, help="simulated nodes to run")
+    parser.addoption("--first-seed", type=int, default=0, help="of the first one")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def own_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What somebody's sweep has found on this machine must not change what is tested."""

@@ -104,7 +104,7 @@ class Node:
     def drain(self) -> list[Coroutine[Any, Any, None]]:
         """Refuse new tenants and new leases; what to await until the last I/O of each tenant has ended."""
         self._draining = True
-        return [tenant.drain() for tenant in self.tenants]
+        return [tenant.drain() for tenant in self._in_order()]
 
     def broken_device(self) -> SwapDevice | None:
         """The swap device whose I/O engine has broken down, if there is one."""
@@ -116,6 +116,10 @@ class Node:
         log.info("%s: gone", tenant)
         if not self.tenants:
             gc.collect()
+
+    def _in_order(self) -> list[Tenant]:
+        """The tenants as they have come."""
+        return sorted(self.tenants, key=lambda each: each.tenant_id)
 
     def status(self) -> DaemonStatus:
         config = self._config
@@ -129,5 +133,5 @@ class Node:
             verify_checksums=config.verify_checksums,
             private=config.private,
             devices=tuple(device.status() for device in self._devices.values()),
-            tenants=tuple(tenant.stats() for tenant in sorted(self.tenants, key=lambda each: each.tenant_id)),
+            tenants=tuple(tenant.stats() for tenant in self._in_order()),
         )

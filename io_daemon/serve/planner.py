@@ -14,9 +14,9 @@ import os
 import pickle
 import struct
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from io_daemon.errors import WorldError
 from io_daemon.policy.residency import Plan, PlanRequest, plan
@@ -28,6 +28,9 @@ PROCESSES_MAX: Final = 2
 NICENESS: Final = 10
 """A plan is wanted soon, the training beside it now."""
 ALIGNMENT: Final = 64
+
+T = TypeVar("T")
+
 _COUNT: Final = struct.Struct("<Q")
 
 
@@ -42,9 +45,9 @@ class Planner:
         """Raises WorldError if the process fails or takes longer than PLAN_TIMEOUT_S. Cancelling ends it."""
         async with self._turns:
             with _memfd() as asked, _memfd() as answered:
-                await asyncio.to_thread(dump, request, asked)
+                await _in_thread(lambda: dump(request, asked))
                 await self._run(asked, answered, len(request.trace))
-                made = await asyncio.to_thread(load, answered)
+                made = await _in_thread(lambda: load(answered))
         if not isinstance(made, Plan):
             raise WorldError("the planner answered with something that is no plan")
         return made
@@ -63,6 +66,17 @@ class Planner:
                 await process.wait()
         if process.returncode != 0:
             raise WorldError(f"the planner ended with status {process.returncode}")
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Whoever is cancelled goes on when the thread has ended: the descriptors that it works on may not be closed, and
+    their numbers given to other files, before."""
+    working = asyncio.ensure_future(asyncio.to_thread(work))
+    try:
+        return await asyncio.shield(working)
+    except asyncio.CancelledError:
+        await asyncio.gather(working, return_exceptions=True)
+        raise
 
 
 @contextmanager

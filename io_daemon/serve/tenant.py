@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from typing import Final, TypeVar
 
@@ -197,7 +197,7 @@ class Tenant:
             raise ValueError(f"{TRACES_MAX} traces wait for their plan or for their pass already")
         request = await self._apart(lambda: (self._scheduler.plan_request(read()), ()))
         if (earlier := self._planning.pop(trace_id, None)) is not None:
-            earlier.cancel()
+            await _end([earlier])
         self._planning[trace_id] = asyncio.ensure_future(self._plan(trace_id, request))
 
     async def _plan(self, trace_id: int, request: PlanRequest) -> None:
@@ -221,7 +221,10 @@ class Tenant:
             self._is_apart = False
             if isinstance(outcome, BaseException):
                 self._catch_up()
-                raise outcome
+                try:
+                    raise outcome
+                finally:
+                    del outcome  # else it would hold this frame, and the frame it, and both this tenant
             result, actions = outcome
             self._perform(actions)
             self._catch_up()
@@ -320,12 +323,12 @@ class Tenant:
                 log.warning("%s: the plan for trace %d fits no longer: %s", self, trace_id, error)
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        devices: set[SwapDevice] = set()
+        devices: dict[SwapDevice, None] = {}  # in order: what is done is a function of what was asked
         for action in actions:
             if isinstance(action, StartIo):
                 seat = self.seats[action.file]
                 seat.device.enqueue(self.tenant_id, seat.request(action, self.table, self))
-                devices.add(seat.device)
+                devices[seat.device] = None
                 self._count_in_flight(+1)
             elif isinstance(action, Hurry):
                 for seat in self.seats:
@@ -380,11 +383,11 @@ class Tenant:
             return
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.GONE)
         self._stop_listening()
-        for planning in self._planning.values():
-            planning.cancel()
         self.unlink_files()
         for seat in self.seats:
             self._count_in_flight(-seat.device.forget(self.tenant_id))
+        await _end(self._planning.values())
+        self._planning.clear()  # a task that was cancelled holds its frames, and they this tenant and its descriptors
         await self._quiet.wait()
         await asyncio.to_thread(self._give_back)
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.RECLAIMED)
@@ -449,6 +452,12 @@ def free_piecemeal(items: list[ChunkSpec]) -> None:
     """Empty a list: freed in one go, hundreds of thousands of objects would keep all threads from running."""
     while items:
         del items[-FREED_AT_ONCE:]
+
+
+async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
+    """Cancel them, and wait until they have ended."""
+    cancelled = [task for task in tasks if task.cancel()]
+    await asyncio.gather(*cancelled, return_exceptions=True)
 
 
 class BusyClock:

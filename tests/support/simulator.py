@@ -13,27 +13,16 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.fair_queue import FairQueue
 from io_daemon.policy.residency import plan
 from io_daemon.policy.scheduler import TenantScheduler
-from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, Opcode, Status, kinds_of
-from io_daemon.shared.states import ObjectFlags
-from tests.support.fake_disk import ZERO, Contents, FakeDisk, FakeMemory, Outcome, garbage
-
-
-@dataclass(slots=True, eq=False)
-class ModelLease:
-    seq: int
-    chunk: int
-    read_mask: int
-    write_mask: int
-    granted: bool = False
-    seen: dict[int, list[Contents]] = field(default_factory=dict)
-    """Contents of the read-only kinds when it was granted: they must not change until it is released."""
+from io_daemon.shared.protocol import PAGE_BYTES, Access, ChunkSpec, Opcode, Status
+from tests.support.fake_disk import FakeDisk, FakeMemory, Outcome
+from tests.support.truth import ModelLease, Truth
 
 
 class ModelTenant:
@@ -63,24 +52,23 @@ class ModelTenant:
             chunks_max=chunks_max,
             in_flight_frames_max=in_flight_frames_max,
         )
-        self.truth: dict[int, int] = {}
-        """Version that each object must show; 0: zeros."""
-        self.leases: dict[int, ModelLease] = {}
+        self.truth = Truth(self.memory)
         self.failures: dict[int, Complete] = {}
         self.on_grant: Callable[[int], None] = lambda _seq: None
         self._start = start if start is not None else self.disk.start
         self._hurry = hurry
-        self._versions = itertools.count(1)
         self._seqs = itertools.count(1)
+
+    @property
+    def leases(self) -> dict[int, ModelLease]:
+        """Those not released yet, by seq."""
+        return self.truth.leases
 
     def register(self, specs: Sequence[ChunkSpec]) -> range:
         for allocator, needed in zip(self.extents, self.scheduler.swap_bytes_needed(specs), strict=True):
             allocator.grow(needed)
         chunks = self.scheduler.register(specs)
-        for chunk, spec in zip(chunks, specs, strict=True):
-            for kind, size in enumerate(spec.object_bytes):
-                if size:
-                    self.truth[chunk * KINDS_MAX + kind] = 0
+        self.truth.add(chunks, specs)
         return chunks
 
     def unregister(self, chunks: range) -> None:
@@ -88,22 +76,13 @@ class ModelTenant:
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> int:
         seq = next(self._seqs)
-        self.leases[seq] = ModelLease(seq, chunk, read, write)
+        self.truth.issue(seq, chunk, read=read, write=write)
         self.take(self.scheduler.on_sqe(seq, Opcode.ACQUIRE, 0, read, write, chunk, 0))
         return seq
 
     def release(self, lease_seq: int, *, dirty: int = 0, dead: int = 0) -> None:
         """Write new versions of the dirty kinds, then release."""
-        lease = self.leases.pop(lease_seq)
-        for kind, seen in lease.seen.items():
-            if self._contents(lease, kind) != seen:
-                raise AssertionError(f"kind {kind} of chunk {lease.chunk} changed under read lease {lease_seq}")
-        for kind in kinds_of(dirty):
-            object_id = lease.chunk * KINDS_MAX + kind
-            self.truth[object_id] = next(self._versions)
-            self._write(lease, kind, [(object_id, self.truth[object_id], piece) for piece in range(4)])
-        for kind in kinds_of(dead):
-            self.truth[lease.chunk * KINDS_MAX + kind] = 0
+        lease = self.truth.release(lease_seq, dirty=dirty, dead=dead)
         seq = next(self._seqs)
         self.take(self.scheduler.on_sqe(seq, Opcode.RELEASE, 0, 0, 0, lease.chunk, lease_seq, dirty, dead))
         if seq in self.failures:
@@ -157,37 +136,8 @@ class ModelTenant:
                 self.leases.pop(action.seq, None)
                 self.on_grant(action.seq)
             elif action.seq in self.leases:
-                self._granted(action)
-
-    def _granted(self, complete: Complete) -> None:
-        lease = self.leases[complete.seq]
-        if lease.granted:
-            raise AssertionError(f"lease {lease.seq} was granted twice")
-        lease.granted = True
-        for kind in kinds_of(lease.read_mask):
-            object_id = lease.chunk * KINDS_MAX + kind
-            version = self.truth[object_id]
-            if bool(complete.born_mask >> kind & 1) != (version == 0):
-                raise AssertionError(f"object {object_id}: version {version}, born_mask {complete.born_mask:#x}")
-            if version == 0:
-                self._write(lease, kind, [ZERO] * 4)
-            else:
-                expected = [(object_id, version, piece) for piece in range(self.memory.records[object_id].num_frames)]
-                if self._contents(lease, kind) != expected:
-                    raise AssertionError(f"lease {lease.seq} sees {self._contents(lease, kind)}, not {expected}")
-            if not lease.write_mask >> kind & 1:
-                lease.seen[kind] = self._contents(lease, kind)
-        for kind in kinds_of(lease.write_mask & ~lease.read_mask):
-            if not self.memory.records[lease.chunk * KINDS_MAX + kind].flags & ObjectFlags.DIRTY:
-                self._write(lease, kind, [garbage() for _ in range(4)])
-        self.on_grant(lease.seq)
-
-    def _contents(self, lease: ModelLease, kind: int) -> list[Contents]:
-        return [self.memory.contents[frame] for frame in self.memory.frames_of(lease.chunk * KINDS_MAX + kind)]
-
-    def _write(self, lease: ModelLease, kind: int, contents: Sequence[Contents]) -> None:
-        for frame, each in zip(self.memory.frames_of(lease.chunk * KINDS_MAX + kind), contents, strict=False):
-            self.memory.contents[frame] = each
+                self.truth.grant(action.seq, action.born_mask)
+                self.on_grant(action.seq)
 
 
 @dataclass(frozen=True, kw_only=True)
