@@ -38,4 +38,4 @@ def test_the_worlds_meet_what_they_are_for() -> None:
         for what, count in world.met.items():
             seen[what] = seen.get(what, 0) + count
     print(seen)
-    assert min(seen.get(what, 0) for what in World.MEETS) >= 3, seen
+    assert min(seen.get(what, 0) for what in World.MEETS) >= 1, seen
