@@ -1,9 +1,9 @@
 """What a ring costs between two processes, called from Python.
 
 ``python -m benchmarks.ring_latency``: µs per entry (a) while both sides are awake: streamed (many entries under way),
-and handed over (one under way: push, transfer, pop; half of a round trip); (b) while both sleep in between: an eventfd
-round trip. The other process echoes. A round gives the median over its entries (streamed: over parts), so that one
-during which somebody else had the core does not count as awake; printed is the median over rounds.
+and handed over (one under way: push, transfer, pop; half of a round trip); (b) while both sleep in between: a round
+trip through a socket pair. The other process echoes. A round gives the median over its entries (streamed: over parts),
+so that one during which somebody else had the core does not count as awake; printed is the median over rounds.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import platform
+import socket
 import statistics
 import subprocess
 import sys
@@ -45,11 +46,12 @@ class Rings(NamedTuple):
     cq: CompletionRing
 
 
-def attach(memory: int, sq_event: int, cq_event: int, *, create: bool) -> Rings:
+def attach(memory: int, wake: int, *, create: bool) -> Rings:
+    """``wake``: this side's end of the socket pair by which the two wake each other."""
     region = Region(memory, REGION_BYTES)
     return Rings(
-        SubmissionRing(region, 0, NUM_ENTRIES, sq_event, create=create),
-        CompletionRing(region, CQ_OFFSET, NUM_ENTRIES, cq_event, create=create),
+        SubmissionRing(region, 0, NUM_ENTRIES, wake, create=create),
+        CompletionRing(region, CQ_OFFSET, NUM_ENTRIES, wake, create=create),
     )
 
 
@@ -70,9 +72,9 @@ def echo(rings: Rings) -> None:
 def echo_process() -> Iterator[Rings]:
     memory = os.memfd_create("ring-latency", 0)
     os.truncate(memory, REGION_BYTES)
-    events = [os.eventfd(0, os.EFD_NONBLOCK) for _ in range(2)]
-    rings = attach(memory, *events, create=True)
-    fds = (memory, *events)
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    rings = attach(memory, ours.fileno(), create=True)
+    fds = (memory, theirs.fileno())
     command = [sys.executable, "-m", "benchmarks.ring_latency", "--echo", *map(str, fds)]
     process = subprocess.Popen(command, pass_fds=fds)
     try:
@@ -82,8 +84,9 @@ def echo_process() -> Iterator[Rings]:
     finally:
         process.kill()
         process.wait()
-        for fd in fds:
-            os.close(fd)
+        os.close(memory)
+        ours.close()
+        theirs.close()
 
 
 def stream(rings: Rings, num_entries: int) -> float:
@@ -137,7 +140,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--entries", type=int, default=20_000, help="per round")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--json", action="store_true", help="print the figures as JSON")
-    parser.add_argument("--echo", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--echo", type=int, nargs=2, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if options.echo:
         echo(attach(*options.echo, create=False))
