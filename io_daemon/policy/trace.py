@@ -20,6 +20,7 @@ from io_daemon.shared.protocol import KINDS_MAX, Access, ChunkSpec
 TRACE_MAGIC: Final = b"INFITRC1"
 TRACE_VERSION: Final = 1
 ACCESSES_MAX: Final = 1 << 28
+ACCESSES_AT_ONCE: Final = 1 << 14
 _HEADER: Final = struct.Struct("<8sIIQII")  # magic, version, has geometry, frame_bytes, num_chunks, num_accesses
 _CHECKSUM: Final = struct.Struct("<I")
 
@@ -80,10 +81,13 @@ class Trace(Sequence[Access]):
         return map(Access, *(column.tolist() for column in columns))
 
     def touched_objects(self) -> NDArray[np.int64]:
-        """Ids (chunk * KINDS_MAX + kind) of the objects that any access names, ascending."""
-        bits = np.unpackbits((self.read_mask | self.write_mask)[:, None], axis=1, bitorder="little")
-        position, kind = np.nonzero(bits)
-        return np.unique(self.chunk[position].astype(np.int64) * KINDS_MAX + kind)
+        """Ids (chunk * KINDS_MAX + kind) of the objects that any access names, ascending. For a valid trace."""
+        kind_masks = np.zeros(int(self.chunk.max(initial=0)) + 1, dtype=np.uint8)
+        touched = self.read_mask | self.write_mask
+        for start in range(0, len(self), ACCESSES_AT_ONCE):  # other threads have a turn in between
+            piece = slice(start, start + ACCESSES_AT_ONCE)
+            np.bitwise_or.at(kind_masks, self.chunk[piece], touched[piece])
+        return np.flatnonzero(np.unpackbits(kind_masks, bitorder="little"))
 
     def validate(self, kind_masks: NDArray[np.uint8]) -> None:
         """ValueError, naming the first bad access, unless every access fits chunks with these kinds.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -81,3 +83,21 @@ def test_an_empty_trace_is_no_trace() -> None:
 def test_kind_masks_of_a_geometry() -> None:
     geometry = Geometry(4096, (ChunkSpec((1, 0, 1)), ChunkSpec((0, 0)), ChunkSpec((0, 9), 2)))
     assert geometry.kind_masks().tolist() == [0b101, 0, 0b10]
+
+
+def test_what_a_trace_touches_costs_about_as_much_as_to_check_it() -> None:
+    """Sorting or hashing the objects of a million accesses takes seconds, all of them with the interpreter's lock."""
+    count, num_chunks = 1_000_000, 300_000
+    chunk = (np.arange(count) * 7919 % num_chunks).astype(np.uint32)
+    seven, none = np.full(count, 7, dtype=np.uint8), np.zeros(count, dtype=np.uint8)
+    trace = Trace(chunk, seven, none, none)
+    touched_s, checked_s = [], []
+    for _ in range(3):
+        start = time.thread_time()
+        trace.validate(np.full(num_chunks, 7, dtype=np.uint8))
+        checked_s.append(time.thread_time() - start)
+        start = time.thread_time()
+        objects = trace.touched_objects()
+        touched_s.append(time.thread_time() - start)
+    assert np.array_equal(objects, np.flatnonzero(np.arange(num_chunks * KINDS_MAX) % KINDS_MAX < 3))
+    assert min(touched_s) < 15 * min(checked_s)
