@@ -30,7 +30,7 @@ def test_an_arena_is_sealed_prefaulted_and_has_a_header() -> None:
 
 def _memfd(num_bytes: int, seals: int, header: bytes = b"") -> int:
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    os.ftruncate(fd, num_bytes)
+    os.posix_fallocate(fd, 0, num_bytes)  # populated, as an arena must be
     os.pwrite(fd, header, 0)
     if seals:
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, seals)
