@@ -30,7 +30,7 @@ from infinity.weights.param import ShardedParam, flattened, memory_order
 from infinity.weights.sharded_model import Layout, ShardedModel
 from infinity.weights.staging import StagingArea, budget_beside, staged_param
 
-Initialized = tuple[Engine, ShardedAdam, "DataLoader[Any] | None", LRScheduler | None]
+Initialized = tuple[Engine, ShardedAdam | None, "DataLoader[Any] | None", LRScheduler | None]
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ def initialize(
             RANK and WORLD_SIZE are set and nobody has.
 
     Returns:
-        engine, optimizer, data loader or None, scheduler or None.
+        engine, optimizer or None where nothing trains, data loader or None, scheduler or None.
 
     Raises:
         ConfigError, BudgetError, SwapSpaceError, DaemonLostError: on every rank, before anything is trained.
@@ -81,7 +81,9 @@ def initialize(
         refuse_owned(model.named_parameters(), lambda owner: isinstance(owner, StagingArea))
         layout = Layout.of(model, parsed, collectives.world_size)
         _check_same_model(layout, collectives)
-        optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
+        optimizer_groups = [-1] * len(layout.params)
+        if sharded_optimizer is not None:
+            optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
         connection = next((area.connection for area in areas if area.connection is not None), None)
         if connection is None and parsed.offloads:
             connection = DaemonConnection(parsed, environment, collectives, place)
@@ -124,7 +126,10 @@ def initialize(
 
 def _optimizer(
     model: nn.Module, config: Config, model_parameters: Iterable[Any] | None, optimizer: torch.optim.Optimizer | None
-) -> ShardedAdam:
+) -> ShardedAdam | None:
+    """None where nothing trains: a teacher, a reference model."""
+    if optimizer is None and not any(param.requires_grad for param in model.parameters()):
+        return None
     if optimizer is not None:
         if config.optimizer is not None:
             raise ConfigError("optimizer", config.optimizer.type, "an optimizer object was passed too: remove one")
@@ -218,9 +223,11 @@ def _check_schedule(
 
 def _schedule(
     config: Config,
-    optimizer: ShardedAdam,
+    optimizer: ShardedAdam | None,
     given: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
 ) -> LRScheduler | None:
+    if optimizer is None:
+        return None
     if given is not None:
         return given if isinstance(given, LRScheduler) else given(optimizer)
     return build_schedule(config.scheduler, optimizer) if config.scheduler is not None else None

@@ -127,10 +127,10 @@ class ShardedParam:
 
     def hide(self) -> bool:
         """The counterpart of ``show``. False if somebody wrote to the weights in between."""
+        changed = self.is_changed
         self._num_shown -= 1
         if self._num_shown:
             return True
-        changed = self.is_changed
         access.hide(self.param, self.placeholder)
         return not changed
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -211,3 +213,110 @@ def test_gradients_that_complete_twice_in_one_backward_at_two_ranks(tmp_path: Pa
     """Summed in another order than plain torch's, so equal within rounding; losing one half changes weights by 0.01."""
     mp.spawn(rank_main, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
     assert all(float((tmp_path / f"worst-{rank}").read_text()) < 1e-4 for rank in range(2))
+
+
+GROUPED = {"stage3_prefetch_bucket_size": 10**6, "stage3_max_live_parameters": 10**6}
+
+
+def step_of(engine: Engine, batch: torch.Tensor) -> None:
+    engine.backward(engine(batch).sum())
+    engine.step()
+
+
+@pytest.mark.parametrize("thresholds", [{}, GROUPED, {**GROUPED, "stage3_param_persistence_threshold": 10**6}])
+def test_writes_that_no_method_of_the_weight_does_are_refused(thresholds: dict[str, int]) -> None:
+    """By ``out=``, by an embedding's ``max_norm``, and in a call that holds the weights while others use them."""
+
+    def clamped(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            torch.mul(net.a.weight, 0.5, out=net.a.weight)
+        return torch.as_tensor(net.b(net.a(x)))
+
+    class Renormed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(WIDTH, WIDTH, max_norm=0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(self.table(x))
+
+    settings = config()
+    settings["zero_optimization"] |= thresholds
+    x = torch.ones(1, WIDTH)
+    for model, batch in ((Net(clamped), x), (Renormed(), torch.tensor([1, 2]))):
+        with infinity.initialize(model=model, config=settings)[0] as engine:
+            before = engine.full_state_dict()
+            with pytest.raises(WeightsError, match="changed in place"):
+                step_of(engine, batch)
+            assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
+
+
+def test_weights_that_autograd_keeps_unseen_are_refused_in_the_call() -> None:
+    """A thread has no hooks of ours: what it saves would read the placeholder in backward."""
+
+    def threaded(net: Net, x: torch.Tensor) -> torch.Tensor:
+        results: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: results.append(x @ (net.a.weight @ net.b.weight)))
+        thread.start()
+        thread.join()
+        return results[0]
+
+    settings = config()
+    settings["zero_optimization"] |= GROUPED
+    engine = infinity.initialize(model=Net(threaded), config=settings)[0]
+    with engine, pytest.raises(WeightsError, match=r"(a|b)\.weight.*in another thread"):
+        engine(torch.ones(1, WIDTH, requires_grad=True))
+
+
+def test_a_weight_cast_twice_by_autocast_is_refused_and_cast_once_is_torchs() -> None:
+    def once(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.as_tensor(net.b(net.a(x))).float()
+
+    def twice(net: Net, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.as_tensor(net.a(net.a(x))).float()
+
+    assert_trains_like_torch(once)
+    with (
+        engine_of(Net(twice)) as engine,
+        torch.autocast("cpu", torch.bfloat16),
+        pytest.raises(WeightsError, match=r"a\.weight"),
+    ):
+        engine(torch.ones(1, WIDTH))
+
+
+def test_a_view_that_outlives_an_update_is_refused_before_it() -> None:
+    model = Net(lambda net, x: net.b(net.a(x)))
+    with engine_of(model) as engine:
+        kept = model.a.weight[0]
+        engine.backward(engine(torch.ones(1, WIDTH)).sum())
+        with pytest.raises(WeightsError, match=r"a\.weight.*view"):
+            engine.step()
+        del kept
+        engine.backward(engine(torch.ones(1, WIDTH)).sum())
+        engine.step()
+        assert engine.global_steps == 1
+
+
+def test_an_engine_that_nobody_holds_ends() -> None:
+    model = Net(lambda net, x: net.a(x))
+    engine = engine_of(model)
+    end = weakref.ref(engine)
+    del engine
+    assert end() is None
+    with pytest.raises(WeightsError, match="ended"):
+        model(torch.ones(1, WIDTH))
+
+
+def test_a_frozen_model_has_an_engine_that_only_evaluates() -> None:
+    model = Net(lambda net, x: net.b(net.a(x))).requires_grad_(False)
+    x = torch.ones(1, WIDTH)
+    expected = model(x)
+    engine, optimizer, _, schedule = infinity.initialize(model=model, config=config())
+    with engine:
+        assert optimizer is None
+        assert schedule is None
+        assert torch.equal(engine(x), expected)
+        with pytest.raises(WeightsError, match="nothing to train"):
+            engine.step()
