@@ -366,6 +366,9 @@ void bind_reactor(nb::module_& module) {
 }  // namespace infinity
 
 NB_MODULE(_native, module) {
+  // objects in variables of modules live until the interpreter is gone: no leak, and no news for
+  // whoever runs a script
+  nb::set_leak_warnings(false);
   using namespace infinity;
   nb::register_exception_translator(translate_errno);
   module.attr("ENGINES") = nb::tuple(nb::cast(engine_names()));
