@@ -69,7 +69,7 @@ sanitize: $(SETUP) ## the C++ tests under ASan and UBSan, the rings under TSan
 	done
 
 test: $(BUILD) ## the tests that CI runs
-	@$(BIN)/python -m pytest -q -m "not slow"
+	@$(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-slow: $(BUILD) ## the tests that `make test` leaves out
 	@$(BIN)/python -m pytest -q -m slow

@@ -17,7 +17,9 @@ EngineName = Literal["io_uring", "libaio", "posix"]
 EngineChoice = Literal["auto", "require:io_uring", "require:libaio", "require:posix"]
 ENGINES_BY_RANK: Final[tuple[EngineName, ...]] = get_args(EngineName)
 """The daemon's engines, best first: here they have their names, and nowhere else in Python."""
-FaultKind = Literal["errno_read", "errno_write", "short_read", "short_write", "flip_read", "flip_write", "delay"]
+FaultKind = Literal[
+    "errno_read", "errno_write", "short_read", "short_write", "flip_read", "flip_write", "delay", "break"
+]
 FaultNumber = Annotated[int, Field(ge=0, lt=1 << 63)]
 Fault = tuple[FaultKind, FaultNumber, FaultNumber]
 """(what, which block I/O, value), as ``_native.Reactor`` takes it."""

@@ -96,7 +96,7 @@ class Collectives:
 
     def part(self) -> None:
         """This rank is about to leave: wait until all are, within a limit. What is left on the way is not judged."""
-        if self._peers is None:
+        if self._peers is None or not dist.is_initialized():  # the interpreter may have ended it first
             return
         try:
             self.agree("the end: destroy()").wait(min(PARTING_TIMEOUT_S, self._peers.timeout_s))

@@ -120,7 +120,7 @@ class ShardedParam:
         if self._num_shown == 0:
             access.show(self.param, self.full)
             self._version = self.param._version
-            if self._accumulator is None and self.param.requires_grad and torch.is_grad_enabled():
+            if self._accumulator is None and self.param.requires_grad and not torch.is_inference_mode_enabled():
                 self._accumulator = torch.autograd.graph.get_gradient_edge(self.param).node
             self._num_unseen = self._count_unseen()
         self._num_shown += 1

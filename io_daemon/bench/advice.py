@@ -41,6 +41,8 @@ def advise_io(settings: IoSettings, result: IoResult) -> str:
 
 def mixed_step_s(bw_bytes: float, num_params: int = EXAMPLE_PARAMS) -> float:
     """Seconds of I/O of one streamed step at so many bytes a second, reads and writes together."""
+    if not bw_bytes:
+        return float("inf")
     return num_params * (READ_BYTES_PER_PARAM + WRITE_BYTES_PER_PARAM) / bw_bytes
 
 

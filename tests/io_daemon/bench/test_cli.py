@@ -136,7 +136,7 @@ def test_bad_data_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[
         (("io", "{}", "--iodepth", "0"), 2, "--iodepth = 0: should be greater than or equal to 1"),
         (("io", "{}", "--numjobs", "-1"), 2, "--numjobs = -1: should be"),
         (("io", "{}", "--rwmixread", "101"), 2, "--rwmixread = 101: should be"),
-        (("io", "{}", "--runtime", "0.01"), 2, "--runtime = 0.01: should be"),
+        (("io", "{}", "--runtime", "0.001"), 2, "--runtime = 0.001: should be"),
         (("io", "{}", "--ramp-time", "nan"), 2, "--ramp-time = nan: should be"),
         (("io", "{}", "--size", "1"), 2, "--size = 1: should be"),
         (("io", "{}", "--seed", "-1"), 2, "--seed = -1: should be"),
