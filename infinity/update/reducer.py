@@ -51,6 +51,7 @@ class Reducer:
         self._num_issued = 0
         for group in self._groups.values():
             group.drop_gradients()
+            group.end_backward()
 
     def complete(self, group: ParamGroup) -> None:
         """Every parameter of the group has its gradient."""
@@ -68,6 +69,7 @@ class Reducer:
         if self._collectives.world_size == 1:
             for group in self._groups.values():
                 self._add_own(group)
+                group.end_backward()
             return
         # ranks that still gather must hear of it before this one waits for what they have not reduced yet
         self._collectives.agree("end a backward").wait()
@@ -77,6 +79,8 @@ class Reducer:
         while self._in_flight:
             self._add_reduced()
         self._reduce_again()
+        for group in self._groups.values():
+            group.end_backward()
         self._completed.clear()
         self._num_issued = 0
         self._collectives.max(self._used, "agree which parameters were used")

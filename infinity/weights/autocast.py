@@ -26,7 +26,9 @@ class CastOnce:
         self._may_be_on = torch.amp.is_autocast_available(device.type)
         by_id = {id(param.param): param for param in params}
         self._own = {
-            module: [by_id[id(param)] for param in module.parameters(recurse=False)] for module in model.modules()
+            # attention uses the weights of its output's projection without calling it
+            module: [by_id[id(p)] for p in module.parameters(recurse=isinstance(module, nn.MultiheadAttention))]
+            for module in model.modules()
         }
         self._seen: set[int] = set()
         self._watching: Any = None

@@ -71,6 +71,7 @@ class ParamGroup:
         self.num_holds = 0
         """Calls of modules and single operations that need the weights now."""
         self._num_gradients = 0
+        self._were_complete = False
         self._store, self._collectives, self._allowance, self._copies = store, collectives, allowance, copies
         self._dtype, self._reduce_dtype = dtype, reduce_dtype
         self._leases: list[Lease] = []
@@ -181,9 +182,19 @@ class ParamGroup:
     # Gradients
 
     def count_gradient(self) -> bool:
-        """Autograd has accumulated one parameter's gradient. True if all of the group have theirs."""
+        """Autograd has accumulated one parameter's gradient. True if all of the group have theirs.
+
+        Re-entrant checkpointing accumulates into a parameter several times in one backward. What comes after the group
+        was complete is to be taken one by one: added up first, it would be rounded otherwise than in ``param.grad``.
+        """
         self._num_gradients += 1
-        return self._num_gradients >= len(self.params)
+        if self._num_gradients >= len(self.params):
+            self._were_complete = True
+        return self._were_complete
+
+    def end_backward(self) -> None:
+        """The next backward's gradients are others."""
+        self._were_complete = False
 
     @property
     def has_gradients(self) -> bool:
