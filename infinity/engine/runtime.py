@@ -76,7 +76,15 @@ class Runtime(access.Owner):
                 self._removable.append(handle)
         for name, child in module.named_modules():
             child.register_state_dict_post_hook(StateDictHook(name or type(module).__name__))
+        # in a thread of its own: asking makes a node, and the numbers of a thread's nodes order what backward sums
+        asking = threading.Thread(target=self._hold_accumulators)
+        asking.start()
+        asking.join()
         self.refresh_persistent()
+
+    def _hold_accumulators(self) -> None:
+        for param in self.sharded.params:
+            param.hold_accumulator()
 
     def close(self) -> None:
         """Give everything back. The parameters stay owned, and refuse every use."""

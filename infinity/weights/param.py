@@ -120,8 +120,8 @@ class ShardedParam:
         if self._num_shown == 0:
             access.show(self.param, self.full)
             self._version = self.param._version
-            if self._accumulator is None and self.param.requires_grad and not torch.is_inference_mode_enabled():
-                self._accumulator = torch.autograd.graph.get_gradient_edge(self.param).node
+            if self._accumulator is None and not torch.is_inference_mode_enabled():
+                self.hold_accumulator()
             self._num_unseen = self._count_unseen()
         self._num_shown += 1
 
@@ -133,6 +133,12 @@ class ShardedParam:
             return True
         access.hide(self.param, self.placeholder)
         return not changed
+
+    def hold_accumulator(self) -> None:
+        """Have autograd make the node by which it accumulates, which from then on always holds the parameter."""
+        if self.param.requires_grad:
+            with access.raw():
+                self._accumulator = torch.autograd.graph.get_gradient_edge(self.param).node
 
     def is_kept_unseen(self) -> bool:
         """Whether autograd has come to hold the parameter itself since it was shown.

@@ -71,7 +71,7 @@ class ParamGroup:
         self.num_holds = 0
         """Calls of modules and single operations that need the weights now."""
         self._num_gradients = 0
-        self._were_complete = False
+        self._were_complete = self._repeats = self._waits_for_end = False
         self._store, self._collectives, self._allowance, self._copies = store, collectives, allowance, copies
         self._dtype, self._reduce_dtype = dtype, reduce_dtype
         self._leases: list[Lease] = []
@@ -188,13 +188,14 @@ class ParamGroup:
         was complete is to be taken one by one: added up first, it would be rounded otherwise than in ``param.grad``.
         """
         self._num_gradients += 1
-        if self._num_gradients >= len(self.params):
-            self._were_complete = True
-        return self._were_complete
+        self._repeats |= self._were_complete
+        self._were_complete |= self._num_gradients >= len(self.params)
+        return self._were_complete and not self._waits_for_end
 
     def end_backward(self) -> None:
-        """The next backward's gradients are others."""
+        """The next backward's gradients are others; of a group that repeats itself they are taken at its end."""
         self._were_complete = False
+        self._waits_for_end = self._repeats
 
     @property
     def has_gradients(self) -> bool:
