@@ -89,7 +89,7 @@ class TenantStats(Figures):
     swap_files: tuple[str, ...]
     total: IoTotals
     last_step: IoTotals | None
-    """Between the last two ``mark`` calls."""
+    """Counts between the last two ``mark`` calls."""
 
 
 class DeviceStatus(Figures):
