@@ -1,0 +1,282 @@
+"""torch.compile of a block and of the model, and torch.func over the model: works, or is refused with the reason."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.odd.nets import ROWS, WIDTH, Net, Rule, square
+from tests.support.cases import DEFAULT, EACH, GROUPED, Case, Cases
+
+pytestmark = pytest.mark.slow
+
+cases = Cases(__name__)
+FEW = (EACH, GROUPED, DEFAULT)
+
+
+def batch(world: Any, step: int) -> Tensor:
+    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
+    return tensor
+
+
+def compiled(name: str, compile_part: Any) -> None:
+    """The reference is compiled as well: a compiler may fuse."""
+
+    def script(world: Any) -> None:
+        torch._dynamo.reset()
+        model = Net(2)
+        engine = compile_part(world, model)
+        world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=2)
+        with torch.no_grad():
+            world.observe("evaluation", engine(batch(world, 5)))
+
+    script.__name__ = name
+    script.__doc__ = name.replace("_", " ")
+    cases(settings=FEW)(script)
+
+
+def _block(backend: str) -> Any:
+    def part(world: Any, model: Any) -> Any:
+        model.blocks[0] = torch.compile(model.blocks[0], backend=backend)
+        return world.initialize(model)
+
+    return part
+
+
+def _block_in_place(backend: str) -> Any:
+    def part(world: Any, model: Any) -> Any:
+        for block in model.blocks:
+            block.compile(backend=backend)
+        return world.initialize(model)
+
+    return part
+
+
+def _model_before(backend: str) -> Any:
+    return lambda world, model: world.initialize(torch.compile(model, backend=backend))
+
+
+def _model_after(backend: str) -> Any:
+    def part(world: Any, model: Any) -> Any:
+        engine = world.initialize(model)
+        model.compile(backend=backend)
+        return engine
+
+    return part
+
+
+for backend in ("eager", "aot_eager", "inductor"):
+    compiled(f"a_block_compiled_by_{backend}", _block(backend))
+    compiled(f"blocks_compiled_in_place_by_{backend}", _block_in_place(backend))
+    compiled(f"the_model_compiled_before_initialize_by_{backend}", _model_before(backend))
+    compiled(f"the_model_compiled_after_initialize_by_{backend}", _model_after(backend))
+
+
+@cases(settings=FEW)
+def the_engine_compiled(world: Any) -> None:
+    torch._dynamo.reset()
+    engine = world.initialize(Net(2))
+    call = torch.compile(engine, backend="eager")
+    for step in range(2):
+        world.backward(engine, square(call(batch(world, step))))
+        engine.step()
+
+
+@cases(settings=FEW)
+def a_function_over_a_weight_compiled(world: Any) -> None:
+    torch._dynamo.reset()
+
+    @torch.compile(backend="eager")
+    def rule(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.tanh(x @ weight.t())
+
+    engine = world.initialize(Rule(lambda net, x: rule(x, net.a.weight)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=2)
+
+
+def _loss(model: nn.Module) -> Any:
+    def loss(params: dict[str, Tensor], x: Tensor) -> Tensor:
+        return square(torch.func.functional_call(model, params, (x,)))
+
+    return loss
+
+
+@cases
+def func_grad_over_the_models_parameters(world: Any) -> None:
+    model = Net(1)
+    engine = world.initialize(model)
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+    gradients = torch.func.grad(_loss(model))({k: v.detach() for k, v in model.named_parameters()}, batch(world, 3))
+    world.observe("gradients", gradients)
+
+
+@cases
+def func_grad_over_a_full_state_dict(world: Any) -> None:
+    """The user's own copies: the model only lends its structure."""
+    model = Net(1)
+    engine = world.initialize(model)
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+    params = dict(engine.full_state_dict())
+    world.observe("gradients", torch.func.grad(_loss(model))(params, batch(world, 3)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def per_sample_gradients(world: Any) -> None:
+    """``vmap(grad)`` over the rows of a batch."""
+    model = Net(1)
+    engine = world.initialize(model)
+    params = {k: v.detach() for k, v in model.named_parameters()}
+    world.observe("gradients", torch.func.vmap(torch.func.grad(_loss(model)), (None, 0))(params, batch(world, 3)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def vmap_over_the_model(world: Any) -> None:
+    model = Net(1)
+    engine = world.initialize(model)
+    with torch.no_grad():
+        world.observe("mapped", torch.func.vmap(model)(world.randn(3, ROWS, WIDTH)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def vmap_over_the_engine_in_training(world: Any) -> None:
+    engine = world.initialize(Net(1))
+    for step in range(2):
+        output = torch.func.vmap(engine)(world.randn(3, ROWS, WIDTH, seed=step))
+        world.backward(engine, square(output))
+        engine.step()
+
+
+@cases
+def func_vjp_of_the_model(world: Any) -> None:
+    model = Net(1)
+    engine = world.initialize(model)
+    output, pull = torch.func.vjp(model, batch(world, 0))
+    world.observe("output", output)
+    world.observe("pulled", pull(torch.ones_like(output)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def func_jvp_of_the_model(world: Any) -> None:
+    model = Net(1)
+    engine = world.initialize(model)
+    world.observe("jvp", torch.func.jvp(model, (batch(world, 0),), (batch(world, 1),)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def func_jacrev_of_the_model(world: Any) -> None:
+    model = Net(1)
+    engine = world.initialize(model)
+    world.observe("jacobian", torch.func.jacrev(model)(world.randn(WIDTH)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def func_hessian_of_the_model(world: Any) -> None:
+    model = Net(1)
+    engine = world.initialize(model)
+    world.observe("hessian", torch.func.hessian(lambda x: square(model(x)))(world.randn(WIDTH)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def forward_mode_inside_forward(world: Any) -> None:
+    """A directional derivative as a part of the loss."""
+    model = Net(1)
+    engine = world.initialize(model)
+    for step in range(2):
+        output, derivative = torch.func.jvp(engine, (batch(world, step),), (batch(world, step + 1),))
+        world.backward(engine, square(output) + square(derivative))
+        engine.step()
+
+
+@cases
+def stack_module_state(world: Any) -> None:
+    """An ensemble of two models in one call."""
+    models = [Net(1), Net(1)]
+    engine = world.initialize(models[0])
+    params, buffers = torch.func.stack_module_state(models)
+    base = copy.deepcopy(models[1]).to("meta")
+
+    def call(p: Any, b: Any, x: Tensor) -> Any:
+        return torch.func.functional_call(base, (p, b), (x,))
+
+    with torch.no_grad():
+        world.observe("ensemble", torch.func.vmap(call, (0, 0, None))(params, buffers, batch(world, 0)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def export_of_the_module(world: Any) -> None:
+    model = Net(1)
+    engine = world.initialize(model)
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+    exported = torch.export.export(model, (batch(world, 0),))
+    with torch.no_grad():
+        world.observe("exported", exported.module()(batch(world, 1)))
+
+
+@cases
+def make_fx_of_the_module(world: Any) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = Net(1)
+    engine = world.initialize(model)
+    with torch.no_grad():
+        world.observe("traced", make_fx(model)(batch(world, 0))(batch(world, 1)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def symbolic_trace_of_the_module(world: Any) -> None:
+    model = Net(1)
+    engine = world.initialize(model)
+    traced = torch.fx.symbolic_trace(model)
+    with torch.no_grad():
+        world.observe("traced", traced(batch(world, 1)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@cases
+def symbolic_trace_before_initialize(world: Any) -> None:
+    engine = world.initialize(torch.fx.symbolic_trace(Net(1)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=2)
+
+
+@cases
+def a_dispatch_mode_around_the_loop(world: Any) -> None:
+    """A FLOP counter."""
+    from torch.utils.flop_counter import FlopCounterMode
+
+    engine = world.initialize(Net(1))
+    with FlopCounterMode(display=False) as counter:
+        world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=2)
+    world.observe("flops", counter.get_total_flops())
+
+
+@cases
+def a_function_mode_around_the_loop(world: Any) -> None:
+    """The user's own TorchFunctionMode: a default device."""
+    engine = world.initialize(Net(1))
+    with torch.device("cpu"):
+        world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=2)
+
+
+@cases
+def a_profiler_around_the_loop(world: Any) -> None:
+    engine = world.initialize(Net(1))
+    with torch.profiler.profile():
+        world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=2)
+
+
+@cases.parametrized()
+def test_compile_and_func(case: Case, judged: Any) -> None:
+    judged(__name__, case)
