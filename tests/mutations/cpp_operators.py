@@ -1,4 +1,6 @@
-"""Mutants of C++ sources: textual patterns, applied outside of comments, strings and preprocessor lines."""
+"""Mutants of C++ sources: textual patterns, applied outside of comments, strings and preprocessor lines.
+
+Numbers that are chosen and named (``constexpr std::size_t kBatchMax = 64;``) are left alone: another is as good."""
 
 from __future__ import annotations
 
@@ -39,6 +41,7 @@ NUMBER: Final = re.compile(r"(?<![\w.'])\d+(?![\w.'])")
 CONDITION: Final = re.compile(r"\bif \((?P<test>.*)\)(?= [{\w])")
 STATEMENT: Final = re.compile(r"^\s+(?P<call>[\w:.>\-]+(\(.*\))?( = .*)?;|--\w+;|\+\+[\w.\->]+;)$")
 KEPT: Final = re.compile(r"^\s*(return \w*;|using |static_|case |default:|const |constexpr |auto )")
+CHOSEN: Final = re.compile(r"^\s*(inline |static )*constexpr [\w:]+ k\w+ = [\w:{}()<~* ']*;")
 TEXT: Final = re.compile(r'//.*$|"(\\.|[^"\\])*"')
 
 
@@ -46,7 +49,7 @@ def cpp_mutants(path: str, source: bytes) -> Iterator[Mutant]:
     start = 0
     for raw in source.decode().splitlines(keepends=True):
         line = raw.rstrip("\n")
-        if line and not line.startswith("#") and "static_assert" not in line:
+        if line and not line.startswith("#") and "static_assert" not in line and not CHOSEN.match(line):
             code = TEXT.sub(lambda found: " " * len(found[0]), line)  # places stay as they are
             for begin, end, text, what in _changes(code):
                 yield Mutant(path, start + begin, start + end, text, what)

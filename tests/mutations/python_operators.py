@@ -33,15 +33,22 @@ ARITHMETIC: Final[dict[type[ast.operator], tuple[str, str]]] = {
     ast.RShift: (">>", "<<"),
 }
 REMOVED: Final = (ast.Expr, ast.AugAssign, ast.Raise, ast.Return, ast.Continue, ast.Break, ast.Delete)
+WORDS: Final = ("__repr__", "__str__")
+"""Methods that only say something to people."""
 
 
 class PythonMutants(ast.NodeVisitor):
-    """Collects them; annotations, docstrings and messages are left alone."""
+    """Collects them. Left alone is what no promise depends on: annotations, docstrings, messages, ``__repr__``; numbers
+    that a module chooses and names (another choice is as good); decorators; and what is inside of an invariant, since
+    nothing gets there: of an ``if`` that only raises AssertionError the whole condition is turned round, and the
+    ``strict`` of a ``zip`` stays.
+    """
 
     def __init__(self, path: str, source: bytes) -> None:
         self.mutants: list[Mutant] = []
         self._path = path
         self._source = source
+        self._in_function = ""
         self._line_starts = [0]
         for line in source.splitlines(keepends=True):
             self._line_starts.append(self._line_starts[-1] + len(line))
@@ -116,17 +123,41 @@ class PythonMutants(ast.NodeVisitor):
     # --- statements
 
     def visit_If(self, node: ast.If) -> None:
-        if not (isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"):
-            self._add(
-                self._start(node.test), self._end(node.test), f"not ({self._text(node.test)})", "swapped branches"
-            )
+        if isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            return
+        self._add(self._start(node.test), self._end(node.test), f"not ({self._text(node.test)})", "swapped branches")
+        if not _is_invariant(node):
             self.generic_visit(node)
 
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Of an attribute or an entry that there is already; a name would only be missing."""
+        if self._in_function not in ("", "__init__") and all(
+            isinstance(target, (ast.Attribute, ast.Subscript)) for target in node.targets
+        ):
+            self._add(self._start(node), self._end(node), "pass", "removed statement")
+        self.generic_visit(node)
+
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        if node.value is not None:
+        chosen = self._in_function == "" and ast.unparse(node.annotation) == "Final"
+        if node.value is not None and not (chosen and _is_number(node.value)):
+            self.visit(node.value)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+        for statement in node.body:
+            self.visit(statement)
+
+    def visit_keyword(self, node: ast.keyword) -> None:
+        if node.arg != "strict":
             self.visit(node.value)
 
     def visit_FunctionDef(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
+        if node.name in WORDS:
+            return
+        outer, self._in_function = self._in_function, node.name
+        self._visit_function(node)
+        self._in_function = outer
+
+    def _visit_function(self, node: ast.FunctionDef | ast.AsyncFunctionDef) -> None:
         for default in (*node.args.defaults, *(each for each in node.args.kw_defaults if each is not None)):
             self.visit(default)
         for statement in node.body:
@@ -141,6 +172,19 @@ class PythonMutants(ast.NodeVisitor):
         if isinstance(node, REMOVED) and not (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)):
             self._add(self._start(node), self._end(node), "pass", "removed statement")
         super().visit(node)
+
+
+def _is_invariant(node: ast.If) -> bool:
+    if len(node.body) != 1 or node.orelse or not isinstance(node.body[0], ast.Raise):
+        return False
+    raised = node.body[0].exc
+    return isinstance(raised, ast.Call) and isinstance(raised.func, ast.Name) and raised.func.id == "AssertionError"
+
+
+def _is_number(value: ast.expr) -> bool:
+    """Of literals alone, as ``1 << 20``."""
+    return all(isinstance(each, (ast.Constant, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.expr_context))
+               for each in ast.walk(value))  # fmt: skip
 
 
 def python_mutants(path: str, source: bytes) -> Iterator[Mutant]:

@@ -1,27 +1,46 @@
-"""What can be mutated, and which tests lie near each file: quickest first, since the first failure ends a run."""
+"""What can be mutated, and which tests lie near each file: quickest first, since the first failure ends a run.
+
+A room is a directory: every file in it is mutated. Files that are not named here are judged by the room's usual tests.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
+
+ROOT: Final = Path(__file__).resolve().parents[2]
 
 P: Final = "tests/io_daemon/policy/"
 C: Final = "tests/csrc/"
+S: Final = "tests/io_daemon/shared/"
 T: Final = "tests/infinity/"
+U: Final = "tests/infinity/update/"
+W: Final = "tests/infinity/weights/"
+ODD: Final = "tests/odd/"
 
 
 @dataclass(frozen=True)
 class Room:
-    tests: Mapping[str, Sequence[str]]
-    """Path of a source → the test files near it; the paths are the room."""
+    directory: str
+    suffixes: tuple[str, ...]
+    usual: Sequence[str]
+    """Test files for whatever ``nearest`` does not name."""
+    nearest: Mapping[str, Sequence[str]]
+    """Name of a source → the test files near it."""
     warm: Sequence[str]
     """Modules that every run needs, imported once before it forks. Never one that is mutated."""
     compiled: bool = False
 
     @property
     def paths(self) -> tuple[str, ...]:
-        return tuple(self.tests)
+        """Every source of the room."""
+        found = (path for path in (ROOT / self.directory).iterdir() if path.suffix in self.suffixes)
+        return tuple(sorted(str(path.relative_to(ROOT)) for path in found))
+
+    def tests(self, path: str) -> Sequence[str]:
+        return self.nearest.get(Path(path).name, self.usual)
 
 
 SCHEDULING: Final = [
@@ -31,69 +50,108 @@ SCHEDULING: Final = [
     P + "test_scheduler_model.py",
 ]
 POLICY: Final = Room(
-    tests={
-        "io_daemon/policy/catalog.py": SCHEDULING,
-        "io_daemon/policy/counters.py": SCHEDULING,
-        "io_daemon/policy/cursor.py": [P + "test_trace.py", *SCHEDULING],
-        "io_daemon/policy/eviction.py": SCHEDULING,
-        "io_daemon/policy/extents.py": [P + "test_extents.py", *SCHEDULING],
-        "io_daemon/policy/fair_queue.py": [P + "test_fair_queue.py"],
-        "io_daemon/policy/host_tier.py": SCHEDULING,
-        "io_daemon/policy/leases.py": SCHEDULING,
-        "io_daemon/policy/residency.py": [P + "test_residency.py", *SCHEDULING],
-        "io_daemon/policy/scheduler.py": SCHEDULING,
-        "io_daemon/policy/step_trace.py": [P + "test_step_trace.py"],
-        "io_daemon/policy/swap_object.py": SCHEDULING,
-        "io_daemon/policy/trace.py": [P + "test_trace.py", *SCHEDULING],
-        "io_daemon/policy/transfers.py": SCHEDULING,
-        "io_daemon/policy/window.py": [*SCHEDULING],
+    directory="io_daemon/policy",
+    suffixes=(".py",),
+    usual=SCHEDULING,
+    nearest={
+        "catalog.py": [P + "test_catalog.py", *SCHEDULING],
+        "cursor.py": [P + "test_cursor.py", P + "test_residency.py", *SCHEDULING],
+        "eviction.py": [P + "test_residency.py", *SCHEDULING],
+        "extent_tree.py": [P + "test_extents.py"],
+        "extents.py": [P + "test_extents.py"],
+        "fair_queue.py": [P + "test_fair_queue.py"],
+        "residency.py": [P + "test_residency.py", P + "test_simulation.py"],
+        "step_trace.py": [P + "test_step_trace.py"],
+        "swap_object.py": [P + "test_residency.py", *SCHEDULING],
+        "trace.py": [P + "test_trace.py", *SCHEDULING],
+        "window.py": [P + "test_window.py"],
     },
     warm=("numpy", "hypothesis", "hypothesis.stateful", "pydantic", "io_daemon._native"),
 )
 
-ENGINES: Final = [C + "test_engines.py", C + "test_kernel_calls.py", C + "test_reactor.py"]
+ENGINES: Final = [C + "test_engines.py", C + "test_reactor.py", C + "test_kernel_calls.py"]
 REACTOR: Final = [C + "test_reactor.py", C + "test_engines.py", C + "test_blocks.py"]
+RINGS: Final = [C + "test_ring.py"]
+LAYOUT: Final = [S + "test_wire.py", S + "test_table.py", S + "test_arena.py", *RINGS]
 CSRC: Final = Room(
-    tests={
-        "csrc/active_request.cpp": [C + "test_blocks.py", C + "test_reactor.py", C + "test_engines.py"],
-        "csrc/bench_reactor.cpp": [C + "test_blocks.py"],
-        "csrc/checksum.cpp": [C + "test_checksum.py"],
-        "csrc/descriptor.cpp": [C + "test_ring.py", *REACTOR],
-        "csrc/engine.cpp": REACTOR,
-        "csrc/file_space.cpp": ["tests/io_daemon/disk/test_swap_file.py"],
-        "csrc/libaio_engine.cpp": ENGINES,
-        "csrc/posix_engine.cpp": ENGINES,
-        "csrc/reactor.cpp": REACTOR,
-        "csrc/region.cpp": [C + "test_region.py"],
-        "csrc/registry.cpp": REACTOR,
-        "csrc/ring.cpp": [C + "test_ring.py"],
-        "csrc/ring.hpp": [C + "test_ring.py"],
-        "csrc/uring_engine.cpp": ENGINES,
+    directory="csrc",
+    suffixes=(".cpp", ".hpp"),
+    usual=[*REACTOR, *RINGS, C + "test_region.py"],
+    nearest={
+        "active_request.cpp": [C + "test_blocks.py", *REACTOR[:2]],
+        "active_request.hpp": [C + "test_blocks.py", *REACTOR[:2]],
+        "atomics.hpp": [*RINGS, *REACTOR],
+        "bench_reactor.cpp": [C + "test_blocks.py"],
+        "bench_reactor.hpp": [C + "test_blocks.py"],
+        "checksum.cpp": [C + "test_checksum.py"],
+        "checksum.hpp": [C + "test_checksum.py"],
+        "descriptor.cpp": [*RINGS, *REACTOR],
+        "descriptor.hpp": [*RINGS, *REACTOR],
+        "engine.cpp": [*REACTOR[:2], C + "test_kernel_calls.py"],
+        "engine.hpp": ENGINES,
+        "file_space.cpp": ["tests/io_daemon/disk/test_swap_file.py"],
+        "file_space.hpp": ["tests/io_daemon/disk/test_swap_file.py"],
+        "latency.hpp": [C + "test_blocks.py", "tests/io_daemon/bench/test_latency.py"],
+        "libaio_engine.cpp": ENGINES,
+        "posix_engine.cpp": ENGINES,
+        "region.cpp": [C + "test_region.py"],
+        "region.hpp": [C + "test_region.py"],
+        "ring.cpp": RINGS,
+        "ring.hpp": RINGS,
+        "uring_engine.cpp": ENGINES,
+        "wake_socket.cpp": RINGS,
+        "wake_socket.hpp": RINGS,
+        "wire.hpp": LAYOUT,
+        "wire_layout.hpp": LAYOUT,
     },
     warm=("numpy", "hypothesis", "pydantic"),
     compiled=True,
 )
 
-TRAINING: Final = [T + "test_training_loop.py", T + "test_parity.py"]
+# What torch brings along late: every fork of a judge would pay for it.
+TORCH: Final = ("numpy", "hypothesis", "torch", "torch.distributed", "torch._dynamo", "torch._inductor")
+PROGRAMS: Final = "tests/mutations/slot/programs.py"
+"""The programs of tests/fuzz/test_fuzz.py, without a Python of their own."""
+RANKS: Final = [T + "test_ranks.py", T + "test_diverging_ranks.py"]
+TRAINING: Final = [T + "test_odd_uses.py", PROGRAMS, T + "test_training_loop.py"]
 UPDATE: Final = Room(
-    tests={
-        "infinity/update/gradients.py": TRAINING,
-        "infinity/update/optimizer.py": TRAINING,
-        "infinity/update/reducer.py": TRAINING,
-        "infinity/update/schedules.py": [T + "update/test_schedules.py"],
-        "infinity/update/sub_group.py": TRAINING,
+    directory="infinity/update",
+    suffixes=(".py",),
+    usual=TRAINING,
+    nearest={
+        "gradients.py": [U + "test_gradients.py", *TRAINING, *RANKS],
+        "optimizer.py": [U + "test_optimizer.py", T + "test_refusals.py", *TRAINING, *RANKS],
+        "reducer.py": [U + "test_reducer.py", T + "test_odd_uses.py", PROGRAMS, *RANKS, T + "test_training_loop.py"],
+        "schedules.py": [U + "test_schedules.py"],
+        "sub_group.py": [U + "test_sub_group.py", *TRAINING],
     },
-    warm=("numpy", "torch", "torch.distributed", "io_daemon._native"),
+    warm=TORCH,
 )
+USES: Final = [T + "test_odd_uses.py", PROGRAMS, T + "test_refusals.py"]
 WEIGHTS: Final = Room(
-    tests={
-        "infinity/weights/hooks.py": [T + "test_states.py", T + "test_odd_uses.py", *TRAINING],
-        "infinity/weights/init_context.py": TRAINING,
-        "infinity/weights/live_set.py": [T + "weights/test_live_set.py", *TRAINING],
-        "infinity/weights/param.py": [T + "test_states.py", T + "test_odd_uses.py", *TRAINING],
-        "infinity/weights/param_group.py": [T + "test_states.py", T + "test_odd_uses.py", *TRAINING],
+    directory="infinity/weights",
+    suffixes=(".py",),
+    usual=[*USES, T + "test_training_loop.py"],
+    nearest={
+        "access.py": [*USES, ODD + "test_weights_elsewhere.py", ODD + "test_state_dicts.py"],
+        "admission.py": [T + "test_refusals.py", PROGRAMS, ODD + "test_dtypes.py"],
+        "autocast.py": [*USES, ODD + "test_dtypes.py"],
+        "buffers.py": [W + "test_buffers.py", T + "test_ranks.py"],
+        "heap.py": [W + "test_heap.py", *USES],
+        "holding.py": [*USES, ODD + "test_engines.py", ODD + "test_saved_activations.py"],
+        "init_context.py": [*USES, T + "test_training_loop.py"],
+        "leaf.py": [T + "test_diverging_ranks.py"],
+        "live_set.py": [W + "test_live_set.py", W + "test_live_set_rules.py", *USES],
+        "param.py": [*USES, ODD + "test_weights_elsewhere.py"],
+        "param_group.py": [W + "test_param_group.py", *USES, *RANKS, T + "test_training_loop.py"],
+        "saved_tensors.py": [*USES, ODD + "test_saved_activations.py"],
+        "sharded_model.py": [*USES, T + "test_training_loop.py", T + "test_ranks.py"],
+        "staging.py": [*USES, T + "test_training_loop.py", T + "test_ranks.py"],
+        "state_dicts.py": [T + "test_refusals.py", PROGRAMS, ODD + "test_state_dicts.py"],
+        "streams.py": [W + "test_streams.py", *USES],
+        "structure.py": [W + "test_structure.py", *USES, ODD + "test_weights_elsewhere.py"],
     },
-    warm=("numpy", "torch", "torch.distributed", "io_daemon._native"),
+    warm=TORCH,
 )
 
 ROOMS: Final[Mapping[str, Room]] = {"policy": POLICY, "csrc": CSRC, "update": UPDATE, "weights": WEIGHTS}

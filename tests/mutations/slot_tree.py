@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Final
 
 from tests.mutations.mutant import Mutant
-from tests.mutations.rooms import Room
+from tests.mutations.rooms import ROOT, Room
 
-ROOT: Final = Path(__file__).resolve().parents[2]
 SLOT: Final = Path(__file__).parent / "slot"
 BUILD_TIMEOUT_S: Final = 900.0
 CORE_TEST_TIMEOUT_S: Final = 60.0
+SLOWEST: Final = 3.0
+"""How much longer than without a mutation a file of tests may take; beside that, the time to be scheduled at all."""
+SPARE_S: Final = 20.0
 
 
 class SlotTree:
     def __init__(self, directory: Path, room: Room) -> None:
         self.tree = directory / "tree"
+        self.seconds: dict[str, float] = {}
+        """How long each file of tests takes without a mutation."""
         self._room = room
         self._build = directory / "build"
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -32,6 +36,7 @@ class SlotTree:
         if room.compiled:
             self._configure()
             self._compile(check=True)
+            self._original = self._machine_code()
         environment = {
             **os.environ,
             "MUTATION_TREE": str(self.tree),
@@ -53,10 +58,10 @@ class SlotTree:
         self._stream(self._worker.stdin).close()
         self._worker.wait()
 
-    def run(self, tests: Sequence[str], timeout_s: float) -> tuple[int | None, float]:
-        """Exit code of pytest (None: not in time) and seconds."""
+    def run(self, test: str, timeout_s: float) -> tuple[int | None, float]:
+        """Exit code of pytest over a file of tests (None: not in time) and seconds."""
         stdin, stdout = self._stream(self._worker.stdin), self._stream(self._worker.stdout)
-        stdin.write(json.dumps({"tests": list(tests), "timeout_s": timeout_s}) + "\n")
+        stdin.write(json.dumps({"test": test, "timeout_s": timeout_s}) + "\n")
         stdin.flush()
         answer = json.loads(stdout.readline())
         return answer["code"], answer["seconds"]
@@ -65,20 +70,33 @@ class SlotTree:
         """What the last run of pytest printed."""
         return (self.tree.parent / "log").read_text(errors="replace")
 
-    def test(self, mutant: Mutant, source: bytes, timeout_s: float) -> str:
-        """ "killed", "timeout" or "survived"; "stillborn" if it does not compile."""
+    def test(self, mutant: Mutant) -> tuple[str, str]:
+        """What became of it ("killed", "timeout", "survived"; "stillborn" if it does not compile, "equivalent" if it
+        compiles to the same), and by which test, or why."""
         path = self.tree / mutant.path
+        source = path.read_bytes()
         path.write_bytes(mutant.apply(source))
         try:
             if self._room.compiled:
                 if not self._compile(check=False):
-                    return "stillborn"
+                    return "stillborn", ""
+                if self._machine_code() == self._original:
+                    return "equivalent", "it compiles to the same machine code"
                 if not self._core_test_passes():
-                    return "killed"
-            code, _ = self.run(self._room.tests[mutant.path], timeout_s)
+                    return "killed", "csrc/tests/core_test.cpp"
+            for test in self._room.tests(mutant.path):
+                code, _ = self.run(test, SPARE_S + SLOWEST * self.seconds[test])
+                if code != 0:
+                    return "timeout" if code is None else "killed", test
         finally:
             path.write_bytes(source)
-        return "timeout" if code is None else "survived" if code == 0 else "killed"
+        return "survived", ""
+
+    def _machine_code(self) -> bytes:
+        digest = hashlib.blake2b()
+        for built in (*self._build.glob("_native*.so"), self._core_test):
+            digest.update(built.read_bytes())
+        return digest.digest()
 
     def _configure(self) -> None:
         cmake = ["cmake", "-S", str(self.tree), "-B", str(self._build), "-G", "Ninja", "--log-level=WARNING"]
@@ -107,10 +125,13 @@ class SlotTree:
             target.with_suffix(".new").rename(target)  # a new file: whoever has mapped the old one keeps it
         return run.returncode == 0
 
+    @property
+    def _core_test(self) -> Path:
+        return self._build / "csrc" / "tests" / "core_test"
+
     def _core_test_passes(self) -> bool:
-        program = self._build / "csrc" / "tests" / "core_test"
         try:
-            run = subprocess.run([program], capture_output=True, timeout=CORE_TEST_TIMEOUT_S, check=False)
+            run = subprocess.run([self._core_test], capture_output=True, timeout=CORE_TEST_TIMEOUT_S, check=False)
         except subprocess.TimeoutExpired:
             return False
         return run.returncode == 0

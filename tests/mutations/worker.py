@@ -15,10 +15,13 @@ from typing import Final
 
 import pytest
 
-OPTIONS: Final = ("-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-m", "not slow")
+OPTIONS: Final = (
+    "-x", "-q", "--assert=plain", "-p", "no:cacheprovider", "-p", "no:randomly", "-m", "not slow",
+    "-p", "tests.mutations.slot.forks",
+)  # fmt: skip
 
 
-def run_forked(tests: list[str], timeout_s: float) -> int | None:
+def run_forked(test: str, timeout_s: float) -> int | None:
     """The exit code of pytest, stopped at the first failure; None if it did not end in time."""
     pid = os.fork()
     if pid == 0:
@@ -28,7 +31,7 @@ def run_forked(tests: list[str], timeout_s: float) -> int | None:
             os.dup2(log, fd)
         code = 70
         try:
-            code = int(pytest.main([*OPTIONS, *tests]))
+            code = int(pytest.main([*OPTIONS, test]))
         except BaseException:  # noqa: BLE001 -- whatever it is, this fork ends here
             traceback.print_exc()
         finally:
@@ -42,14 +45,24 @@ def run_forked(tests: list[str], timeout_s: float) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
+def _settle_hypothesis() -> None:
+    """The same examples for each mutant: none that another one's failure has left, and none made smaller."""
+    hypothesis = sys.modules["hypothesis"]
+    phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
+    hypothesis.settings.register_profile("mutations", database=None, derandomize=True, phases=phases)
+    hypothesis.settings.load_profile("mutations")
+
+
 def main() -> None:
     sys.path.insert(0, os.environ["MUTATION_TREE"])
     for name in sys.argv[1:]:
         importlib.import_module(name)
+    if "hypothesis" in sys.modules:
+        _settle_hypothesis()
     for line in sys.stdin:
         order = json.loads(line)
         started_s = time.monotonic()
-        code = run_forked(order["tests"], order["timeout_s"])
+        code = run_forked(order["test"], order["timeout_s"])
         print(json.dumps({"code": code, "seconds": time.monotonic() - started_s}), flush=True)
 
 

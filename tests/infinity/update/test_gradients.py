@@ -1,0 +1,173 @@
+"""Gradients in chunks: what is copied, what is added, what is leased for it, and the norm."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+
+from infinity.plan.sharding import NORM_BLOCK, Segment
+from infinity.update.gradients import LEASES_AHEAD, GradientChunks
+from infinity.weights.param_group import GradientOf
+from io_daemon.shared.protocol import ObjectKind
+from tests.support.small_shards import SmallShards
+from tests.support.strict_store import StrictLease
+
+GRAD = ObjectKind.GRAD.mask
+SHAPES = [(30_000,), (64,), (40_000,), (100,)]
+"""A group of five chunks: [0] lies in two, [1] and [2] share one with it, [3] ends the last."""
+
+
+class Fixture:
+    def __init__(self, chunk_numel: int = NORM_BLOCK, piece_numel: int = 5000) -> None:
+        self.shards = SmallShards([SHAPES], chunk_numel=chunk_numel, piece_numel=piece_numel)
+        self.store = self.shards.store
+        self.gradients = GradientChunks(self.store, self.shards.chunks, len(SHAPES))
+        self.ids = [chunk for chunk, _ in self.shards.groups[0].chunks]
+
+    def add(self, flats: dict[int, torch.Tensor], *, norms: bool = False) -> None:
+        self.gradients.add(self.ids, gradient_of(flats), list(flats), norms=norms)
+
+    def held(self, param: int) -> torch.Tensor:
+        """The parameter's gradient in the store."""
+        parts = [
+            self.shards.part(chunk, ObjectKind.GRAD, segment.chunk_offset, segment.numel)
+            for chunk, placement in enumerate(self.shards.chunks)
+            for segment in placement.segments
+            if segment.param == param
+        ]
+        return torch.cat(parts)
+
+
+def gradient_of(flats: dict[int, torch.Tensor]) -> GradientOf:
+    def find(segment: Segment) -> torch.Tensor | None:
+        flat = flats.get(segment.param)
+        return None if flat is None else flat[segment.param_offset : segment.param_offset + segment.numel]
+
+    return find
+
+
+def gradients_of(params: Sequence[int], seed: int = 0) -> dict[int, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {param: torch.randn(SHAPES[param], generator=generator) for param in params}
+
+
+def test_the_first_is_copied_and_the_next_are_added() -> None:
+    """Copied to the sign of zero: adding to zeros would lose it."""
+    fixture = Fixture()
+    first, second = gradients_of(range(4)), gradients_of(range(4), seed=1)
+    first[0][:5] = -0.0
+    fixture.add(first)
+    for param in range(4):
+        assert torch.equal(fixture.held(param).view(torch.int32), first[param].view(torch.int32))
+    fixture.add(second)
+    for param in range(4):
+        assert torch.equal(fixture.held(param), first[param] + second[param])
+
+
+def test_what_was_given_no_gradient_is_copied_when_it_comes() -> None:
+    """Beside a neighbour in the same run, to which is added."""
+    fixture = Fixture()
+    first, second = gradients_of([0, 2]), gradients_of([0, 1, 2], seed=1)
+    fixture.add(first)
+    second[1][:] = -0.0
+    fixture.add(second)
+    assert torch.equal(fixture.held(0), first[0] + second[0])
+    assert torch.equal(fixture.held(1).view(torch.int32), second[1].view(torch.int32))
+    assert torch.equal(fixture.held(2), first[2] + second[2])
+    third = gradients_of([1], seed=2)
+    fixture.add(third)
+    assert torch.equal(fixture.held(1), second[1] + third[1])
+    assert torch.equal(fixture.held(2), first[2] + second[2])
+
+
+def test_a_cleared_step_is_forgotten() -> None:
+    fixture = Fixture()
+    fixture.add(gradients_of(range(4)), norms=True)
+    fixture.gradients.clear()
+    assert fixture.gradients.square_sum() == 0
+    again = gradients_of([0], seed=1)
+    fixture.add(again)
+    assert torch.equal(fixture.held(0), again[0])
+    assert float(fixture.gradients.square_sum()) == pytest.approx(float(again[0].double().square().sum()), rel=1e-6)
+
+
+def test_only_chunks_of_what_has_a_gradient_are_leased_read_only_to_add() -> None:
+    fixture = Fixture()
+    fixture.add(gradients_of([3]))
+    assert fixture.store.acquired() == [(4, 0, GRAD)]
+    fixture.add(gradients_of([0]))
+    assert fixture.store.acquired()[1:] == [(0, 0, GRAD), (1, 0, GRAD)]
+    fixture.add(gradients_of([0, 1, 2]))
+    assert fixture.store.acquired()[3:] == [
+        (0, GRAD, GRAD),
+        (1, GRAD, GRAD),
+        (2, 0, GRAD),
+        (3, 0, GRAD),
+        (4, GRAD, GRAD),
+    ]
+    assert [entry[1:] for entry in fixture.store.released()] == [(GRAD, 0)] * 8
+    assert fixture.store.num_held == 0
+    assert fixture.store.num_held_max == LEASES_AHEAD
+
+
+def test_a_fault_gives_all_leases_back() -> None:
+    fixture = Fixture()
+
+    def fault(lease: StrictLease) -> None:
+        if lease.chunk == 1:
+            raise OSError("injected")
+
+    fixture.store.before_wait = fault
+    with pytest.raises(OSError, match="injected"):
+        fixture.add(gradients_of(range(4)))
+    assert fixture.store.num_held == 0
+
+
+def block_norms(flats: dict[int, torch.Tensor]) -> float:
+    """The sum of squares with each norm block's norm rounded to fp32, as by hand."""
+    shards, total = SmallShards([SHAPES]), 0.0
+    for placement in shards.chunks:
+        for segment in placement.segments:
+            if segment.param in flats:
+                part = flats[segment.param][segment.param_offset : segment.param_offset + segment.numel]
+                total += float(part.norm().double()) ** 2
+    return total
+
+
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_norm_is_that_of_what_was_given_whatever_the_chunks(warm: bool) -> None:
+    flats, sums = gradients_of([0, 1, 3]), []
+    for chunk_numel, piece_numel in ((NORM_BLOCK, 5000), (NORM_BLOCK, NORM_BLOCK), (4 * NORM_BLOCK, 3 * NORM_BLOCK)):
+        fixture = Fixture(chunk_numel, piece_numel)
+        fixture.add(flats, norms=warm)
+        sums.append(fixture.gradients.square_sum())
+        assert sums[-1].dtype is torch.float64
+    assert sums[0] == sums[1] == sums[2]
+    assert float(sums[0]) == pytest.approx(block_norms(flats), rel=1e-7)
+
+
+def test_norms_are_read_once_and_taken_while_warm_not_at_all() -> None:
+    fixture = Fixture()
+    flats = gradients_of([0, 3])
+    fixture.add(flats, norms=True)
+    num_leases = len(fixture.store.acquired())
+    assert float(fixture.gradients.square_sum()) == pytest.approx(block_norms(flats), rel=1e-7)
+    assert len(fixture.store.acquired()) == num_leases, "they were taken on the way"
+    fixture.add(flats)
+    twice = {param: flat * 2 for param, flat in flats.items()}
+    num_leases = len(fixture.store.acquired())
+    for _ in range(2):
+        assert float(fixture.gradients.square_sum()) == pytest.approx(block_norms(twice), rel=1e-7)
+        assert fixture.store.acquired()[num_leases:] == [(0, GRAD, 0), (1, GRAD, 0), (4, GRAD, 0)]
+    assert fixture.store.num_held == 0
+    assert fixture.store.released()[-1] == (4, 0, 0)
+
+
+def test_the_last_micro_batchs_norms_count_what_earlier_ones_left() -> None:
+    fixture = Fixture()
+    first, last = gradients_of([0, 2]), gradients_of([1])
+    fixture.add(first)
+    fixture.add(last, norms=True)
+    assert float(fixture.gradients.square_sum()) == pytest.approx(block_norms({**first, **last}), rel=1e-7)

@@ -1,0 +1,300 @@
+"""The optimizer that the user holds, and the update that it drives: order, leases, clipping, counts, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.config import parse_config
+from infinity.errors import ConfigError
+from infinity.plan.sharding import ChunkPlacement
+from infinity.tiers.base import Lease, ShardStore
+from infinity.tiers.collectives import Collectives
+from infinity.update.optimizer import OPTIONS, ShardedAdam, Update, adam_from_config, adam_from_torch, group_indices
+from io_daemon.shared.protocol import ObjectKind
+from tests.support.small_shards import SmallShards
+from tests.support.strict_store import StrictLease
+
+GRAD = ObjectKind.GRAD.mask
+NUM_CHUNKS = 6
+
+
+class CountedSubGroup:
+    """Records how it is stepped; ``fault`` is raised in place of a step."""
+
+    def __init__(self, chunk: int, placement: ChunkPlacement, calls: list[dict[str, Any]]) -> None:
+        self.chunk, self.placement, self._calls = chunk, placement, calls
+        self.fault: Exception | None = None
+
+    def acquire(self, store: ShardStore) -> Lease:
+        return store.acquire(self.chunk, read=GRAD)
+
+    def update(
+        self,
+        lease: Lease,
+        *,
+        present: Sequence[bool],
+        steps: Sequence[int],
+        options: Sequence[Mapping[str, Any]],
+        clip: torch.Tensor | None,
+    ) -> None:
+        if self.fault is not None:
+            raise self.fault
+        lease.release()
+        self._calls.append(
+            {"chunk": self.chunk, "present": list(present), "steps": list(steps), "options": options, "clip": clip}
+        )
+
+
+class FixedGradients:
+    """A norm to clip by."""
+
+    def __init__(self, square_sum: float) -> None:
+        self.value, self.num_asked, self.num_cleared = square_sum, 0, 0
+
+    def square_sum(self) -> torch.Tensor:
+        self.num_asked += 1
+        return torch.tensor(self.value, dtype=torch.float64)
+
+    def clear(self) -> None:
+        self.num_cleared += 1
+
+
+class Fixture:
+    """Six groups of one parameter and one chunk each."""
+
+    def __init__(self, *, max_norm: float = 0.0, ahead: int = 2, square_sum: float = 16.0) -> None:
+        self.shards = SmallShards([[(64,)]] * NUM_CHUNKS)
+        self.store = self.shards.store
+        self.calls: list[dict[str, Any]] = []
+        self.sub_groups = [CountedSubGroup(i, chunk, self.calls) for i, chunk in enumerate(self.shards.chunks)]
+        self.gradients = FixedGradients(square_sum)
+        params = [param.param for param in self.shards.params]
+        groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:], "lr": 0.25, "weight_decay": 0.125}]
+        self.optimizer = adam_from_config(optimizer_config(), groups)
+        self.update = Update(
+            self.sub_groups,  # type: ignore[arg-type]
+            self.optimizer,
+            self.gradients,  # type: ignore[arg-type]
+            store=self.store,
+            collectives=Collectives(None),
+            num_params=NUM_CHUNKS,
+            max_norm=max_norm,
+            sub_groups_ahead=ahead,
+        )
+
+    @property
+    def clips(self) -> list[float | None]:
+        return [None if call["clip"] is None else float(call["clip"]) for call in self.calls]
+
+
+def optimizer_config(**params: Any) -> Any:
+    config = parse_config(
+        {
+            "train_batch_size": 1,
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"lr": 2.0, "betas": (0.5, 0.75), "eps": 0.25, **params}},
+        }
+    )
+    return config.optimizer
+
+
+ALL = [True] * NUM_CHUNKS
+
+
+def test_chunks_with_a_gradient_are_stepped_in_order_with_their_groups_options() -> None:
+    fixture = Fixture()
+    fixture.optimizer.param_groups[1]["lr"] = 0.0625
+    fixture.update.run([True, False, True, True, False, True])
+    assert [call["chunk"] for call in fixture.calls] == [0, 2, 3, 5]
+    first, second = fixture.calls[0]["options"]
+    assert set(first) == set(OPTIONS)
+    assert (first["lr"], second["lr"], second["weight_decay"]) == (0.5, 0.0625, 0.125)
+    assert (first["betas"], first["eps"], first["maximize"]) == ((0.5, 0.75), 0.25, False)
+    assert fixture.gradients.num_cleared == 1
+    assert fixture.store.num_held == 0
+
+
+def test_steps_count_updates_of_each_parameter() -> None:
+    fixture = Fixture()
+    present = [True, False, True, True, True, True]
+    fixture.update.run(present)
+    fixture.update.run(ALL)
+    assert [call["steps"] for call in fixture.calls] == [[0] * 6] * 5 + [[1, 0, 1, 1, 1, 1]] * 6
+    assert fixture.update.steps == [2, 1, 2, 2, 2, 2]
+    assert fixture.calls[0]["present"] == present
+
+
+@pytest.mark.parametrize("ahead", [1, 2, 4])
+def test_as_many_chunks_are_leased_ahead_as_were_planned(ahead: int) -> None:
+    fixture = Fixture(ahead=ahead)
+    fixture.update.run(ALL)
+    assert fixture.store.num_held_max == ahead + 1
+    kinds = [entry[0] for entry in fixture.store.log]
+    assert kinds[: ahead + 2] == ["acquire"] * (ahead + 1) + ["release"]
+    assert fixture.store.num_held == 0
+
+
+def test_a_fault_before_the_first_step_changes_nothing_and_lets_everything_go() -> None:
+    fixture = Fixture()
+
+    def fault(lease: StrictLease) -> None:
+        raise OSError("injected")
+
+    fixture.store.before_wait = fault
+    with pytest.raises(OSError, match="injected"):
+        fixture.update.run(ALL)
+    assert fixture.update.num_updated == 0
+    assert (fixture.store.num_held, fixture.gradients.num_cleared, fixture.update.steps) == (0, 0, [0] * 6)
+    fixture.store.before_wait = lambda _lease: None
+    fixture.update.run(ALL)
+    assert (fixture.update.num_updated, len(fixture.calls)) == (6, 6)
+    fixture.update.run([True] + [False] * 5)
+    assert fixture.update.num_updated == 1, "of the last step"
+
+
+def test_a_fault_in_the_middle_says_how_many_chunks_were_begun() -> None:
+    fixture = Fixture()
+    fixture.sub_groups[2].fault = RuntimeError("injected")
+    with pytest.raises(RuntimeError, match="injected"):
+        fixture.update.run(ALL)
+    assert fixture.update.num_updated == 3, "the third was begun"
+    assert fixture.store.num_held == 0
+    assert fixture.update.steps == [0] * 6
+
+
+def test_gradients_are_clipped_as_torch_clips() -> None:
+    fixture = Fixture(max_norm=1.0)
+    assert [fixture.update.wants_norms, fixture.update.grad_norm] == [True, None]
+    fixture.update.run(ALL)
+    factor = float((1.0 / (torch.tensor(4.0) + 1e-6)).clamp(max=1.0))
+    assert fixture.clips == [factor] * 6
+    assert fixture.update.grad_norm == 4.0
+    fixture.gradients.value = 0.25
+    fixture.update.run(ALL)
+    assert fixture.clips[6:] == [1.0] * 6, "never made larger"
+    assert fixture.gradients.num_asked == 2
+
+
+def test_without_clipping_the_norm_is_taken_once_it_was_asked_for() -> None:
+    fixture = Fixture()
+    fixture.update.run(ALL)
+    assert (fixture.gradients.num_asked, fixture.update.wants_norms) == (0, False)
+    assert [fixture.update.ask_for_norm(), fixture.update.wants_norms] == [None, True]
+    fixture.update.run(ALL)
+    assert fixture.update.ask_for_norm() == 4.0
+    assert fixture.clips == [None] * 12
+
+
+@pytest.mark.parametrize("configured", [0.0, 100.0])
+def test_one_step_may_be_clipped_by_hand(configured: float) -> None:
+    fixture = Fixture(max_norm=configured)
+    norm = fixture.update.clip_once(2.0)
+    assert (float(norm), norm.dtype) == (4.0, torch.float32)
+    fixture.update.run(ALL)
+    fixture.update.run(ALL)
+    assert fixture.clips[:6] == [pytest.approx(0.5)] * 6
+    assert fixture.clips[6:] == [1.0 if configured else None] * 6, "and only that one"
+
+
+def test_a_clip_to_nothing_is_one() -> None:
+    fixture = Fixture()
+    fixture.update.clip_once(0.0)
+    fixture.update.run(ALL)
+    assert fixture.clips == [0.0] * 6
+
+
+# The object.
+
+
+def params_of(count: int) -> list[nn.Parameter]:
+    return [nn.Parameter(torch.ones(2)) for _ in range(count)]
+
+
+def test_a_step_runs_what_the_engine_has_bound() -> None:
+    optimizer = adam_from_config(optimizer_config(), params_of(1))
+    with pytest.raises(RuntimeError, match="not bound"):
+        optimizer.step()
+    runs: list[int] = []
+    optimizer.bind(lambda: runs.append(1))
+    optimizer.step()
+    assert runs == [1]
+    with pytest.raises(ValueError, match="closure"):
+        optimizer.step(lambda: 0.0)
+    assert runs == [1]
+    optimizer.zero_grad()
+
+
+def test_parameters_may_come_in_groups_with_options_of_their_own() -> None:
+    first, second = params_of(2)
+    plain = adam_from_config(optimizer_config(), [first, second])
+    assert [group["params"] for group in plain.param_groups] == [[first, second]]
+    given: list[dict[str, Any]] = [{"params": [first], "lr": 1.0}, {"params": [second], "name": "rest"}]
+    grouped = adam_from_config(optimizer_config(weight_decay=0.5), given)
+    assert [group["lr"] for group in grouped.param_groups] == [1.0, 2.0]
+    assert [group["weight_decay"] for group in grouped.param_groups] == [0.5, 0.5]
+    assert [group["maximize"] for group in grouped.param_groups] == [False, False]
+    assert [group["decoupled_weight_decay"] for group in grouped.param_groups] == [True, True]
+    assert [sorted(group) for group in given] == [["lr", "params"], ["name", "params"]], "the user's are the user's"
+    with pytest.raises(ConfigError, match=r"model_parameters\[1\]\.momentum"):
+        adam_from_config(optimizer_config(), [{"params": [first]}, {"params": [second], "momentum": 0.9}])
+
+
+@pytest.mark.parametrize(("kind", "decoupled"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)])
+def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, decoupled: bool) -> None:
+    first, second = params_of(2)
+    theirs = kind([{"params": [first], "lr": torch.tensor(0.5)}, {"params": [second], "maximize": True}], lr=0.25)
+    ours = adam_from_torch(theirs)
+    assert ours.taken_over is theirs
+    assert ours.param_groups is theirs.param_groups, "a schedule made on the given one drives this one"
+    assert [group["lr"] for group in ours.param_groups] == [0.5, 0.25]
+    assert not isinstance(ours.param_groups[0]["lr"], torch.Tensor)
+    assert [group["maximize"] for group in ours.param_groups] == [False, True]
+    assert [group["decoupled_weight_decay"] for group in ours.param_groups] == [decoupled] * 2
+    assert "params" not in ours.defaults
+    assert ours.defaults["lr"] == 0.5
+    ours.bind(lambda: None)
+    ours.step()
+    assert theirs._opt_called
+
+
+@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
+def test_options_without_a_sharded_form_are_refused(option: str) -> None:
+    theirs = torch.optim.AdamW(params_of(1))
+    theirs.param_groups[0][option] = True
+    with pytest.raises(ConfigError, match=rf"optimizer\.{option} = True"):
+        adam_from_torch(theirs)
+
+
+def test_other_kinds_and_stepped_ones_are_refused() -> None:
+    class Mine(torch.optim.AdamW):
+        pass
+
+    for kind in (Mine, torch.optim.SGD, torch.optim.NAdam):
+        with pytest.raises(ConfigError, match=kind.__name__):
+            adam_from_torch(kind(params_of(1)))
+    (param,) = params_of(1)
+    stepped = torch.optim.Adam([param])
+    param.grad = torch.ones(2)
+    stepped.step()
+    with pytest.raises(ConfigError, match="has state"):
+        adam_from_torch(stepped)
+
+
+def test_every_trained_parameter_is_in_a_group_and_every_one_in_a_group_is_the_models() -> None:
+    params = params_of(4)
+    params[1].requires_grad_(False)
+    index_of = {id(param): index for index, param in enumerate(params)}
+    optimizer = ShardedAdam([{"params": [params[3]]}, {"params": [params[0], params[2]]}], {"lr": 1.0})
+    assert group_indices(optimizer, index_of, params) == [1, -1, 1, 0]
+    with pytest.raises(ConfigError, match="does not belong"):
+        group_indices(optimizer, {id(param): index for index, param in enumerate(params[:3])}, params[:3])
+    lacking = ShardedAdam([{"params": [params[3], params[0]]}], {"lr": 1.0})
+    with pytest.raises(ConfigError, match="in no group"):
+        group_indices(lacking, index_of, params)
+    alone = ShardedAdam([{"params": [params[0]]}], {"lr": 1.0})
+    assert group_indices(alone, index_of, params[:1]) == [0], "the first group is one, too"

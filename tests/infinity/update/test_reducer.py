@@ -1,0 +1,243 @@
+"""When gradients are reduced, in which order, and what ranks agree upon: ranks are threads here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.tiers.collectives import Collectives
+from infinity.update.gradients import GradientChunks
+from infinity.update.reducer import Reducer
+from io_daemon.shared.protocol import ObjectKind
+from tests.support.small_shards import SmallShards
+from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
+
+SHAPES = [[(100,), (130,)], [(64,)], [(1000,)], [(10,)]]
+FROZEN = (3,)
+NUM_PARAMS = 5
+
+
+class OneRank:
+    def __init__(self, collectives: Collectives | None = None) -> None:
+        self.shards = SmallShards(SHAPES, collectives, frozen=FROZEN)
+        self.rank = self.shards.collectives.rank
+        self.added: list[tuple[int, list[int], bool]] = []
+        self.gradients = GradientChunks(self.shards.store, self.shards.chunks, NUM_PARAMS)
+        add = self.gradients.add
+
+        def recorded(chunk_ids: Sequence[int], gradient_of: Any, params: Sequence[int], *, norms: bool) -> None:
+            self.added.append((self.shards.chunks[chunk_ids[0]].group, list(params), norms))
+            add(chunk_ids, gradient_of, params, norms=norms)
+
+        self.gradients.add = recorded  # type: ignore[method-assign]
+        self.reducer = Reducer(self.shards.groups, self.gradients, self.shards.collectives, NUM_PARAMS)
+
+    def give(self, param: int, value: float) -> None:
+        """Autograd accumulates; the group is complete with its last one."""
+        group = next(group for group in self.shards.groups if any(p.index == param for p in group.params))
+        target = self.shards.params[param].param
+        gradient = torch.full_like(target, value) * torch.arange(1, target.numel() + 1)
+        target.grad = gradient if target.grad is None else target.grad + gradient
+        if group.count_gradient():
+            self.reducer.complete(group)
+
+    def held(self, param: int) -> list[float]:
+        """This rank's part of the parameter's gradient in the store."""
+        return [
+            float(value)
+            for chunk, placement in enumerate(self.shards.chunks)
+            for segment in placement.segments
+            if segment.param == param
+            for value in self.shards.part(chunk, ObjectKind.GRAD, segment.chunk_offset, segment.numel)
+        ]
+
+
+def ramp(value: float, numel: int) -> list[float]:
+    return [value * (i + 1) for i in range(numel)]
+
+
+def test_one_rank_adds_a_group_as_soon_as_it_is_complete() -> None:
+    own = OneRank()
+    own.give(0, 1.0)
+    assert own.added == []
+    own.give(1, 2.0)
+    assert own.added == [(0, [0, 1], False)]
+    assert own.shards.params[0].param.grad is None, "taken"
+    assert [own.reducer.holds(param) for param in range(5)] == [True, True, False, False, False]
+    own.reducer.norms = True
+    own.give(2, 3.0)
+    assert own.added[1:] == [(1, [2], True)]
+    own.reducer.finish()
+    assert len(own.added) == 2, "what has no gradient is not leased"
+    assert own.reducer.used == [True, True, True, False, False]
+    assert own.held(1) == ramp(2.0, 130)
+
+
+def test_one_rank_adds_what_is_left_at_the_end_of_backward() -> None:
+    own = OneRank()
+    own.give(1, 2.0)
+    own.reducer.finish()
+    assert own.added == [(0, [1], False)]
+    assert own.reducer.used == [False, True, False, False, False]
+    own.give(0, 1.0)
+    own.give(1, 1.0)
+    assert own.added[1:] == [(0, [0, 1], False)], "the next backward begins anew"
+    assert own.held(1) == ramp(3.0, 130)
+
+
+def test_a_group_that_repeats_itself_is_taken_at_the_end_of_the_next_backward() -> None:
+    own = OneRank()
+    own.give(2, 1.0)
+    own.give(2, 2.0)
+    assert [entry[0] for entry in own.added] == [1, 1], "one by one, as they come"
+    own.reducer.finish()
+    own.give(2, 4.0)
+    assert len(own.added) == 2, "it waits for the end"
+    own.reducer.finish()
+    assert [entry[0] for entry in own.added] == [1, 1, 1]
+    assert own.held(2) == ramp(7.0, 64)
+
+
+def test_a_cleared_reducer_holds_nothing() -> None:
+    own = OneRank()
+    own.give(0, 1.0)
+    own.give(2, 1.0)
+    own.reducer.clear()
+    assert own.reducer.used == [False] * 5
+    assert own.shards.params[0].param.grad is None, "dropped"
+    own.give(0, 1.0)
+    own.give(1, 1.0)
+    assert own.added[-1] == (0, [0, 1], False), "both are counted anew"
+    own.give(2, 5.0)
+    assert own.held(2) == ramp(5.0, 64), "copied, not added"
+
+
+def on_two(work: Callable[[OneRank], Any]) -> list[OneRank]:
+    def run(collectives: ThreadedCollectives) -> OneRank:
+        own = OneRank(collectives)
+        work(own)
+        return own
+
+    return list(on_ranks(2, run))
+
+
+def assert_mean(ranks: Sequence[OneRank], param: int, mean: float) -> None:
+    whole = [value for own in ranks for value in own.held(param)]
+    assert whole == pytest.approx(ramp(mean, len(whole)))
+
+
+def groups_reduced(own: OneRank) -> list[int]:
+    return [entry[0] for entry in own.added]
+
+
+def test_ranks_reduce_in_one_order_whatever_comes_first() -> None:
+    """First the reverse of registration, then the order in which rank 0's groups were complete in its first backward;
+    what rank 0 lacked comes last."""
+
+    def work(own: OneRank) -> None:
+        order = (0, 1, 2) if own.rank == 0 else (2, 3, 0, 1)
+        for param in order:
+            own.give(param, 1.0 + own.rank)
+        own.reducer.finish()
+        for param in (3, 0, 1, 2):
+            own.give(param, 10.0)
+        own.reducer.finish()
+
+    ranks = on_two(work)
+    for own in ranks:
+        assert groups_reduced(own)[:3] == [2, 1, 0]
+        assert groups_reduced(own)[3:] == [0, 1, 2]
+        assert own.reducer.used == [True, True, True, True, False]
+        assert isinstance(own.shards.collectives, ThreadedCollectives)
+    assert_mean(ranks, 0, 11.5)
+    assert_mean(ranks, 2, 11.5)
+    assert_mean(ranks, 3, 11.0)
+
+
+def test_a_parameter_of_one_rank_only_counts_as_zero_on_the_others() -> None:
+    def work(own: OneRank) -> None:
+        own.give(0, 2.0)
+        if own.rank == 1:
+            own.give(1, 4.0)
+            own.give(3, 8.0)
+        assert own.reducer.holds(1) is False or own.rank == 1
+        own.reducer.finish()
+
+    ranks = on_two(work)
+    for own in ranks:
+        assert own.reducer.used == [True, True, False, True, False], "what any rank has used"
+    assert_mean(ranks, 0, 2.0)
+    assert_mean(ranks, 1, 2.0)
+    assert_mean(ranks, 3, 4.0)
+
+
+def test_a_reduction_that_is_done_is_added_before_backward_ends() -> None:
+    """So that gradients do not pile up."""
+
+    def work(own: OneRank) -> None:
+        own.reducer.norms = True
+        own.give(3, 1.0)  # both ranks' first in order
+        own.shards.collectives.gather_objects(None, "both have issued it")
+        own.give(2, 1.0)
+        assert groups_reduced(own)[0] == 2
+        assert own.added[0] == (2, [3], True)
+        own.give(0, 1.0)
+        own.give(1, 1.0)
+        own.reducer.finish()
+
+    ranks = on_two(work)
+    assert_mean(ranks, 3, 1.0)
+
+
+def test_what_comes_after_its_group_was_reduced_is_reduced_again_on_every_rank() -> None:
+    def work(own: OneRank) -> None:
+        own.give(3, 1.0)
+        own.give(2, 1.0)
+        if own.rank == 1:
+            own.give(3, 2.0)  # re-entrant checkpointing
+        own.give(0, 1.0)
+        own.give(1, 1.0)
+        own.reducer.finish()
+        for param in range(4):
+            own.give(param, 1.0)
+        own.reducer.finish()
+
+    ranks = on_two(work)
+    for own in ranks:
+        assert sorted(groups_reduced(own)[:4]) == [0, 1, 2, 2]
+        assert sorted(groups_reduced(own)[4:]) == [0, 1, 2]
+    assert_mean(ranks, 3, 3.0)
+
+
+def test_a_failed_step_is_begun_anew_on_every_rank() -> None:
+    def work(own: OneRank) -> None:
+        own.give(3, 1.0)
+        own.give(0, 1.0)
+        own.reducer.clear()
+        assert own.reducer.used == [False] * 5
+        for param in range(4):
+            own.give(param, 3.0)
+        own.reducer.finish()
+
+    ranks = on_two(work)
+    for own in ranks:
+        assert sorted(groups_reduced(own)[-3:]) == [0, 1, 2]
+    for param in range(4):
+        assert_mean(ranks, param, 3.0)
+
+
+def test_the_order_is_learnt_once_from_rank_0() -> None:
+    def work(own: OneRank) -> None:
+        for order in ((2, 3, 0, 1), (3, 0, 1, 2), (0, 1, 2, 3)):
+            for param in order:
+                own.give(param, 1.0)
+            own.reducer.finish()
+
+    for own in on_two(work):
+        assert groups_reduced(own) == [2, 1, 0, *[1, 2, 0] * 2]
+        said = own.shards.collectives.said  # type: ignore[attr-defined]
+        assert sum("learn the order" in what for what in said) == 1
+        assert sum("end a backward" in what for what in said) == 3

@@ -1,0 +1,272 @@
+"""A param group over a strict store: what is leased when, what ends up where, on one rank and on several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.plan.sharding import NORM_BLOCK
+from infinity.tiers.collectives import Collectives
+from infinity.weights import access
+from infinity.weights.param_group import DEMAND_LEASES_AHEAD, LeaseAllowance, ParamGroup
+from io_daemon.shared.protocol import ObjectKind
+from tests.support.small_shards import BF16, FP32, SmallShards
+from tests.support.strict_store import StrictLease
+from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
+
+WEIGHT = ObjectKind.WEIGHT.mask
+SHAPES = [(200, 100), (64,), (7, 3000), (5,)]
+"""Three chunks on one rank; parameters begin and end inside of them."""
+
+
+def written(collectives: Collectives | None = None, **options: Any) -> SmallShards:
+    shards = SmallShards([SHAPES], collectives, **options)
+    shards.write_weights()
+    return shards
+
+
+def show(group: ParamGroup) -> list[torch.Tensor]:
+    """The weights as their users see them."""
+    for param in group.params:
+        param.show()
+    found = [param.param.detach().clone() for param in group.params]
+    for param in group.params:
+        assert param.hide()
+    return found
+
+
+def assert_whole(shards: SmallShards) -> None:
+    (group,) = shards.groups
+    for shown, full, shape in zip(show(group), shards.full, SHAPES, strict=True):
+        assert torch.equal(shown, full.view(shape))
+
+
+def test_an_allowance_is_given_out_and_taken_back() -> None:
+    allowance = LeaseAllowance(3)
+    assert [allowance.take(2), allowance.take(2), allowance.take(1)] == [2, 1, 0]
+    allowance.give_back(2)
+    assert allowance.take(5) == 2
+
+
+@pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("piece_numel", [5000, NORM_BLOCK])
+def test_weights_come_whole(precision: Any, piece_numel: int) -> None:
+    shards = written(precision=precision, piece_numel=piece_numel)
+    (group,) = shards.groups
+    group.wait_for_unshard()
+    assert group.state.name == "UNSHARDED"
+    assert_whole(shards)
+    group.reshard()
+    assert all(param.full is None for param in group.params)
+    assert group.state.name == "SHARDED"
+
+
+def test_without_an_allowance_two_leases_are_held_at_most() -> None:
+    shards = written(leases_ahead=0)
+    (group,) = shards.groups
+    group.unshard()
+    assert shards.store.log == []
+    group.wait_for_unshard()
+    assert shards.store.acquired() == [(chunk, WEIGHT, 0) for chunk in range(3)]
+    assert shards.store.released() == [(chunk, 0, 0) for chunk in range(3)]
+    assert shards.store.num_held_max == DEMAND_LEASES_AHEAD == 2
+
+
+def test_what_was_leased_ahead_is_not_leased_again() -> None:
+    shards = written(leases_ahead=2)
+    (group,) = shards.groups
+    group.unshard()
+    assert shards.store.acquired() == [(0, WEIGHT, 0), (1, WEIGHT, 0)]
+    group.wait_for_unshard()
+    assert shards.store.acquired() == [(chunk, WEIGHT, 0) for chunk in range(3)]
+    assert shards.store.num_held == 0
+    assert_whole(shards)
+    assert shards.allowance.take(9) == 2, "given back"
+
+
+def test_an_allowance_for_all_is_used_for_all() -> None:
+    shards = written(leases_ahead=9)
+    (group,) = shards.groups
+    group.unshard()
+    assert len(shards.store.acquired()) == 3
+    assert shards.allowance.take(9) == 6
+    group.wait_for_unshard()
+    assert shards.allowance.take(9) == 3
+
+
+def test_leases_ahead_that_are_not_used_are_released() -> None:
+    shards = written(leases_ahead=2)
+    (group,) = shards.groups
+    group.unshard()
+    group.reshard()
+    assert shards.store.released() == [(0, 0, 0), (1, 0, 0)]
+    assert shards.allowance.take(9) == 2
+    group.wait_for_unshard()
+    assert_whole(shards)
+
+
+def test_a_fault_gives_leases_and_allowance_back() -> None:
+    shards = written(leases_ahead=2)
+    (group,) = shards.groups
+
+    def fault(lease: StrictLease) -> None:
+        if lease.chunk == 1:
+            raise OSError("injected")
+
+    shards.store.before_wait = fault
+    with pytest.raises(OSError, match="injected"):
+        group.wait_for_unshard()
+    assert shards.store.num_held == 0
+    assert shards.allowance.take(9) == 2
+
+
+def test_a_persistent_groups_weights_stay_where_they_are() -> None:
+    shards = written(persistent=[0])
+    (group,) = shards.groups
+    group.wait_for_unshard()
+    places = [param.full.data_ptr() for param in group.params if param.full is not None]
+    group.reshard()
+    shards.store.object(0, ObjectKind.WEIGHT).mul_(0)
+    group.wait_for_unshard()
+    assert [param.full.data_ptr() for param in group.params if param.full is not None] == places
+    assert len(places) == 4
+    assert not show(group)[0].view(-1)[: NORM_BLOCK // 2].any(), "what the store has now"
+
+
+def test_another_kind_is_gathered_beside_the_weights() -> None:
+    shards = written(precision=BF16)
+    (group,) = shards.groups
+    group.unshard()
+    masters = group.gather(ObjectKind.MASTER, torch.float32)
+    assert group.state.name == "SHARDED", "what was leased ahead were weights"
+    assert list(masters) == [0, 1, 2, 3]
+    for index, full in enumerate(shards.full):
+        assert masters[index].dtype is torch.float32
+        assert torch.equal(masters[index], full.float())
+    group.wait_for_unshard()
+    num_acquired = len(shards.store.acquired())
+    assert torch.equal(group.gather(ObjectKind.WEIGHT, torch.bfloat16)[1], shards.full[1])
+    assert group.state.name == "UNSHARDED"
+    assert shards.store.acquired()[num_acquired:] == [(chunk, WEIGHT, 0) for chunk in range(3)]
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("chunk_numel", [NORM_BLOCK, 4 * NORM_BLOCK])
+def test_ranks_gather_each_others_shards(world_size: int, chunk_numel: int) -> None:
+    def work(collectives: ThreadedCollectives) -> SmallShards:
+        shards = written(collectives, chunk_numel=chunk_numel, piece_numel=5000)
+        (group,) = shards.groups
+        group.wait_for_unshard()
+        found = group.gather(ObjectKind.WEIGHT, torch.float32)
+        assert all(torch.equal(found[index], full) for index, full in enumerate(shards.full))
+        return shards
+
+    for shards in on_ranks(world_size, work):
+        assert_whole(shards)
+        assert shards.collectives.said == ["gather the weight of group 0"] * 2  # type: ignore[attr-defined]
+
+
+# Gradients.
+
+
+def give(shards: SmallShards, gradients: Sequence[torch.Tensor | None]) -> None:
+    for param, gradient in zip(shards.params, gradients, strict=True):
+        if gradient is not None:
+            param.param.grad = gradient.view(param.shape).clone()
+            shards.groups[0].count_gradient()
+
+
+def ramps(scale: float = 1.0) -> list[torch.Tensor]:
+    numels = [torch.Size(shape).numel() for shape in SHAPES]
+    return [scale * torch.arange(1.0, numel + 1) + 10 * index for index, numel in enumerate(numels)]
+
+
+def test_one_rank_takes_the_gradients_that_there_are() -> None:
+    shards = written()
+    (group,) = shards.groups
+    assert group.take_gradients()[0] == []
+    given = ramps()
+    give(shards, [given[0], None, given[2], None])
+    params, gradient_of = group.take_gradients()
+    assert (params, group.has_gradients) == ([0, 2], False)
+    assert all(access.own_gradient(param.param) is None for param in shards.params)
+    for placement in shards.chunks:
+        for segment in placement.segments:
+            found = gradient_of(segment)
+            if segment.param in (1, 3):
+                assert found is None
+            else:
+                begin = segment.param_offset
+                assert found is not None
+                assert torch.equal(found, given[segment.param][begin : begin + segment.numel])
+
+
+def test_nothing_is_taken_of_a_group_that_counts_none() -> None:
+    shards = written()
+    (group,) = shards.groups
+    shards.params[0].param.grad = torch.ones(SHAPES[0])
+    params, gradient_of = group.take_gradients()
+    assert params == []
+    assert gradient_of(shards.chunks[0].segments[0]) is None
+    assert access.own_gradient(shards.params[0].param) is not None
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_get_their_part_of_the_mean(world_size: int) -> None:
+    def work(collectives: ThreadedCollectives) -> list[tuple[int, torch.Tensor]]:
+        shards = written(collectives)
+        given: list[torch.Tensor | None] = [*ramps(1.0 + collectives.rank)]
+        if collectives.rank == 0:
+            given[1] = None
+        give(shards, given)
+        (group,) = shards.groups
+        reduction, gradient_of = group.reduce_scatter_gradients()
+        assert not group.has_gradients
+        assert all(access.own_gradient(param.param) is None for param in shards.params)
+        reduction.wait()
+        found = []
+        for placement in shards.chunks:
+            for segment in placement.segments:
+                part = gradient_of(segment)
+                assert part is not None
+                assert part.numel() == segment.numel
+                found.append((segment.param, part))
+        assert all(float(full.view(-1)[-1]) == 0 for full in collectives.reduced), "padding holds nothing"
+        return found
+
+    ranks = on_ranks(world_size, work)
+    for param in range(4):
+        whole = torch.cat([part for found in ranks for index, part in found if index == param])
+        present = [ramps(1.0 + rank)[param] for rank in range(world_size) if not (param == 1 and rank == 0)]
+        expected = torch.stack([gradient / world_size for gradient in present]).sum(0)
+        assert torch.equal(whole, expected)
+
+
+def test_a_group_is_complete_when_all_have_come_and_each_that_comes_then_is_one_more() -> None:
+    (group,) = written().groups
+    assert [group.count_gradient() for _ in range(4)] == [False, False, False, True]
+    group.drop_gradients()
+    assert [group.has_gradients, group.count_gradient()] == [False, True], "it repeats itself: one by one"
+    group.end_backward()
+    group.drop_gradients()
+    assert [group.count_gradient() for _ in range(4)] == [False] * 4, "all of the next backward's at its end"
+
+
+def test_a_group_that_does_not_repeat_itself_never_waits() -> None:
+    (group,) = written().groups
+    for _ in range(3):
+        assert [group.count_gradient() for _ in range(4)] == [False, False, False, True]
+        group.drop_gradients()
+        group.end_backward()
+
+
+def test_a_group_is_in_use_while_it_is_held() -> None:
+    (group,) = written().groups
+    uses = []
+    for group.num_holds in (0, 1, 2):
+        uses.append(group.in_use)
+    assert uses == [False, True, True]
+    assert (group.index, group.numel) == (0, sum(torch.Size(shape).numel() for shape in SHAPES))

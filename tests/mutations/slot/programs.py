@@ -1,0 +1,12 @@
+"""The programs of tests/fuzz/test_fuzz.py, judged in forks of this process, which has imported torch already."""
+
+from __future__ import annotations
+
+from tests.fuzz.judged import judged
+
+NUM_PROGRAMS = 100
+
+
+def test_programs() -> None:
+    for found, verdict in judged(range(NUM_PROGRAMS)):
+        assert verdict.outcome != "failed", f"{found.source}\n{verdict.message}"
