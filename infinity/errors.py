@@ -1,5 +1,9 @@
 """The typed errors a caller of infinity meets; most are defined once, beside the daemon that raises them."""
 
+from __future__ import annotations
+
+from collections.abc import Sequence
+
 from io_daemon.errors import (
     BudgetError,
     ConfigError,
@@ -13,6 +17,7 @@ from io_daemon.errors import (
 
 __all__ = [
     "BudgetError",
+    "CombinedConfigError",
     "ConfigError",
     "DaemonLostError",
     "DeviceIOError",
@@ -23,6 +28,19 @@ __all__ = [
     "WeightsError",
     "WorldError",
 ]
+
+
+class CombinedConfigError(ConfigError):
+    """Several settings that cannot work. Key, value and remedy are those of the first; all are in ``complaints``."""
+
+    def __init__(self, complaints: Sequence[ConfigError]) -> None:
+        first = complaints[0]
+        super().__init__(first.key, first.value, first.remedy)
+        self.complaints = tuple(complaints)
+        self.args = ("\n".join([f"{len(complaints)} settings cannot work:", *(f"  {each}" for each in complaints)]),)
+
+    def __reduce__(self) -> tuple[type[CombinedConfigError], tuple[tuple[ConfigError, ...]]]:
+        return type(self), (self.complaints,)
 
 
 class EngineStateError(RuntimeError):

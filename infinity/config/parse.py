@@ -1,31 +1,26 @@
-"""From a user's JSON to a ``Config``, or to one ``ConfigError`` that names the key, the value and the remedy."""
+"""From a user's JSON to a ``Config``, or to one error with everything that is wrong: key, value and remedy of each."""
 
 from __future__ import annotations
 
 import difflib
 import functools
-import json
 import logging
-import os
-import tempfile
-from collections.abc import Iterator, Mapping
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
-from pydantic import ValidationError
-
-from infinity.config.batch import resolve_batch
+from infinity.config.batch import BATCH_KEYS, BatchSizes, resolve_batch
+from infinity.config.complaints import Complaints, without_quotes
 from infinity.config.dialect import BY_PATH, SECTIONS, Key, Shape, Standing
-from infinity.config.sections import Config, OffloadOptimizer, OffloadParam
-from io_daemon.errors import ConfigError
+from infinity.config.load import Raw, Source, load
+from infinity.config.old_names import OLD_NAMES, modernise
+from infinity.config.origins import Resolved, trace_origins
+from infinity.config.paths import check_offload, check_swap_dirs
+from infinity.config.sections import Config
+from infinity.config.validation import validated
+from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-SOCKET_PATH_BYTES_MAX = 107
-"""sockaddr_un holds 108 bytes, the last of them NUL."""
-
-Raw = dict[str, Any]
-
-_BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 _SHAPES: dict[Shape, tuple[type, ...]] = {
     "boolean": (bool,),
     "whole number": (int, float),
@@ -37,44 +32,66 @@ _SHAPES: dict[Shape, tuple[type, ...]] = {
 
 
 def parse_config(
-    config: Mapping[str, Any] | str | os.PathLike[str], *, world_size: int = 1, check_paths: bool = True
+    config: Source, *, world_size: int = 1, check_paths: bool = True, before_trainer: bool = False
 ) -> Config:
-    """``config``: the JSON object in DeepSpeed's dialect, or the path of a file that holds it.
+    """The configuration that ``resolve_config`` finds, without the origins of its values."""
+    return resolve_config(config, world_size=world_size, check_paths=check_paths, before_trainer=before_trainer).config
 
-    null means the key's default. ``check_paths``: also look at the swap directories of this machine. Raises
-    ``ConfigError`` and nothing else."""
-    raw = _load(config)
-    given = _checked(raw)
-    subsumed = tuple(path for path, _ in given if BY_PATH[path].standing is Standing.SUBSUMED)
-    fields = _nested((path, value) for path, value in given if BY_PATH[path].standing is not Standing.SUBSUMED)
+
+def resolve_config(
+    config: Source, *, world_size: int = 1, check_paths: bool = True, before_trainer: bool = False
+) -> Resolved:
+    """Check a configuration whole, fill in what it leaves out, and say where each value comes from.
+
+    Args:
+        config: the JSON object in DeepSpeed's dialect, or the path of a file that holds it; null means the default.
+        world_size: ranks that share the model, for the arithmetic of batch sizes.
+        check_paths: also look at the swap directories of this machine.
+        before_trainer: a trainer will fill in "auto" and batch sizes later, as ``Init`` meets them.
+
+    Raises:
+        ConfigError: with key, value and remedy; ``CombinedConfigError`` if several settings cannot work.
+    """
+    complaints = Complaints()
+    raw, old_name_of, notes = modernise(load(config, complaints), complaints)
+    given = _given(raw, complaints, before_trainer=before_trainer)
+    subsumed = tuple(path for path in given.values if BY_PATH[path].standing is Standing.SUBSUMED)
+    fields = _nested((path, value) for path, value in given.values.items() if path not in subsumed)
     for name in ("optimizer", "scheduler"):
-        if isinstance(raw.get(name), Mapping):
+        if isinstance(raw.get(name), Mapping) and not any(path.startswith(f"{name}.") for path in given.unfilled):
             fields.setdefault(name, {})  # an empty one still lacks its type
-    _resolve_batch_keys(fields, world_size)
-    _merge_aio(fields)
-    try:
-        parsed = Config.model_validate({**fields, "subsumed": subsumed})
-    except ValidationError as error:
-        _raise_first(error, fields)
-    refuse_unsupported(parsed)
-    _check_offload(parsed)
+    derived = _resolve_batch(fields, world_size, complaints, may_lack=before_trainer)
+    derived.update(_merge_aio(fields, complaints))
+    fields.update(subsumed=subsumed, old_names=notes)
+    parsed = validated(fields, complaints, unfilled=given.unfilled)
+    for error in _unsupported(parsed):
+        complaints.take(error)
+    check_offload(parsed, complaints)
     if check_paths:
-        _check_swap_dirs(parsed)
+        check_swap_dirs(parsed, complaints)
+    complaints.raise_all(old_name_of)
     if subsumed:
         _log_subsumed(subsumed)
-    return parsed
+    return trace_origins(parsed, given=given.values, auto=given.auto, derived=derived, old_name_of=old_name_of)
 
 
 def refuse_unsupported(config: Config) -> None:
     """Refuse values that parse but that this engine does not serve, defaults included (a missing stage is 0)."""
+    complaints = Complaints()
+    for error in _unsupported(config):
+        complaints.take(error)
+    complaints.raise_all()
+
+
+def _unsupported(config: Config) -> Iterator[ConfigError]:
     for key in BY_PATH.values():
         if key.accepts is None:
             continue
         value: object = config
         for name in key.path.split("."):
             value = getattr(value, name, None)
-        if value is not None:
-            _check_accepted(key, value)
+        if value is not None and not _is_accepted(key, value):
+            yield _refusal(key, value)
 
 
 @functools.cache
@@ -84,106 +101,101 @@ def _log_subsumed(paths: tuple[str, ...]) -> None:
         _log.info("%s needs no setting: %s", path, BY_PATH[path].note)
 
 
-def _load(config: Mapping[str, Any] | str | os.PathLike[str]) -> Raw:
-    if isinstance(config, Mapping):
-        return dict(config)
-    if not isinstance(config, str | os.PathLike):
-        raise ConfigError("config", config, "must be a dict or the path of a JSON file")
-    path = os.fspath(config)
-    try:
-        with open(path, encoding="utf-8") as file:
-            raw = json.load(file, object_pairs_hook=_unique_keys)
-    except OSError as error:
-        raise ConfigError("config", path, f"cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        if isinstance(error, ConfigError):
-            raise
-        raise ConfigError("config", path, f"is not JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError("config", path, "must hold one JSON object")
-    return raw
+class _Given(NamedTuple):
+    values: dict[str, Any]
+    """By dotted path: what reaches the sections or is subsumed."""
+    auto: frozenset[str]
+    """Paths whose "auto" means the default."""
+    unfilled: frozenset[str]
+    """Paths whose "auto" a trainer will fill in."""
 
 
-def _unique_keys(pairs: list[tuple[str, Any]]) -> Raw:
-    seen: Raw = {}
-    for name, value in pairs:
-        if name in seen:
-            raise ConfigError(name, value, "stands twice in the same object; remove one of the two")
-        seen[name] = value
-    return seen
-
-
-def _checked(raw: Raw) -> list[tuple[str, Any]]:
-    """(path, value) of every key that reaches the sections or is subsumed, each checked against the dialect."""
-    given = []
-    for path, value in _leaves(raw, ""):
+def _given(raw: Raw, complaints: Complaints, *, before_trainer: bool) -> _Given:
+    """Everything that was written, each key checked against the dialect."""
+    values: dict[str, Any] = {}
+    auto, unfilled = set(), set()
+    for path, value in _leaves(raw, "", complaints):
         key = BY_PATH[path]
-        if value is None or (_is_auto(value) and key.auto == "default"):
+        if value is None:
             continue
-        if _is_auto(value) and key.auto == "refused":
-            raise ConfigError(
-                path, value, 'only a trainer that knows its own arguments can fill in "auto"; write a value'
-            )
-        if key.switch:
-            _check_switch(key, value)
-            continue
-        if key.standing is Standing.REFUSED:
-            _check_accepted(key, value)
-            if not _has_field(path):
-                continue
-        if key.standing is Standing.SUBSUMED:
-            _check_shape(key, value)
-        given.append((path, value))
-    return given
+        if _is_auto(value) and key.auto != "value":
+            if key.auto == "default":
+                auto.add(path)
+            elif before_trainer:
+                unfilled.add(path)
+            else:
+                remedy = 'only a trainer that knows its own arguments can fill in "auto"; write a value'
+                complaints.add(path, value, remedy)
+        elif _passes(key, value, complaints):
+            values[path] = value
+    return _Given(values, frozenset(auto), frozenset(unfilled))
 
 
-def _leaves(section: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+def _passes(key: Key, value: Any, complaints: Complaints) -> bool:
+    """Whether the engine, or the list of what it needs no setting for, hears of the key."""
+    if key.switch:
+        if not isinstance(value, Mapping):
+            complaints.take(_refusal(key, value))
+        elif value.get(key.switch, False) is not False:
+            # a section that is switched off passes, whatever else it holds
+            complaints.add(f"{key.path}.{key.switch}", value[key.switch], f"{key.note}; {key.remedy}")
+        return False
+    if key.standing is Standing.REFUSED:
+        if not _is_accepted(key, value):
+            complaints.take(_refusal(key, value))
+            return False
+        return _has_field(key.path)
+    if key.standing is Standing.SUBSUMED and not _fits(key.shape, value):
+        complaints.add(key.path, value, f"must be a {key.shape}{without_quotes(value)}")
+        return False
+    return True
+
+
+def _leaves(section: Mapping[str, Any], prefix: str, complaints: Complaints) -> Iterator[tuple[str, Any]]:
     for name, value in section.items():
         path = f"{prefix}{name}"
         if path in BY_PATH:
             yield path, value
         elif path in SECTIONS:
             if isinstance(value, Mapping):
-                yield from _leaves(value, f"{path}.")
+                yield from _leaves(value, f"{path}.", complaints)
             elif value is not None:
-                raise ConfigError(path, value, "must be an object: {...}")
+                complaints.add(path, value, "must be an object: {...}")
         else:
-            raise ConfigError(path, value, _unknown(prefix, str(name)))
+            complaints.add(path, value, _unknown(prefix, str(name)))
 
 
 def _unknown(prefix: str, name: str) -> str:
     """What the writer of an unknown key may have meant."""
     siblings = {path[len(prefix) :].split(".")[0] for path in BY_PATH if path.startswith(prefix)}
+    everywhere: dict[str, str] = {}
+    for path in (*BY_PATH, *sorted(SECTIONS)):
+        everywhere.setdefault(path.split(".")[-1], path)
+    for old in OLD_NAMES:
+        everywhere.setdefault(old.path.split(".")[-1], old.write)
+    if name in everywhere:
+        return f"unknown key here; did you mean {everywhere[name]}?"
     if close := difflib.get_close_matches(name, sorted(siblings), n=1):
         return f"unknown key; did you mean {prefix}{close[0]}?"
-    everywhere: dict[str, str] = {}
-    for path in BY_PATH:
-        everywhere.setdefault(path.split(".")[-1], path)
     if close := difflib.get_close_matches(name, sorted(everywhere), n=1, cutoff=0.8):
         return f"unknown key here; did you mean {everywhere[close[0]]}?"
     return f"unknown key; known here: {', '.join(sorted(siblings))}"
 
 
-def _check_accepted(key: Key, value: object) -> None:
-    if key.accepts is not None and not any(_equal(value, accepted) for accepted in key.accepts):
-        raise ConfigError(key.path, value, f"{key.note}; {key.remedy}")
+def _is_accepted(key: Key, value: object) -> bool:
+    return key.accepts is None or any(_equal(value, accepted) for accepted in key.accepts)
 
 
-def _check_switch(key: Key, value: object) -> None:
-    """A section that is switched off passes, whatever else it holds."""
-    if not isinstance(value, Mapping):
-        raise ConfigError(key.path, value, f"{key.note}; {key.remedy}")
-    if value.get(key.switch, False) is not False:
-        raise ConfigError(f"{key.path}.{key.switch}", value[key.switch], f"{key.note}; {key.remedy}")
+def _refusal(key: Key, value: object) -> ConfigError:
+    return ConfigError(key.path, value, f"{key.note}; {key.remedy}")
 
 
-def _check_shape(key: Key, value: object) -> None:
-    expected = _SHAPES[key.shape]
+def _fits(shape: Shape, value: object) -> bool:
+    expected = _SHAPES[shape]
     fits = isinstance(value, expected) and (bool in expected or not isinstance(value, bool))
-    if fits and key.shape == "whole number":
-        fits = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if not fits:
-        raise ConfigError(key.path, value, f"must be a {key.shape}")
+    if fits and shape == "whole number":
+        return isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    return fits
 
 
 def _is_auto(value: object) -> bool:
@@ -207,7 +219,7 @@ def _has_field(path: str) -> bool:
     return name in model.model_fields
 
 
-def _nested(leaves: Iterator[tuple[str, Any]]) -> Raw:
+def _nested(leaves: Iterable[tuple[str, Any]]) -> Raw:
     fields: Raw = {}
     for path, value in leaves:
         *sections, name = path.split(".")
@@ -218,88 +230,36 @@ def _nested(leaves: Iterator[tuple[str, Any]]) -> Raw:
     return fields
 
 
-def _resolve_batch_keys(fields: Raw, world_size: int) -> None:
-    numbers: list[int | None] = []
-    for name in _BATCH_KEYS:
+def _resolve_batch(fields: Raw, world_size: int, complaints: Complaints, *, may_lack: bool) -> dict[str, str]:
+    """Fill in the batch sizes; those that follow from others, with these. What is wrong is judged with 1 instead."""
+    numbers: dict[str, int | None] = {}
+    for name in BATCH_KEYS:
         value = fields.get(name)
         if isinstance(value, float) and value.is_integer():
             value = int(value)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-            raise ConfigError(name, value, "must be a whole number of at least 1")
-        numbers.append(value)
-    train, micro, accumulation = numbers
-    sizes = resolve_batch(train=train, micro=micro, accumulation=accumulation, world_size=world_size)
-    fields.update(zip(_BATCH_KEYS, sizes, strict=True))
-
-
-def _merge_aio(fields: Raw) -> None:
-    """``aio`` names two settings of ``io_daemon``; said twice they must agree."""
-    for name, value in fields.get("aio", {}).items():
-        own = fields.setdefault("io_daemon", {}).setdefault(name, value)
-        if own != value:
-            raise ConfigError(f"aio.{name}", value, f"contradicts io_daemon.{name} = {own}; remove one of the two")
-
-
-def _raise_first(error: ValidationError, fields: Raw) -> NoReturn:
-    problems = error.errors(include_url=False)
-    first = problems[0]
-    path, value = _located(first["loc"], fields)
-    if first["type"] == "missing":
-        value, remedy = None, "is required"
-    elif first["type"] == "union_tag_not_found":
-        path, value, remedy = f"{path}.type", None, "is required"
-    elif first["type"] == "union_tag_invalid":
-        path, value, remedy = f"{path}.type", first["ctx"]["tag"], f"must be one of {first['ctx']['expected_tags']}"
-    elif first["type"] == "extra_forbidden":
-        remedy = f"{fields['scheduler']['type']} takes no such parameter"
-    else:
-        remedy = first["msg"].replace("Input should be", "must be")
-    others = sorted({_located(problem["loc"], fields)[0] for problem in problems[1:]} - {path})
-    if others:
-        remedy += f" (also wrong: {', '.join(others)})"
-    raise ConfigError(path, value, remedy) from None
-
-
-def _located(location: tuple[int | str, ...], fields: Raw) -> tuple[str, object]:
-    """Dotted path and value; pydantic's own names of union members stand in no JSON and are left out."""
-    names: list[str] = []
-    value: Any = fields
-    for i, name in enumerate(location):
-        if isinstance(value, Mapping) and name not in value and i < len(location) - 1:
-            continue
-        names.append(str(name))
-        if isinstance(value, Mapping):
-            value = value.get(name)
-        elif isinstance(value, list | tuple) and isinstance(name, int):
-            value = value[name] if name < len(value) else None
-    return ".".join(names), value
-
-
-def _check_offload(config: Config) -> None:
-    zero = config.zero_optimization
-    for name in ("offload_param", "offload_optimizer"):
-        offload: OffloadParam | OffloadOptimizer = getattr(zero, name)
-        path = f"zero_optimization.{name}"
-        if offload.device == "nvme" and not config.swap_dirs:
-            raise ConfigError(
-                f"{path}.nvme_path", None, "device nvme needs a directory: write nvme_path here or io_daemon.swap_dirs"
-            )
-    socket = config.io_daemon.socket
-    if len(os.fsencode(socket)) > SOCKET_PATH_BYTES_MAX:
-        raise ConfigError(
-            "io_daemon.socket", socket, f"a Unix socket's path has at most {SOCKET_PATH_BYTES_MAX} bytes; shorten it"
-        )
-
-
-def _check_swap_dirs(config: Config) -> None:
-    for key, path in config.swap_dir_keys():
-        if not os.path.exists(path):
-            raise ConfigError(key, path, f"does not exist: mkdir -p {path}, on the NVMe filesystem")
-        if not os.path.isdir(path):
-            raise ConfigError(key, path, "is not a directory; name the directory that swap files go to")
+            complaints.add(name, value, f"must be a whole number of at least 1{without_quotes(value)}")
+        numbers[name] = value if not complaints.has(name) else None
+    train, micro, accumulation = numbers.values()
+    sizes = BatchSizes(1, 1, 1)
+    if not any(complaints.has(name) for name in BATCH_KEYS) and not (may_lack and train is None and micro is None):
         try:
-            with tempfile.TemporaryFile(dir=path):
-                pass
-        except OSError as error:
-            remedy = f"is not writable by uid {os.getuid()} ({error.strerror}): chown or chmod it, or name another"
-            raise ConfigError(key, path, remedy) from error
+            sizes = resolve_batch(train=train, micro=micro, accumulation=accumulation, world_size=world_size)
+        except ConfigError as error:
+            complaints.take(error)
+    fields.update(zip(BATCH_KEYS, sizes, strict=True))
+    known = [name for name, value in numbers.items() if value is not None]
+    return {name: f"{', '.join(known)}, world size {world_size}" for name in BATCH_KEYS if name not in known}
+
+
+def _merge_aio(fields: Raw, complaints: Complaints) -> dict[str, str]:
+    """``aio`` names two settings of ``io_daemon``; said twice they must agree. What follows from it, and from what."""
+    derived = {}
+    for name, value in fields.get("aio", {}).items():
+        daemon = fields.setdefault("io_daemon", {})
+        if name not in daemon:
+            derived[f"io_daemon.{name}"] = f"aio.{name}"
+        own = daemon.setdefault(name, value)
+        if own != value:
+            complaints.add(f"aio.{name}", value, f"contradicts io_daemon.{name} = {own}; remove one of the two")
+    return derived

@@ -6,60 +6,37 @@ see ``dialect.py``.
 
 from __future__ import annotations
 
-import math
 import os
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field
 
+from infinity.config.schedule import Scheduler
+from infinity.config.section import (
+    Beta,
+    BlockBytes,
+    Count,
+    NonEmpty,
+    NonNegative,
+    Positive,
+    QueueDepth,
+    Section,
+    as_tuple,
+    never_is_zero,
+    whole,
+)
 from io_daemon.config import EngineChoice
 
 Device = Literal["none", "cpu", "nvme"]
-WarmupType = Literal["log", "linear"]
 
-SUB_GROUP_NUMEL_MIN = 16_384
-BLOCK_ALIGNMENT_BYTES = 4096
-BLOCK_BYTES_MAX = 1 << 30
-QUEUE_DEPTH_MAX = 4096
+SUB_GROUP_NUMEL_MIN: Final = 16_384
 _SPELLINGS = {"adam": "Adam", "adamw": "AdamW"}
-
-
-def _whole(value: object) -> object:
-    """DeepSpeed's JSON writes element counts as 5e7: a float that is a whole number is that number."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _never_is_zero(value: object) -> object:
-    """Accelerate writes ``steps_per_print: inf`` for never."""
-    return 0 if isinstance(value, float) and math.isinf(value) else _whole(value)
-
-
-def _tuple(value: object) -> object:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _spelt(value: object) -> object:
     """DeepSpeed takes optimizer names in any case."""
     return _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value
-
-
-Count = Annotated[int, BeforeValidator(_whole), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(_whole), Field(ge=1)]
-BlockBytes = Annotated[
-    int,
-    BeforeValidator(_whole),
-    Field(ge=BLOCK_ALIGNMENT_BYTES, le=BLOCK_BYTES_MAX, multiple_of=BLOCK_ALIGNMENT_BYTES),
-]
-QueueDepth = Annotated[int, BeforeValidator(_whole), Field(ge=1, le=QUEUE_DEPTH_MAX)]
-Beta = Annotated[float, Field(ge=0, lt=1)]
-Fraction = Annotated[float, Field(ge=0, le=1)]
-NonNegative = Annotated[float, Field(ge=0)]
-NonEmpty = Annotated[str, Field(min_length=1)]
-
-
-class Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
 class Bf16(Section):
@@ -76,7 +53,7 @@ class AdamParams(Section):
     """Defaults are those of DeepSpeed's Adam (weight decay 0, not torch's 0.01)."""
 
     lr: NonNegative = 1e-3
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(_tuple)] = (0.9, 0.999)
+    betas: Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)] = (0.9, 0.999)
     eps: NonNegative = 1e-8
     weight_decay: NonNegative = 0.0
     adam_w_mode: bool = True
@@ -90,53 +67,6 @@ class Optimizer(Section):
     def decoupled_weight_decay(self) -> bool:
         """AdamW's decay. As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false."""
         return self.type == "AdamW" or self.params.adam_w_mode
-
-
-class WarmupLRParams(Section):
-    warmup_min_lr: NonNegative = 0.0
-    warmup_max_lr: NonNegative | None = None
-    """None = each param group's own rate."""
-    warmup_num_steps: Positive = 1000
-    warmup_type: WarmupType = "log"
-
-
-class WarmupDecayLRParams(Section):
-    total_num_steps: Positive
-    warmup_min_lr: NonNegative = 0.0
-    warmup_max_lr: NonNegative = 1e-3
-    warmup_num_steps: Positive = 1000
-    warmup_type: WarmupType = "log"
-
-
-class WarmupCosineLRParams(Section):
-    """Ratios of each param group's own learning rate."""
-
-    total_num_steps: Positive
-    warmup_min_ratio: Fraction = 0.0
-    warmup_num_steps: Positive = 1000
-    cos_min_ratio: Fraction = 1e-4
-    warmup_type: WarmupType = "log"
-
-
-class WarmupLRSchedule(Section):
-    type: Literal["WarmupLR"]
-    params: WarmupLRParams = WarmupLRParams()
-
-
-class WarmupDecayLRSchedule(Section):
-    type: Literal["WarmupDecayLR"]
-    params: WarmupDecayLRParams
-
-
-class WarmupCosineLRSchedule(Section):
-    type: Literal["WarmupCosineLR"]
-    params: WarmupCosineLRParams
-
-
-Scheduler = Annotated[
-    WarmupLRSchedule | WarmupDecayLRSchedule | WarmupCosineLRSchedule,
-    Field(discriminator="type"),
-]
 
 
 class OffloadParam(Section):
@@ -159,8 +89,8 @@ class OffloadOptimizer(Section):
 class ZeroOptimization(Section):
     """Thresholds count elements, not bytes."""
 
-    stage: Annotated[int, BeforeValidator(_whole), Field(ge=0, le=3)] = 0
-    sub_group_size: Annotated[int, BeforeValidator(_whole), Field(ge=SUB_GROUP_NUMEL_MIN)] = 1_000_000_000
+    stage: Annotated[int, BeforeValidator(whole), Field(ge=0, le=3)] = 0
+    sub_group_size: Annotated[int, BeforeValidator(whole), Field(ge=SUB_GROUP_NUMEL_MIN)] = 1_000_000_000
     stage3_prefetch_bucket_size: Count = 50_000_000
     stage3_param_persistence_threshold: Count = 100_000
     stage3_max_live_parameters: Count = 1_000_000_000
@@ -181,7 +111,7 @@ class IoDaemon(Section):
     """"auto" or the path of the daemon's Unix socket."""
     host_budget_bytes: Positive = 2 << 30
     """Bound on the arenas of all ranks of the job on the node together."""
-    swap_dirs: Annotated[tuple[NonEmpty, ...], BeforeValidator(_tuple)] = ()
+    swap_dirs: Annotated[tuple[NonEmpty, ...], BeforeValidator(as_tuple)] = ()
     engine: EngineChoice = "auto"
     block_size: BlockBytes | Literal["auto"] = "auto"
     """Bytes per I/O; also the unit of checksums. "auto": what ``io-daemon bench`` found best here, else 1 MiB."""
@@ -200,7 +130,7 @@ class Config(Section):
     gradient_accumulation_steps: Positive
     gradient_clipping: NonNegative = 0.0
     """Largest global gradient norm; 0 = off."""
-    steps_per_print: Annotated[int, BeforeValidator(_never_is_zero), Field(ge=0)] = 10
+    steps_per_print: Annotated[int, BeforeValidator(never_is_zero), Field(ge=0)] = 10
     """0 = never."""
     communication_data_type: Literal["fp32", "bf16"] | None = None
     """dtype of the gradients' reduce-scatter; None = the dtype they have."""
@@ -213,6 +143,8 @@ class Config(Section):
     io_daemon: IoDaemon = IoDaemon()
     subsumed: tuple[str, ...] = ()
     """Dotted paths of the keys that were given and that the engine needs no setting for."""
+    old_names: tuple[str, ...] = ()
+    """A sentence for each old spelling that was met, with what to write instead."""
 
     @property
     def offloads(self) -> bool:
@@ -237,8 +169,8 @@ class Config(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What was written and has no effect here: common configurations name a path beside every device."""
-        return tuple(
+        """What to tell the writer once: old names, and what has no effect here (a path beside every device)."""
+        return self.old_names + tuple(
             f"{key} = {path!r} is not used: device is {device}"
             for key, device, path in self._nvme_paths()
             if device != "nvme"

@@ -1,0 +1,57 @@
+"""``aio``, and our own section ``io_daemon``."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+from infinity.config.keys.key import Key, refused, subsumed, works
+from io_daemon.config import EngineChoice
+
+_ONE_THREAD = "one I/O thread holds the whole queue depth"
+
+AIO: tuple[Key, ...] = (
+    works("aio.block_size", "the same as io_daemon.block_size"),
+    works("aio.queue_depth", "the same as io_daemon.queue_depth"),
+    *(subsumed(f"aio.{name}", "whole number", _ONE_THREAD) for name in ("intra_op_parallelism", "thread_count")),
+    subsumed("aio.single_submit", "boolean", "requests are submitted in batches"),
+    subsumed("aio.overlap_events", "boolean", "completions are reaped while others are submitted"),
+    refused("aio.use_gds", "GPUDirect Storage is not built yet", "write false", accepts=(False,)),
+)
+
+IO_DAEMON: tuple[Key, ...] = (
+    works("io_daemon.socket", '"auto" ($INFINITY_IO_SOCKET, then the per-user socket) or a path', auto="value"),
+    works("io_daemon.host_budget_bytes", "bound on the arenas of all ranks of the job on the node"),
+    works("io_daemon.swap_dirs", "directories of swap files, besides nvme_path"),
+    works(
+        "io_daemon.engine",
+        " or ".join(f'"{choice}"' for choice in get_args(EngineChoice)) + "; a running daemon keeps its own",
+        auto="value",
+    ),
+    works(
+        "io_daemon.block_size",
+        'bytes per I/O and checksum, a multiple of 4096, or "auto": what `io-daemon bench` found best on this machine; '
+        "a running daemon keeps its own",
+        auto="value",
+    ),
+    works(
+        "io_daemon.queue_depth",
+        'I/Os in flight per engine, or "auto": as block_size; a running daemon keeps its own',
+        auto="value",
+    ),
+    refused(
+        "io_daemon.commit_every_n_steps",
+        "durable commits are not built yet: a job that dies starts anew",
+        "write 0",
+        accepts=(0,),
+    ),
+    refused(
+        "io_daemon.update_in_backward",
+        "the update inside backward is not built yet; it runs after backward",
+        "write false",
+        accepts=(False,),
+    ),
+    works("io_daemon.verify_checksums", "check every block that is read back; a running daemon keeps its own"),
+    works("io_daemon.start", '"auto": start a private daemon where none is reachable; "never"', auto="value"),
+)
+
+TABLES = (AIO, IO_DAEMON)

@@ -1,0 +1,58 @@
+"""What is known about one key of the dialect."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+
+class Standing(Enum):
+    WORKS = "works"
+    SUBSUMED = "subsumed"
+    """Accepted: the engine always does so, or has no such limit."""
+    REFUSED = "refused"
+    """A ConfigError, but for the values that switch it off."""
+
+
+Shape = Literal["boolean", "whole number", "number", "string", "object", "any"]
+Auto = Literal["refused", "default", "value"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Key:
+    path: str
+    """Dotted, from the top of the JSON."""
+    standing: Standing
+    note: str
+    """What it does, or why it is subsumed or refused."""
+    remedy: str = ""
+    """What to write instead of a refused value."""
+    accepts: tuple[object, ...] | None = None
+    """The only values that pass; None = no restriction."""
+    shape: Shape = "any"
+    """Checked here for subsumed keys only: fields that work are checked by their section's class."""
+    switch: str = ""
+    """For a refused section: the key inside it that turns it on. Absent or false, the section passes, whatever else
+    it holds."""
+    auto: Auto = "refused"
+    """What "auto" means: an error, the key's default, or a value like any other."""
+
+
+def works(
+    path: str,
+    note: str,
+    *,
+    accepts: tuple[object, ...] | None = None,
+    remedy: str = "",
+    auto: Auto = "refused",
+) -> Key:
+    return Key(path=path, standing=Standing.WORKS, note=note, accepts=accepts, remedy=remedy, auto=auto)
+
+
+def subsumed(path: str, shape: Shape, why: str) -> Key:
+    return Key(path=path, standing=Standing.SUBSUMED, note=why, shape=shape, auto="default")
+
+
+def refused(path: str, why: str, remedy: str, *, accepts: tuple[object, ...] = (), switch: str = "") -> Key:
+    return Key(path=path, standing=Standing.REFUSED, note=why, remedy=remedy, accepts=accepts, switch=switch)

@@ -1,0 +1,81 @@
+"""Sections of parts that are not built, and of other products."""
+
+from __future__ import annotations
+
+from infinity.config.keys.key import Key, refused, subsumed
+
+_CHECKPOINTING = "activation checkpointing is torch's"
+_CHECKPOINTS = "checkpoints are not built yet"
+_MONITOR = "there is no monitor; log engine.io_report()"
+
+ACTIVATIONS: tuple[Key, ...] = (
+    *(
+        refused(f"activation_checkpointing.{name}", _CHECKPOINTING, "use torch.utils.checkpoint", accepts=(False,))
+        for name in (
+            "partition_activations",
+            "cpu_checkpointing",
+            "contiguous_memory_optimization",
+            "synchronize_checkpoint_boundary",
+            "profile",
+        )
+    ),
+    refused("activation_checkpointing.number_checkpoints", _CHECKPOINTING, "use torch.utils.checkpoint"),
+)
+
+CHECKPOINTS: tuple[Key, ...] = (
+    subsumed("checkpoint.tag_validation", "string", f"{_CHECKPOINTS}: there is no tag to compare"),
+    *(
+        refused(f"checkpoint.{name}", _CHECKPOINTS, "write false", accepts=(False,))
+        for name in ("load_universal", "use_node_local_storage", "parallel_write.pipeline_stage")
+    ),
+    *(refused(f"checkpoint.{name}", _CHECKPOINTS, "remove it") for name in ("checkpoint_serialization", "writer")),
+    refused("datastates_ckpt", _CHECKPOINTS, "remove it"),
+)
+
+SWITCHED: tuple[Key, ...] = (
+    refused("compile", "DeepCompile is not built", "write deepcompile: false", switch="deepcompile"),
+    *(
+        refused(name, why, "remove the section", switch="enabled")
+        for name, why in (
+            ("amp", "apex is not used"),
+            ("torch_autocast", "bf16.enabled decides the dtype"),
+            ("autotuning", "there is no autotuner"),
+            ("comms_logger", "there is no communication log"),
+            ("compression_scheduler", "compression is not built"),
+            ("curriculum_learning", "data is the caller's"),
+            ("data_efficiency", "data is the caller's"),
+            ("eigenvalue", "quantisation is not built"),
+            ("elasticity", "the world size is fixed"),
+            ("expert_parallel", "there is no expert parallelism"),
+            ("flops_profiler", "use torch.profiler"),
+            ("hybrid_engine", "there is no inference engine"),
+            ("nebula", _CHECKPOINTS),
+            ("progressive_layer_drop", "the model is the caller's"),
+            ("quantize_training", "quantisation is not built"),
+            ("tensorboard", _MONITOR),
+            ("wandb", _MONITOR),
+            ("csv_monitor", _MONITOR),
+            ("comet", _MONITOR),
+            ("trackio", _MONITOR),
+        )
+    ),
+)
+
+WHOLE: tuple[Key, ...] = (
+    *(
+        refused(name, why, "remove it")
+        for name, why in (
+            ("compression_training", "compression is not built"),
+            ("pipeline", "there is no pipeline parallelism"),
+            ("sparse_attention", "the model is the caller's"),
+            ("tensor_parallel", "there is no tensor parallelism"),
+            ("timers", "engine.io_report() holds the times"),
+            ("weight_quantization", "quantisation is not built"),
+            ("weight_quantization_config", "quantisation is not built"),
+        )
+    ),
+    refused("use_data_before_expert_parallelism", "there is no expert parallelism", "write false", accepts=(False,)),
+    refused("graph_harvesting", "CUDA graphs are not built", "write false", accepts=(False,)),
+)
+
+TABLES = (ACTIVATIONS, CHECKPOINTS, SWITCHED, WHOLE)

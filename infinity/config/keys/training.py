@@ -1,0 +1,112 @@
+"""Batch sizes, precision, reductions, logging, optimizer and schedule."""
+
+from __future__ import annotations
+
+from infinity.config.keys.key import Key, refused, subsumed, works
+
+_BATCH = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size"
+_FP16_ONLY = "acts on fp16 only, which is off"
+_REPORT = "engine.io_report() gives bytes, hit rates, stalls and bandwidth of the last step"
+
+LOOP: tuple[Key, ...] = (
+    subsumed("$schema", "string", "for editors: `infinity config schema` prints what it may name"),
+    works("train_batch_size", _BATCH, auto="default"),
+    works("train_micro_batch_size_per_gpu", _BATCH, auto="default"),
+    works("gradient_accumulation_steps", _BATCH, auto="default"),
+    works("gradient_clipping", "largest global gradient norm, 0 = off"),
+    works("steps_per_print", "optimizer steps between progress lines, 0 or Infinity = never", auto="default"),
+    works("communication_data_type", "dtype of the gradients' reduce-scatter: fp32 or bf16"),
+    *(
+        refused(name, "there is no sequence parallelism", "remove it", accepts=("fp32",))
+        for name in ("seq_parallel_communication_data_type", "seq_parallel_comm_data_type")
+    ),
+    refused("sequence_parallel_size", "there is no sequence parallelism", "write 1", accepts=(1,)),
+    refused("prescale_gradients", "gradients are averaged by the reduce-scatter", "write false", accepts=(False,)),
+    refused("gradient_predivide_factor", "gradients are averaged by the reduce-scatter", "write 1.0", accepts=(1.0,)),
+    refused("gradient_allreduce_op", "gradients are averaged over ranks", 'write "mean"', accepts=("mean",)),
+    refused("sparse_gradients", "embedding gradients are dense", "write false", accepts=(False,)),
+    refused("disable_allgather", "stage 3 cannot do without all-gather", "write false", accepts=(False,)),
+    refused("managed_gradient_accumulation", "the engine counts micro-batches", "write true", accepts=(True,)),
+    refused("wall_clock_breakdown", _REPORT, "write false and read engine.io_report()", accepts=(False,)),
+    refused("memory_breakdown", _REPORT, "write false and read engine.io_report()", accepts=(False,)),
+    refused("dump_state", _REPORT, "write false and read engine.io_report()", accepts=(False,)),
+    refused("log_level", "levels are set through Python's logging", "use logging.getLogger('infinity')"),
+    refused("disable_python_gc", "the collector is the caller's", "call gc.disable() yourself", accepts=(False,)),
+    refused("dataloader_drop_last", "every sample is served", "write false", accepts=(False,)),
+    subsumed("vocabulary_size", "whole number", "the model knows its own; the key only warned of odd sizes"),
+    subsumed("zero_allow_untested_optimizer", "boolean", "an optimizer is served or refused by name at initialize"),
+    subsumed("zero_force_ds_cpu_optimizer", "boolean", "torch's fused implementation runs on every device"),
+)
+
+PRECISION: tuple[Key, ...] = (
+    works("bf16.enabled", "16-bit weights with fp32 master weights and moments"),
+    subsumed("bf16.immediate_grad_update", "boolean", "gradients are added to the accumulator as each is produced"),
+    refused("bf16.check_grad_overflow", "bf16 gradients are not scanned", "write false", accepts=(False,)),
+    refused("bf16.bf16_master_weights_and_grads", "master weights are fp32", "write false", accepts=(False,)),
+    refused("bf16.bf16_optimizer_states", "moments are fp32", "write false", accepts=(False,)),
+    refused("fp16.enabled", "fp16 is not built yet", "write bf16: {enabled: true}, or fp32", accepts=(False,)),
+    *(subsumed(f"fp16.{name}", "number", _FP16_ONLY) for name in ("loss_scale", "min_loss_scale")),
+    *(
+        subsumed(f"fp16.{name}", "whole number", _FP16_ONLY)
+        for name in ("initial_scale_power", "loss_scale_window", "hysteresis")
+    ),
+    *(
+        subsumed(f"fp16.{name}", "boolean", _FP16_ONLY)
+        for name in ("auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads", "fused_mode")
+    ),
+    refused("data_types.grad_accum_dtype", "gradients accumulate in fp32", 'write "fp32"', accepts=("fp32", "float32")),
+    refused("data_types.param_dtype", "bf16.enabled decides", "remove it"),
+    refused("data_types.buffer_dtype", "floating buffers take the weights' dtype", "remove it"),
+    refused("data_types.keep_in_fp32_modules", "one dtype for all weights", "remove it"),
+)
+
+OPTIMIZER: tuple[Key, ...] = (
+    works("optimizer.type", "Adam or AdamW, in any case; Adam means AdamW unless adam_w_mode is false"),
+    works("optimizer.params.lr", "learning rate"),
+    works("optimizer.params.betas", "decay of the two moments"),
+    works("optimizer.params.eps", "added to the denominator"),
+    works("optimizer.params.weight_decay", "weight decay"),
+    works("optimizer.params.adam_w_mode", "false: Adam adds weight decay to the gradient (L2)"),
+    subsumed("optimizer.params.torch_adam", "boolean", "torch's own implementation always runs"),
+    refused("optimizer.params.bias_correction", "moments are always corrected", "write true", accepts=(True,)),
+    refused("optimizer.params.amsgrad", "AMSGrad keeps a third moment", "write false", accepts=(False,)),
+    refused("optimizer.params.fp32_optimizer_states", "moments are fp32", "write true", accepts=(True,)),
+    refused("optimizer.params.max_grad_norm", "clipping is global", "write gradient_clipping at the top"),
+    refused("optimizer.legacy_fusion", "there is one implementation", "write false", accepts=(False,)),
+)
+
+_WARM_UP = "WarmupLR, WarmupDecayLR"
+SCHEDULER: tuple[Key, ...] = (
+    works("scheduler.type", "WarmupLR, WarmupDecayLR, WarmupCosineLR, OneCycle or LRRangeTest"),
+    *(
+        works(f"scheduler.params.{name}", note)
+        for name, note in (
+            ("last_batch_iteration", "updates already made: the first step of the schedule is the one after them"),
+            ("total_num_steps", "WarmupDecayLR, WarmupCosineLR: optimizer steps until the end of the decay"),
+            ("warmup_min_lr", f"{_WARM_UP}: learning rate at the start, or one for each param group"),
+            ("warmup_max_lr", f"{_WARM_UP}: learning rate after the warm-up, or one for each param group"),
+            ("warmup_min_ratio", "WarmupCosineLR: start, as a ratio of the optimizer's rate"),
+            ("cos_min_ratio", "WarmupCosineLR: end, as a ratio of the optimizer's rate"),
+            ("warmup_num_steps", f"{_WARM_UP}, WarmupCosineLR: optimizer steps of warm-up"),
+            ("warmup_type", f"{_WARM_UP}, WarmupCosineLR: log or linear"),
+            ("cycle_min_lr", "OneCycle: learning rate at both ends of the cycle, or one for each param group"),
+            ("cycle_max_lr", "OneCycle: learning rate at its peak, or one for each param group"),
+            ("decay_lr_rate", "OneCycle: after the cycle the rate is divided by 1 + this, each decay_step_size steps"),
+            ("cycle_first_step_size", "OneCycle: optimizer steps of the rising half"),
+            ("cycle_second_step_size", "OneCycle: optimizer steps of the falling half; absent = as many"),
+            ("cycle_first_stair_count", "OneCycle: stairs of the rising half, 0 = none"),
+            ("cycle_second_stair_count", "OneCycle: stairs of the falling half; absent = as many"),
+            ("decay_step_size", "OneCycle: optimizer steps of one decay after the cycle, 0 = no decay"),
+            ("cycle_momentum", "OneCycle: move the first beta against the learning rate; the second is 0.99"),
+            ("cycle_min_mom", "OneCycle: momentum at the peak of the learning rate"),
+            ("cycle_max_mom", "OneCycle: momentum at both ends of the cycle"),
+            ("decay_mom_rate", "OneCycle: after the cycle momentum grows by this share, each decay_step_size steps"),
+            ("lr_range_test_min_lr", "LRRangeTest: learning rate at the start, or one for each param group"),
+            ("lr_range_test_step_size", "LRRangeTest: optimizer steps of one interval"),
+            ("lr_range_test_step_rate", "LRRangeTest: what an interval adds, as a share of the first rate"),
+            ("lr_range_test_staircase", "LRRangeTest: rise at the end of each interval only"),
+        )
+    ),
+)
+
+TABLES = (LOOP, PRECISION, OPTIMIZER, SCHEDULER)

@@ -1,0 +1,106 @@
+"""``zero_optimization``."""
+
+from __future__ import annotations
+
+from infinity.config.keys.key import refused, subsumed, works
+
+_ONLY_ZERO3 = "the engine runs stage 3; stages 0, 1 and 2 are not built yet"
+_NO_COLLECTIVE_BUCKETS = "parameters and gradients communicate per param group, so there is no bucket to size"
+_FRAMES = "the arena is made of equal frames within io_daemon.host_budget_bytes"
+_PINNED = "refuse to run where the arena cannot be page-locked"
+
+STAGE = (
+    works(
+        "zero_optimization.stage",
+        _ONLY_ZERO3,
+        accepts=(3,),
+        remedy="write 3 (without the key the stage is 0, as in DeepSpeed)",
+    ),
+)
+THRESHOLDS = tuple(
+    works(f"zero_optimization.{name}", note, auto="default")
+    for name, note in (
+        ("sub_group_size", "largest number of elements updated at once, at least 16384"),
+        ("stage3_prefetch_bucket_size", "elements gathered ahead of use"),
+        ("stage3_param_persistence_threshold", "smaller parameters are never resharded"),
+        ("stage3_max_live_parameters", "elements unsharded at once; gates prefetch and retention"),
+        ("stage3_max_reuse_distance", "keep what is used again within so many elements"),
+    )
+)
+OFFLOAD = tuple(
+    works(f"zero_optimization.{section}.{name}", note)
+    for section in ("offload_param", "offload_optimizer")
+    for name, note in (
+        ("device", "none, cpu or nvme"),
+        ("nvme_path", "directory of swap files"),
+        ("pin_memory", _PINNED),
+    )
+)
+SWITCHES = tuple(
+    subsumed(f"zero_optimization.{name}", "boolean", why)
+    for name, why in (
+        ("contiguous_gradients", "gradients lie contiguously in their chunks"),
+        ("reduce_scatter", "gradients are always reduce-scattered"),
+        ("allgather_partitions", "shards are always all-gathered"),
+        ("overlap_comm", "communication always overlaps with compute where the device has streams"),
+        ("round_robin_gradients", "shards of gradients are equal by construction"),
+        ("ignore_unused_parameters", "unused parameters are found by an all-reduced bitmap"),
+        ("use_multi_rank_bucket_allreduce", _NO_COLLECTIVE_BUCKETS),
+        ("parameter_alignment", "shards are always cut at multiples of 64 elements"),
+        ("compute_grad_norm", "the norm is computed where gradient_clipping asks for it"),
+        ("memory_efficient_linear", "autograd never holds a gathered copy of a weight"),
+        ("enable_sanity_checks", "state transitions are always checked"),
+        ("log_trace_cache_warnings", "a changed order never invalidates the trace; io_report() shows what it cost"),
+        ("override_module_apply", "Module.apply() works on staged parameters as it is"),
+        ("stage3_gather_16bit_weights_on_model_save", "full_state_dict() gathers whenever it is called"),
+        ("stage3_use_all_reduce_for_fetch_params", "weights are all-gathered in place: nothing is joined or sliced"),
+        ("stage3_allgather_sequential", "weights are all-gathered in place, not through a bucket"),
+        ("offload_optimizer.pipeline_read", "reads always run ahead of the update"),
+        ("offload_optimizer.pipeline_write", "writes always run behind the update"),
+        ("offload_optimizer.fast_init", "moments are born zero and not written before the first update"),
+        ("offload_optimizer.convert_grad_on_cpu", "gradients are converted where they are accumulated"),
+    )
+)
+SIZES = tuple(
+    subsumed(f"zero_optimization.{name}", "whole number", why)
+    for name, why in (
+        ("reduce_bucket_size", _NO_COLLECTIVE_BUCKETS),
+        ("allgather_bucket_size", _NO_COLLECTIVE_BUCKETS),
+        ("stage3_module_granularity_threshold", "small modules always travel together, as one param group"),
+        ("stage3_partition_stream_chunk_size", "Init always stages parameters out piece by piece"),
+        ("offload_param.buffer_count", _FRAMES),
+        ("offload_param.buffer_size", _FRAMES),
+        ("offload_param.max_in_cpu", "what stays in memory is planned within host_budget_bytes"),
+        ("offload_optimizer.buffer_count", _FRAMES),
+    )
+)
+REFUSED = tuple(
+    refused(f"zero_optimization.{name}", why, remedy, accepts=accepts)
+    for name, why, remedy, accepts in (
+        ("offload_optimizer.ratio", "the whole update runs where its chunks are", "write 1.0", (1.0,)),
+        ("offload_optimizer.super_offload", "SuperOffload is not built", "write false", (False,)),
+        ("offload_optimizer.cpuadam_cores_perc", "belongs to SuperOffload", "call torch.set_num_threads()", ()),
+        (
+            "stage3_model_persistence_threshold",
+            "persistent parameters are bounded one by one",
+            "lower stage3_param_persistence_threshold",
+            (),
+        ),
+        ("leaf_module", "param groups follow the modules", "call infinity.zero.set_leaf_modules()", ()),
+        ("pipeline_loading_checkpoint", "there is no pipeline parallelism", "write false", (False,)),
+        ("save_muon_momentum_buffer_in_memory", "Muon is not built", "write false", (False,)),
+        ("load_from_fp32_weights", "checkpoints are not built yet", "remove it", (True,)),
+        ("elastic_checkpoint", "checkpoints are not built yet", "write false", (False,)),
+        ("legacy_stage1", _ONLY_ZERO3, "write false", (False,)),
+        ("zero_hpz_partition_size", "ZeRO++ is not built", "write 1", (1,)),
+        ("zero_quantized_weights", "communication is exact", "write false", (False,)),
+        ("zero_quantized_nontrainable_weights", "communication is exact", "write false", (False,)),
+        ("zero_quantized_gradients", "communication is exact", "write false", (False,)),
+        ("zeropp_loco_param", "communication is exact", "remove it", ()),
+        ("mics_shard_size", "MiCS is not built: parameters are sharded over all ranks", "write -1", (-1,)),
+        ("mics_hierarchical_params_gather", "MiCS is not built", "write false", (False,)),
+        ("zenflow", "ZenFlow changes the result", "remove it", ()),
+    )
+)
+
+TABLES = (STAGE, THRESHOLDS, OFFLOAD, SWITCHES, SIZES, REFUSED)

@@ -1,0 +1,49 @@
+"""Swap directories and the socket: what a configuration says of this machine's files."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from typing import Final
+
+from infinity.config.complaints import Complaints
+from infinity.config.sections import Config
+
+SOCKET_PATH_BYTES_MAX: Final = 107
+"""sockaddr_un holds 108 bytes, the last of them NUL."""
+
+
+def check_offload(config: Config, complaints: Complaints) -> None:
+    """What can be said without looking at the machine."""
+    zero = config.zero_optimization
+    for name, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
+        if offload.device == "nvme" and not config.swap_dirs:
+            complaints.add(
+                f"zero_optimization.{name}.nvme_path",
+                None,
+                "device nvme needs a directory: write nvme_path here or io_daemon.swap_dirs",
+            )
+    socket = config.io_daemon.socket
+    if len(os.fsencode(socket)) > SOCKET_PATH_BYTES_MAX:
+        complaints.add(
+            "io_daemon.socket", socket, f"a Unix socket's path has at most {SOCKET_PATH_BYTES_MAX} bytes; shorten it"
+        )
+
+
+def check_swap_dirs(config: Config, complaints: Complaints) -> None:
+    """Every swap directory must be one, here, and writable."""
+    for key, path in config.swap_dir_keys():
+        if remedy := _unusable(path):
+            complaints.add(key, path, remedy)
+
+
+def _unusable(path: str) -> str:
+    if not os.path.exists(path):
+        return f"does not exist: mkdir -p {path}, on the NVMe filesystem"
+    if not os.path.isdir(path):
+        return "is not a directory; name the directory that swap files go to"
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return ""
+    except OSError as error:
+        return f"is not writable by uid {os.getuid()} ({error.strerror}): chown or chmod it, or name another"
