@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity import zero
+    from infinity import utils, zero
     from infinity.engine import Engine
     from infinity.entry import initialize
     from infinity.weights.init_context import Init
 
-__all__ = ["Engine", "Init", "initialize", "zero"]
+__all__ = ["Engine", "Init", "initialize", "utils", "zero"]
 __version__ = "0.1.0"
 
 _HOMES = {"Engine": "infinity.engine", "Init": "infinity.weights.init_context", "initialize": "infinity.entry"}
@@ -19,8 +19,8 @@ _HOMES = {"Engine": "infinity.engine", "Init": "infinity.weights.init_context", 
 
 def __getattr__(name: str) -> Any:
     """Imported on first use, so that the command line answers before torch is loaded."""
-    if name == "zero":
-        return importlib.import_module("infinity.zero")
+    if name in ("utils", "zero"):
+        return importlib.import_module(f"infinity.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     globals()[name] = value = getattr(importlib.import_module(_HOMES[name]), name)

@@ -34,8 +34,9 @@ LADDERS = {
         "tiers",
         "weights",
         "update",
-        "report zero",
+        "report",
         "engine",
+        "zero utils",
         "entry",
         "__init__",
         "commands",
@@ -90,7 +91,9 @@ def _modules_imported(path: Path) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.ImportFrom):
             for name in node.names:
                 full = f"{node.module}.{name.name}"
-                is_module = (ROOT / full.replace(".", "/")).with_suffix(".py").exists() or name.name == "_native"
+                path_of = ROOT / full.replace(".", "/")
+                is_module = path_of.with_suffix(".py").exists() or (path_of / "__init__.py").exists()
+                is_module |= name.name == "_native"
                 yield node.lineno, full if is_module else str(node.module)
         elif isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)

@@ -15,7 +15,10 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.engine.gathering import Gathering
 from infinity.engine.phases import Phases
+from infinity.engine.state_access import StateAccess
+from infinity.engine.state_io import StateIO
 from infinity.errors import EngineStateError, WeightsError
 from infinity.states import ShardedState, StepPhase
 from infinity.tiers.collectives import Collectives
@@ -59,6 +62,26 @@ class Runtime(access.Owner):
         num_params = len(sharded.params)
         self.gradients = GradientChunks(self.store, sharded.chunks, num_params)
         self.reducer = Reducer(sharded.groups, self.gradients, collectives, num_params)
+        io = StateIO(sharded, collectives)
+        self._gathering = Gathering(
+            sharded,
+            io,
+            collectives,
+            self.live_set,
+            self._group_of,
+            lock=self._lock,
+            refuse_write=lambda param: access.refuse_write(self, param.param),
+            refuse_views=self._refuse_views,
+        )
+        self.states = StateAccess(
+            sharded,
+            io,
+            phases,
+            reducer=self.reducer,
+            gradients=self.gradients,
+            begin_write=self._gathering.begin_write,
+            refresh=self._gathering.refresh,
+        )
         self._saved = SavedTensors(self._param_of, sharded.resident, self._bring)
         self._streams = any(not group.persistent for group in sharded.groups)
         self._structure = Structure(
@@ -170,8 +193,7 @@ class Runtime(access.Owner):
 
     @contextmanager
     def borrow(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
-        if self._phases.is_over:
-            self.refuse(params[0], "is used after its engine ended", "export engine.full_state_dict() before destroy()")
+        self._refuse_use_after_end(params[0])
         lent = [self._param_of[id(param)] for param in params]
         self._cast_once.use(lent)
         groups = list({id(group): group for group in (self._group_of[param.index] for param in lent)}.values())
@@ -194,6 +216,21 @@ class Runtime(access.Owner):
                     self.live_set.forget(self._group_of[param.index])
         if changed:
             access.refuse_write(self, changed[0].param)
+
+    def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> AbstractContextManager[None]:
+        self._refuse_use_after_end(params[0])
+        return self._gathering.gathered(
+            [self._param_of[id(param)] for param in params],
+            in_pass=self._phases.in_training_pass or self._num_calls > 0,
+            modifier_rank=modifier_rank,
+        )
+
+    def sharded_param(self, param: torch.Tensor) -> ShardedParam:
+        return self._param_of[id(param)]
+
+    def _refuse_use_after_end(self, param: nn.Parameter) -> None:
+        if self._phases.is_over:
+            self.refuse(param, "is used after its engine ended", "export engine.full_state_dict() before destroy()")
 
     def refuse_over(self, call: str) -> None:
         """Raises EngineStateError if the weights are gone."""
@@ -222,11 +259,15 @@ class Runtime(access.Owner):
             "and engine.zero_grad() instead",
         )
 
-    def set_data(self, param: nn.Parameter, data: torch.Tensor) -> NoReturn:
+    def set_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        if self._gathering.keeps_writes(self._param_of[id(param)]):
+            self._gathering.set_data(self._param_of[id(param)], data)
+            return
         self.refuse(
             param,
             "is sharded: its .data cannot be replaced",
-            "change values, dtype and device before infinity.initialize(), or by the config",
+            "change values inside infinity.zero.GatheredParameters(param, modifier_rank=0), dtype and device before "
+            "infinity.initialize() or by the config",
         )
 
     def copy(self, param: nn.Parameter) -> NoReturn:
@@ -261,13 +302,16 @@ class Runtime(access.Owner):
         for param in self.sharded.params:
             if param.is_changed:
                 access.refuse_write(self, param.param)
-            if param.has_outliving_views():
-                self.refuse(
-                    param.param,
-                    "has a view that is kept outside the model, and would not follow its update",
-                    "keep a copy, with .clone(), or drop the view before engine.step()",
-                )
+            self._refuse_views(param)
         self.live_set.reshard_all(persistent=True)
+
+    def _refuse_views(self, param: ShardedParam) -> None:
+        if param.has_outliving_views():
+            self.refuse(
+                param.param,
+                "has a view that is kept outside the model, and would not follow its update",
+                "keep a copy, with .clone(), or drop the view before its weights change",
+            )
 
     def end_update(self) -> None:
         self.reducer.clear()

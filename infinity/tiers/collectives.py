@@ -131,13 +131,13 @@ class Collectives:
         """``tensor`` is on the CPU."""
         self._all_reduce(tensor, dist.ReduceOp.MAX, what)
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
-        """Rank 0's values become everybody's; on any device."""
+    def broadcast(self, tensor: torch.Tensor, what: str, *, source: int = 0) -> None:
+        """The values of rank ``source`` become everybody's; on any device."""
         if self._peers is not None:
             self.agree(what).wait()
             group = self._peers.control if tensor.device.type == "cpu" else self._peers.data
             with _in_words(what, self._peers):
-                dist.broadcast(tensor, src=self._peers.root, group=group)
+                dist.broadcast(tensor, group_src=source, group=group)
 
     def broadcast_object(self, value: object, what: str) -> Any:
         """``value`` of rank 0."""

@@ -42,6 +42,10 @@ class Reducer:
         """Whether the running step has a gradient of the parameter."""
         return bool(self._used[param])
 
+    def note(self, param: int) -> None:
+        """The running step has a gradient of the parameter that no backward gave."""
+        self._used[param] = 1
+
     def clear(self) -> None:
         """Drop the gradients of an update that was done, or of a step that failed."""
         self._gradients.clear()

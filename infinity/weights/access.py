@@ -75,6 +75,11 @@ class Owner(ABC):
         operation has written to them and the owner cannot keep that."""
 
     @abstractmethod
+    def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> AbstractContextManager[None]:
+        """The weights of ``params`` are here inside; what ``modifier_rank`` writes to them is kept, on all ranks, and
+        if it is None nothing may be written. Collective."""
+
+    @abstractmethod
     def layout_of(self, param: nn.Parameter) -> torch.Tensor:
         """A tensor on the meta device that lies as the weights do."""
 
@@ -102,7 +107,7 @@ class Owner(ABC):
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def owner_of(param: nn.Parameter) -> Owner | None:
+def owner_of(param: torch.Tensor) -> Owner | None:
     """Who has the parameter's weights; None if they are the user's."""
     owner: Owner | None = _owners[param] if param in _owners else None  # noqa: SIM401 (get is untyped)
     return owner
@@ -318,7 +323,8 @@ def refuse_write(owner: Owner, param: nn.Parameter) -> NoReturn:
     owner.refuse(
         param,
         "was changed in place, which sharded weights do not keep",
-        "change it before infinity.initialize(), or make the change part of forward's arithmetic",
+        "change it inside infinity.zero.GatheredParameters(param, modifier_rank=0), before infinity.initialize(), or "
+        "make the change part of forward's arithmetic",
     )
 
 

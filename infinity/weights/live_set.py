@@ -81,6 +81,11 @@ class LiveSet:
         if group.index in self._live and not group.in_use:
             self._reshard(group)
 
+    def drop_ahead(self, group: ParamGroup) -> None:
+        """Give up what was leased of the group ahead of its use."""
+        if group.state is ShardedState.UNSHARDING:
+            group.reshard()
+
     def reshard_all(self, *, persistent: bool = False) -> None:
         """Nothing is in use: reshard what is live and drop what was leased ahead."""
         self._lingering.clear()

@@ -23,7 +23,7 @@ from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.tiers.memory import MemoryStore
 from infinity.weights import access
 from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
-from infinity.weights.param import ShardedParam, flattened
+from infinity.weights.param import ShardedParam, flattened, memory_order
 from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind, align_up
 
 STAGING_FRAMES: Final = 8
@@ -114,6 +114,16 @@ class StagingArea(access.Owner):
                 self.keep(staged)
             if not self.is_building:
                 self.stage_everything()
+
+    @contextmanager
+    def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+        """What is written is kept: that of ``modifier_rank``, by default of rank 0."""
+        with self.borrow(params):
+            yield
+            for param in params if modifier_rank else ():
+                values = flattened(param.detach(), memory_order(param))
+                what = f"share the changes of {self.staged(param).name}"
+                self.collectives.broadcast(values, what, source=modifier_rank or 0)
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """While the model is being made, a constructor's own: what it keeps of a parameter keeps that in memory."""

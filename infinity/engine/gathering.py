@@ -1,0 +1,142 @@
+"""Weights that the user gathers for a while, to read them or to change them: what ``GatheredParameters`` asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+
+from infinity.engine.state_io import StateIO
+from infinity.errors import DaemonLostError, WorldError
+from infinity.tiers.collectives import Collectives
+from infinity.weights.live_set import LiveSet
+from infinity.weights.param import ShardedParam
+from infinity.weights.param_group import ParamGroup
+from infinity.weights.sharded_model import ShardedModel
+from io_daemon.shared.protocol import ObjectKind
+
+
+class Gathering:
+    """``lock``: weights come and go under it. ``refuse_write``, ``refuse_views``: raise WeightsError about a parameter
+    that was changed and must not be, or whose change kept views would not follow, if any are kept."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        io: StateIO,
+        collectives: Collectives,
+        live_set: LiveSet,
+        group_of: Mapping[int, ParamGroup],
+        *,
+        lock: AbstractContextManager[object],
+        refuse_write: Callable[[ShardedParam], None],
+        refuse_views: Callable[[ShardedParam], None],
+    ) -> None:
+        self._sharded, self._io, self._collectives = sharded, io, collectives
+        self._live_set, self._group_of, self._lock = live_set, group_of, lock
+        self._refuse_write, self._refuse_views = refuse_write, refuse_views
+        self._num_writable: dict[int, int] = {}
+        """Parameter index -> how many of the contexts that it is gathered in keep what is written."""
+
+    def keeps_writes(self, param: ShardedParam) -> bool:
+        return param.index in self._num_writable
+
+    @contextmanager
+    def gathered(self, params: Sequence[ShardedParam], *, in_pass: bool, modifier_rank: int | None) -> Iterator[None]:
+        """The parameters are their weights inside. Collective, at both ends.
+
+        Args:
+            in_pass: a pass of the model is open, and will ask for the weights at this place again.
+            modifier_rank: the rank whose changes become everybody's, and are kept; None: changes are refused.
+        """
+        groups = list({self._group_of[p.index].index: self._group_of[p.index] for p in params}.values())
+        with self._lock:
+            for group in groups:
+                self._live_set.use(group, in_pass=in_pass)
+                group.num_holds += 1
+            for param in params:
+                param.show()
+        if modifier_rank is not None:
+            for param in params:
+                self._num_writable[param.index] = self._num_writable.get(param.index, 0) + 1
+        whole_world = True
+        try:
+            yield
+        except (WorldError, DaemonLostError):
+            whole_world = False  # nobody is there to agree with
+            raise
+        finally:
+            try:
+                if modifier_rank is not None and whole_world:
+                    self._keep(params, modifier_rank)
+            finally:
+                changed = self._end(params, groups, writable=modifier_rank is not None)
+        if changed is not None:
+            self._refuse_write(changed)
+
+    def refresh(self, param: ShardedParam) -> None:
+        """The store has new weights of the parameter: those that are on the device follow. Collective."""
+        if param.full is None:
+            return
+        values = self._io.read(param, ObjectKind.WEIGHT)
+        with torch.no_grad():
+            param.allocate().copy_(_flat(values, param))
+        param.count_update()
+
+    def begin_write(self, param: ShardedParam) -> None:
+        """The store is about to get new weights of the parameter."""
+        group = self._group_of[param.index]
+        with self._lock:
+            # what was leased ahead was read before the write, and would be waited for by it
+            self._live_set.drop_ahead(group)
+            if not group.persistent and not group.in_use:
+                self._live_set.forget(group)
+        self._refuse_views(param)
+
+    def set_data(self, param: ShardedParam, data: torch.Tensor) -> None:
+        """``param.data = data`` inside: new values, in the memory that the weights have."""
+        if data.shape != param.shape:
+            raise ValueError(f"{param.name}: its shape stays {tuple(param.shape)}, {tuple(data.shape)} was given")
+        with torch.no_grad():
+            param.allocate().copy_(_flat(data, param))
+
+    def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:
+        changed = torch.tensor([param.is_changed for param in params], dtype=torch.uint8)
+        self._collectives.max(changed, f"agree which of {len(params)} gathered parameters were changed")
+        for param in [param for param, flag in zip(params, changed.tolist(), strict=True) if flag]:
+            self._refuse_views(param)
+            with torch.no_grad():
+                values = param.allocate()
+                self._collectives.broadcast(values, f"share the changes of {param.name}", source=modifier_rank)
+            group = self._group_of[param.index]
+            kinds = [ObjectKind.WEIGHT]
+            if group.placement.trainable:
+                kinds = list(dict.fromkeys([self._sharded.precision.stepped, ObjectKind.WEIGHT]))
+            first, numel = self._io.own_range(param)
+            self._live_set.drop_ahead(group)
+            self._io.write_own(param, kinds, values[first : first + numel])
+            param.count_update()
+
+    def _end(
+        self, params: Sequence[ShardedParam], groups: Sequence[ParamGroup], *, writable: bool
+    ) -> ShardedParam | None:
+        """A parameter that was changed where that is not kept."""
+        for param in params if writable else ():
+            self._num_writable[param.index] -= 1
+            if not self._num_writable[param.index]:
+                del self._num_writable[param.index]
+        with self._lock:
+            changed = [param for param in params if param.is_changed and not self.keeps_writes(param)]
+            for param in params:
+                param.hide()
+            for group in groups:
+                group.num_holds -= 1
+                self._live_set.linger(group)
+            for param in changed:
+                self._live_set.forget(self._group_of[param.index])
+        return changed[0] if changed else None
+
+
+def _flat(values: torch.Tensor, param: ShardedParam) -> torch.Tensor:
+    return values.permute(param.order).reshape(-1)

@@ -1,0 +1,95 @@
+"""What one parameter has, whole or this rank's part of it: fp32 weights, gradient, optimizer states.
+
+The functions of ``infinity.utils`` come here by the parameter's owner. A value that is written replaces the one in the
+store; 16-bit weights follow their master weights, and so do weights that are on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from infinity.engine.phases import Phases
+from infinity.engine.state_io import StateIO
+from infinity.errors import EngineStateError
+from infinity.states import StepPhase
+from infinity.update.gradients import GradientChunks
+from infinity.update.reducer import Reducer
+from infinity.weights.param import ShardedParam, flattened
+from infinity.weights.sharded_model import ShardedModel
+from io_daemon.shared.protocol import ObjectKind
+
+OPTIMIZER_STATES: Final = {"exp_avg": ObjectKind.EXP_AVG, "exp_avg_sq": ObjectKind.EXP_AVG_SQ}
+"""The optimizer's states by the names that torch's has for them."""
+
+
+class StateAccess:
+    """``refresh``: has the weights of a parameter that are on the device follow the store; collective."""
+
+    def __init__(
+        self,
+        sharded: ShardedModel,
+        io: StateIO,
+        phases: Phases,
+        *,
+        reducer: Reducer,
+        gradients: GradientChunks,
+        begin_write: Callable[[ShardedParam], None],
+        refresh: Callable[[ShardedParam], None],
+    ) -> None:
+        self._stepped = sharded.precision.stepped
+        self._io, self._phases = io, phases
+        self._reducer, self._gradients = reducer, gradients
+        self._begin_write, self._refresh = begin_write, refresh
+
+    def kind(self, state: str | None) -> ObjectKind:
+        """The kind of the optimizer's ``state``, by name; None means the fp32 weights."""
+        if state is None:
+            return self._stepped
+        if state not in OPTIMIZER_STATES:
+            raise KeyError(f"{state!r} is no state of this optimizer: it has {', '.join(OPTIMIZER_STATES)}")
+        return OPTIMIZER_STATES[state]
+
+    def read(self, param: ShardedParam, kind: ObjectKind, *, whole: bool) -> torch.Tensor | None:
+        """The state in fp32 on the CPU: ``whole`` in the parameter's shape (collective), or this rank's part, 1-D. None
+        where there is none: a frozen parameter has weights only, and a gradient lives from backward to step."""
+        self._check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
+        kind = self._of_frozen(param, kind)
+        if not self._io.has(param, kind) or (kind is ObjectKind.GRAD and not self._reducer.holds(param.index)):
+            return None
+        return self._io.read(param, kind) if whole else self._io.read_own(param, kind)
+
+    def write(self, param: ShardedParam, kind: ObjectKind, value: torch.Tensor, *, whole: bool) -> None:
+        """Replace what ``read`` reads. Every rank calls it; with ``whole`` all with the same values."""
+        self._check_phase("written", StepPhase.IDLE)
+        kind = self._of_frozen(param, kind)
+        if not self._io.has(param, kind):
+            raise ValueError(f"{param.name} is frozen: it has weights, and no {kind.name.lower()}")
+        first, numel = self._io.own_range(param)
+        shape = param.shape if whole else torch.Size([numel])
+        if value.shape != shape:
+            raise ValueError(f"{param.name}: the value has shape {tuple(value.shape)}, needed is {tuple(shape)}")
+        with torch.no_grad():
+            value = value.detach()
+            own = flattened(value, param.order)[first : first + numel] if whole else value
+        if kind is ObjectKind.GRAD:
+            self._gradients.replace(param.index, first, own)
+            self._reducer.note(param.index)
+        elif kind is self._stepped or kind is ObjectKind.WEIGHT:
+            self._begin_write(param)
+            self._io.write_own(param, list(dict.fromkeys([kind, ObjectKind.WEIGHT])), own)
+            self._refresh(param)
+        else:
+            self._io.write_own(param, [kind], own)
+
+    def _of_frozen(self, param: ShardedParam, kind: ObjectKind) -> ObjectKind:
+        return ObjectKind.WEIGHT if kind is self._stepped and not self._io.has(param, kind) else kind
+
+    def _check_phase(self, done: str, *allowed: StepPhase) -> None:
+        if self._phases.phase not in allowed:
+            raise EngineStateError(
+                f"the state of a parameter cannot be {done} while the engine is in {self._phases.phase.name}: do it "
+                "between backward() and step(), or between steps"
+            )

@@ -1,0 +1,193 @@
+"""What one parameter of a sharded model has: fp32 weights, gradient, optimizer states; the dialect's names.
+
+``full`` functions give and take tensors of the parameter's shape, ``local`` ones this rank's part, 1-D; all in fp32 on
+the CPU. They are called by every rank, between ``backward`` and ``step`` or between steps. Gradients are those of the
+running step: the mean over ranks, summed over its micro-batches so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from infinity.engine.runtime import Runtime
+from infinity.errors import ConfigError
+from infinity.plan.leaves import ModuleKind, get_leaf_modules, set_leaf_modules, unset_leaf_modules
+from infinity.weights.access import owner_of
+from io_daemon.shared.protocol import ObjectKind
+
+__all__ = [
+    "get_z3_leaf_modules",
+    "safe_get_full_fp32_param",
+    "safe_get_full_grad",
+    "safe_get_full_optimizer_state",
+    "safe_get_local_fp32_param",
+    "safe_get_local_grad",
+    "safe_get_local_optimizer_state",
+    "safe_set_full_fp32_param",
+    "safe_set_full_grad",
+    "safe_set_full_optimizer_state",
+    "safe_set_local_fp32_param",
+    "safe_set_local_grad",
+    "safe_set_local_optimizer_state",
+    "safe_update_full_grad_vectorized",
+    "set_z3_leaf_module",
+    "set_z3_leaf_modules",
+    "set_z3_leaf_modules_by_name",
+    "set_z3_leaf_modules_by_suffix",
+    "unset_z3_leaf_modules",
+    "z3_leaf_module",
+]
+
+
+def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """The weights as the optimizer steps them; None if no engine has the parameter."""
+    return _read(param, None, whole=True)
+
+
+def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace the weights: those that the optimizer steps, and those that forward uses."""
+    _write(param, None, value, whole=True)
+
+
+def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """The gradient; None if the running step has none of the parameter."""
+    return _read(param, ObjectKind.GRAD, whole=True)
+
+
+def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """Replace the gradient that the coming ``step`` uses."""
+    _write(param, ObjectKind.GRAD, value, whole=True)
+
+
+def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """The optimizer's state of that name (``exp_avg`` …); zeros before the first step, None for a frozen parameter."""
+    return _read(param, optim_state_key, whole=True)
+
+
+def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """Replace the optimizer's state of that name."""
+    _write(param, optim_state_key, value, whole=True)
+
+
+def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of ``safe_get_full_fp32_param``."""
+    return _read(param, None, whole=False)
+
+
+def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
+    """This rank's part of ``safe_set_full_fp32_param``."""
+    _write(param, None, value, whole=False)
+
+
+def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of ``safe_get_full_grad``."""
+    return _read(param, ObjectKind.GRAD, whole=False)
+
+
+def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
+    """This rank's part of ``safe_set_full_grad``."""
+    _write(param, ObjectKind.GRAD, value, whole=False)
+
+
+def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
+    """This rank's part of ``safe_get_full_optimizer_state``."""
+    return _read(param, optim_state_key, whole=False)
+
+
+def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
+    """This rank's part of ``safe_set_full_optimizer_state``."""
+    _write(param, optim_state_key, value, whole=False)
+
+
+def safe_update_full_grad_vectorized(
+    param_list: Sequence[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+) -> None:
+    """Replace the gradient of each parameter that has one by ``update_func(gradient, parameter)``."""
+    for param in param_list:
+        gradient = safe_get_full_grad(param)
+        if gradient is not None:
+            safe_set_full_grad(param, update_func(gradient, param))
+
+
+def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[ModuleKind]) -> list[nn.Module]:
+    """See ``infinity.zero.set_leaf_modules``."""
+    return set_leaf_modules(model, leaf_module_classes)
+
+
+def set_z3_leaf_modules_by_name(
+    model: nn.Module, leaf_module_names: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules that ``model.named_modules()`` has under these names.
+
+    Returns:
+        The modules, and the names that were not found.
+    """
+    return _mark(model, list(leaf_module_names), lambda name, wanted: name == wanted, raise_if_not_found)
+
+
+def set_z3_leaf_modules_by_suffix(
+    model: nn.Module, leaf_module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+) -> tuple[list[nn.Module], list[str]]:
+    """Mark the modules whose name in ``model.named_modules()`` ends so.
+
+    Returns:
+        The modules, and the suffixes that were not found.
+    """
+    return _mark(model, list(leaf_module_name_suffixes), str.endswith, raise_if_not_found)
+
+
+def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
+    """Mark one module, or take its mark away."""
+    if flag:
+        set_leaf_modules(model, [model])
+    else:
+        unset_leaf_modules(model, [model])
+
+
+def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[ModuleKind]) -> list[nn.Module]:
+    """See ``infinity.zero.unset_leaf_modules``."""
+    return unset_leaf_modules(model, leaf_module_classes)
+
+
+def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
+    """See ``infinity.zero.get_leaf_modules``."""
+    return get_leaf_modules(model)
+
+
+def z3_leaf_module(model: nn.Module) -> bool:
+    """Whether the module itself is marked."""
+    return model in get_leaf_modules(model)
+
+
+def _mark(
+    model: nn.Module, wanted: list[str], fits: Callable[[str, str], bool], raise_if_not_found: bool
+) -> tuple[list[nn.Module], list[str]]:
+    found = {name: module for name, module in model.named_modules() if any(fits(name, want) for want in wanted)}
+    missing = [want for want in wanted if not any(fits(name, want) for name in found)]
+    if missing and raise_if_not_found:
+        names = ", ".join(name for name, _ in model.named_modules() if name)
+        raise ConfigError("leaf modules", missing, f"no module is named so: there are {names}")
+    return (set_leaf_modules(model, list(found.values())) if found else []), missing
+
+
+def _read(param: torch.Tensor, state: ObjectKind | str | None, *, whole: bool) -> torch.Tensor | None:
+    owner = owner_of(param)
+    if not isinstance(owner, Runtime):
+        return None
+    owner.refuse_over("reading a parameter's state")
+    return owner.states.read(owner.sharded_param(param), _kind(owner, state), whole=whole)
+
+
+def _write(param: torch.Tensor, state: ObjectKind | str | None, value: torch.Tensor, *, whole: bool) -> None:
+    owner = owner_of(param)
+    if not isinstance(owner, Runtime):
+        raise ConfigError("param", tuple(param.shape), "no engine has this parameter: write to it as to any tensor")
+    owner.refuse_over("writing a parameter's state")
+    owner.states.write(owner.sharded_param(param), _kind(owner, state), value, whole=whole)
+
+
+def _kind(owner: Runtime, state: ObjectKind | str | None) -> ObjectKind:
+    return state if isinstance(state, ObjectKind) else owner.states.kind(state)
