@@ -18,16 +18,15 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from infinity.config import Config, parse_config, read_environment
 from infinity.engine import Engine
+from infinity.engine.build import build_engine
 from infinity.errors import ConfigError
-from infinity.plan.precision import Precision
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.update.optimizer import ShardedAdam, adam_from_config, adam_from_torch, group_indices
 from infinity.update.schedules import build_schedule
 from infinity.weights.admission import refuse_owned
 from infinity.weights.heap import return_freed
-from infinity.weights.param import ShardedParam, flattened, memory_order
-from infinity.weights.sharded_model import Layout, ShardedModel
+from infinity.weights.sharded_model import Layout
 from infinity.weights.staging import StagingArea, budget_beside, staged_param
 
 Initialized = tuple[Engine, ShardedAdam | None, "DataLoader[Any] | None", LRScheduler | None]
@@ -81,43 +80,28 @@ def initialize(
         refuse_owned(model.named_parameters(), lambda owner: isinstance(owner, StagingArea))
         layout = Layout.of(model, parsed, collectives.world_size)
         _check_same_model(layout, collectives)
-        optimizer_groups = [-1] * len(layout.params)
-        if sharded_optimizer is not None:
-            optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
+        optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
         connection = next((area.connection for area in areas if area.connection is not None), None)
         if connection is None and parsed.offloads:
             connection = DaemonConnection(parsed, environment, collectives, place)
             cleanup.callback(connection.close)
-        sharded = ShardedModel(
-            layout,
-            config=parsed,
-            precision=Precision.of(parsed),
-            collectives=collectives,
-            device=device,
-            place=place,
-            connection=connection,
-            budget_bytes=budget_beside(sum(area.arena_bytes for area in areas), parsed),
-            poison=environment.poison,
-        )
-        cleanup.callback(sharded.store.close)
-        _broadcast_plain(layout, collectives)
-        sharded.write_initial(_values_of)
-        for param in layout.params:
-            if (staged := staged_param(param)) is not None:
-                staged.discard()
-        for area in areas:
-            area.close_store()
-        return_freed()
-        _move_buffers(model, device, sharded.precision.weight)
-        engine = Engine(
+        engine = build_engine(
             model,
-            sharded,
+            layout,
             sharded_optimizer,
             optimizer_groups,
             config=parsed,
             collectives=collectives,
-            connection=connection,
+            device=device,
+            place=place,
+            tier=connection,
+            budget_bytes=budget_beside(sum(area.arena_bytes for area in areas), parsed),
+            poison=environment.poison,
         )
+        cleanup.callback(engine.destroy)
+        for area in areas:
+            area.close_store()
+        return_freed()
         engine.lr_scheduler = _schedule(parsed, sharded_optimizer, lr_scheduler)
         loader = _loader(parsed, training_data, collectives)
         cleanup.pop_all()  # all of it is the engine's now
@@ -181,29 +165,6 @@ def _check_same_model(layout: Layout, collectives: Collectives) -> None:
 def _staging_areas(model: nn.Module) -> list[StagingArea]:
     staged = (staged_param(param) for param in model.parameters())
     return list(dict.fromkeys(s.area for s in staged if s is not None))
-
-
-def _broadcast_plain(layout: Layout, collectives: Collectives) -> None:
-    for param in layout.params:
-        if staged_param(param) is None:
-            values = flattened(param.detach(), memory_order(param)).contiguous()
-            collectives.broadcast(values, "broadcast a parameter of rank 0")
-            if collectives.rank:
-                param.data = values.as_strided(param.shape, ShardedParam.layout_for(param).stride())
-
-
-def _values_of(param: ShardedParam, first: int, numel: int) -> torch.Tensor:
-    """Initial values from the model as it was built: what ``Init`` staged, or the parameter itself."""
-    staged = staged_param(param.param)
-    if staged is not None and staged.is_staged:
-        return staged.read(first, numel)
-    return flattened(param.param.detach(), param.order)[first : first + numel]
-
-
-def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Buffers stay whole on every rank; those in fp32 take the weights' dtype, others keep what they were made with."""
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device, dtype if buffer.dtype is torch.float32 else buffer.dtype)
 
 
 def _check_schedule(

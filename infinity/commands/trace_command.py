@@ -31,16 +31,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from infinity.commands.absent_peers import AbsentPeers
 from infinity.commands.standard_model import standard_model, standard_shape
 from infinity.config import Config, parse_config
-from infinity.engine import Engine
+from infinity.engine.build import build_engine
 from infinity.engine.runtime import TRAIN_TRACE
 from infinity.errors import ConfigError
-from infinity.plan.precision import Precision
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.daemon import chunk_spec
 from infinity.tiers.recording import RecordingTier, StepRecorder
 from infinity.update.optimizer import adam_from_config, group_indices
-from infinity.weights.param import flattened
-from infinity.weights.sharded_model import Layout, ShardedModel
+from infinity.weights.sharded_model import Layout
 from infinity.weights.staging import budget_beside, staging_plan
 from io_daemon.machine.cpu_load import CpuLoad
 from io_daemon.machine.cpuinfo import processor_name
@@ -97,22 +95,17 @@ class StepOfModel:
         if staged:
             self.staging_bytes = staging_plan(config, world.ranks_per_node).arena_bytes * world.ranks_per_node
         self.tier = RecordingTier(device)
-        sharded = ShardedModel(
+        self.engine = build_engine(
+            model,
             layout,
+            optimizer,
+            optimizer_groups,
             config=config,
-            precision=Precision.of(config),
             collectives=collectives,
             device=device,
             place=NodePlace(node="", local_rank=0, local_world_size=world.ranks_per_node),
-            connection=self.tier,
+            tier=self.tier,
             budget_bytes=budget_beside(self.staging_bytes, config),
-            poison=False,
-        )
-        sharded.write_initial(
-            lambda param, first, numel: flattened(param.param.detach(), param.order)[first : first + numel]
-        )
-        self.engine = Engine(
-            model, sharded, optimizer, optimizer_groups, config=config, collectives=collectives, connection=None
         )
 
     def take(self, clock: Callable[[], float] | None = None) -> StepRecorder | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -11,12 +11,13 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.config import Config
+from infinity.engine.export import full_master_state_dict, full_state_dict
 from infinity.engine.loop import TrainingLoop
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.report import IoReport
+from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
-from infinity.tiers.connection import DaemonConnection
 from infinity.update.optimizer import ShardedAdam
 from infinity.weights.sharded_model import ShardedModel
 
@@ -38,17 +39,15 @@ class Engine(nn.Module):
         *,
         config: Config,
         collectives: Collectives,
-        connection: DaemonConnection | None,
+        tier: HostTier | None,
     ) -> None:
         super().__init__()
         self.config = config
         self.optimizer = optimizer
-        self._sharded = sharded
-        self._connection = connection
         phases = Phases(type(module).__name__)
         self._runtime = Runtime(module, sharded, phases, config=config, collectives=collectives)
         self._loop = TrainingLoop(
-            self._runtime, phases, optimizer, optimizer_groups, config=config, connection=connection
+            self._runtime, phases, optimizer, optimizer_groups, config=config, tier=tier
         )
         self.module = module
         self.training = module.training
@@ -168,15 +167,11 @@ class Engine(nn.Module):
         Args:
             rank0_only: only rank 0 gets the result, the others an empty dict.
         """
-        return self._loop.full_state_dict(self.module, rank0_only=rank0_only)
+        return full_state_dict(self._runtime, rank0_only=rank0_only)
 
     def full_master_state_dict(self) -> dict[str, torch.Tensor]:
         """Name -> full fp32 master weight on the CPU, trainable parameters only. Collective."""
-        full = {}
-        for group in self._sharded.groups:
-            if group.placement.trainable:
-                full.update(group.gather(self._sharded.precision.stepped, torch.float32))
-        return self._named(full)
+        return full_master_state_dict(self._runtime)
 
     # The end
 
@@ -189,12 +184,3 @@ class Engine(nn.Module):
 
     def __exit__(self, *exc_info: object) -> None:
         self.destroy()
-
-    def _named(self, by_index: Mapping[int, torch.Tensor]) -> dict[str, torch.Tensor]:
-        index_of = self._sharded.layout.index_of
-        params = self._sharded.params
-        return {
-            name: params[index_of[id(param)]].unflattened(by_index[index_of[id(param)]]).contiguous()
-            for name, param in self.module.named_parameters(remove_duplicate=False)
-            if index_of.get(id(param)) in by_index
-        }

@@ -19,14 +19,12 @@ from infinity.engine.runtime import Runtime
 from infinity.errors import DaemonLostError, WeightsError
 from infinity.report import IoReport, StepTimes, TierTraffic
 from infinity.states import StepPhase
-from infinity.tiers.connection import DaemonConnection
+from infinity.tiers.base import HostTier
 from infinity.update.optimizer import ShardedAdam, Update
 from infinity.update.sub_group import SubGroup
-from infinity.weights.access import ShardedAlias
 from infinity.weights.buffers import FollowedBuffers
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.metrics import TenantStats
-from io_daemon.shared.protocol import ObjectKind
 
 _log = logging.getLogger(__name__)
 
@@ -42,13 +40,13 @@ class TrainingLoop:
         optimizer_groups: Sequence[int],
         *,
         config: Config,
-        connection: DaemonConnection | None,
+        tier: HostTier | None,
     ) -> None:
         self.runtime, self.phases, self.optimizer, self.config = runtime, phases, optimizer, config
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = 0
         self.micro_steps = 0
-        self._connection = connection
+        self._tier = tier
         self._sharded: ShardedModel = runtime.sharded
         self._times = self._last_times = StepTimes()
         self._stall_seconds_before = 0.0
@@ -117,6 +115,8 @@ class TrainingLoop:
 
     def zero_grad(self) -> None:
         self.runtime.reducer.clear()
+        if self._update is not None:
+            self._update.forget_clipping()
         self.micro_steps = 0
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -124,23 +124,6 @@ class TrainingLoop:
 
     def grad_norm(self) -> float | None:
         return None if self._update is None else self._update.ask_for_norm()
-
-    def full_state_dict(self, module: nn.Module, *, rank0_only: bool) -> dict[str, Any]:
-        self.runtime.refuse_over("full_state_dict")
-        entries = dict(module.state_dict())
-        names: dict[int, list[str]] = {}
-        for name, value in entries.items():
-            if isinstance(value, ShardedAlias):
-                names.setdefault(id(value.param), []).append(name)
-            elif isinstance(value, torch.Tensor):
-                entries[name] = value.detach().cpu().clone()
-        wanted = not rank0_only or self.runtime.collectives.rank == 0
-        for group in self._sharded.groups:
-            flats = group.gather(ObjectKind.WEIGHT, self._sharded.precision.weight)
-            for param in group.params if wanted else ():
-                full = param.unflattened(flats[param.index]).contiguous()
-                entries.update(dict.fromkeys(names.get(id(param.param), ()), full))
-        return entries if wanted else {}
 
     def io_report(self) -> IoReport:
         return IoReport.of(
@@ -158,8 +141,8 @@ class TrainingLoop:
         self.phases.phase = StepPhase.CLOSED
         self.runtime.collectives.part()
         self.runtime.close()
-        if self._connection is not None:
-            self._connection.close()
+        if self._tier is not None:
+            self._tier.close()
 
     def _trained(self, call: str) -> Update:
         if self._update is None:

@@ -127,16 +127,14 @@ class Runtime(access.Owner):
     # Calls of modules: the ``Holder``
 
     def begin_call(self, module: nn.Module) -> None:
-        self._structure.check()
         if self._phases.is_over:
             raise WeightsError(type(module).__name__, "is called after its engine ended", "make a new engine")
+        in_backward = self._phases.phase is StepPhase.BACKWARD  # where checkpointing calls modules again
+        if not in_backward and (module is self.module or not self._phases.in_training_pass):
+            self._structure.check()
         with self._lock:
             self._num_calls += 1
-            if (
-                not self._phases.in_training_pass
-                and self._phases.phase is not StepPhase.BACKWARD
-                and self._num_calls == 1
-            ):
+            if not self._phases.in_training_pass and not in_backward and self._num_calls == 1:
                 self._begin_pass(training=self.module.training and torch.is_grad_enabled())
         if self._streams:
             self._cast_once.begin_call(module)
@@ -151,7 +149,8 @@ class Runtime(access.Owner):
                     self.store.abandon()
                 else:
                     self.store.complete()
-        self.return_freed()
+        if self._phases.phase is not StepPhase.BACKWARD:
+            self.return_freed()
 
     def hold(self, group: ParamGroup) -> None:
         with self._lock:
@@ -371,10 +370,8 @@ class Runtime(access.Owner):
         """What each module holds while it is called: groups it stands for, and those of its own parameters."""
         found: dict[nn.Module, list[ParamGroup]] = {}
         for module in self.module.modules():
-            groups = list(self.sharded.anchors.get(module, ()))
-            groups += [self._group_of[self._param_of[id(p)].index] for p in module.parameters(recurse=False)]
-            if module in self.sharded.units:
-                groups += [self._group_of[self._param_of[id(p)].index] for p in module.parameters()]
+            own = module.parameters(recurse=module in self.sharded.units)
+            groups = [*self.sharded.anchors.get(module, ()), *(self._group_of[self._param_of[id(p)].index] for p in own)]
             needed = [group for group in dict.fromkeys(groups) if not group.persistent]
             if needed:
                 found[module] = needed

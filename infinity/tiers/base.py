@@ -85,6 +85,9 @@ class HostTier(Protocol):
     def open(self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device) -> HostStore:
         """A store over an arena of ``plan``; the tier ``cpu`` holds the kinds of ``pinned_mask``."""
 
+    def close(self) -> None:
+        """No store of it is open any more."""
+
 
 def spans(pieces: Sequence[torch.Tensor], offset: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
     """The parts of ``pieces`` that hold elements [offset, offset + numel), as (elements before it, view)."""

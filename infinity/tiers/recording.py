@@ -143,3 +143,6 @@ class RecordingTier(HostTier):
         self.plan = plan
         self.store = RecordingStore(plan.frame_bytes, pinned_mask, self._device)
         return self.store
+
+    def close(self) -> None:
+        """Nothing was started."""

@@ -93,14 +93,18 @@ def adam_from_torch(optimizer: torch.optim.Optimizer) -> ShardedAdam:
     return sharded
 
 
-def group_indices(optimizer: ShardedAdam, index_of: dict[int, int], params: Sequence[nn.Parameter]) -> list[int]:
+def group_indices(
+    optimizer: ShardedAdam | None, index_of: dict[int, int], params: Sequence[nn.Parameter]
+) -> list[int]:
     """Optimizer group of each parameter, -1 for those without (frozen). ``index_of``: id(param) -> index.
+
+    ``optimizer``: None where nothing trains.
 
     Raises:
         ConfigError: a trainable parameter is in no group, or a parameter is not the model's.
     """
     groups = [-1] * len(params)
-    for number, group in enumerate(optimizer.param_groups):
+    for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for param in group["params"]:
             if id(param) not in index_of:
                 raise ConfigError("model_parameters", tuple(param.shape), "the parameter does not belong to the model")
@@ -157,6 +161,10 @@ class Update:
         """Have the coming update clip to ``max_norm``, whatever the config says. The norm, 0-D fp32."""
         self._clip_once = float(max_norm)
         return self._norm()
+
+    def forget_clipping(self) -> None:
+        """The gradients that were to be clipped are dropped."""
+        self._clip_once = None
 
     def run(self, present: Sequence[bool]) -> None:
         """``present``: for each parameter, whether any rank has a gradient for it."""

@@ -157,7 +157,17 @@ def _owner(param: nn.Parameter) -> Owner:
     return owner
 
 
-class UnshardedParameter(nn.Parameter):
+class OwnedParameter(nn.Parameter):
+    """What holds wherever the weights are: a copy of the parameter would not be it."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), _owner(self).copy(self))
+
+    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+        refuse_pickle(_owner(self), self)
+
+
+class UnshardedParameter(OwnedParameter):
     """The weights are here, for the length of a module's call, or for good."""
 
     @property
@@ -178,15 +188,12 @@ class UnshardedParameter(nn.Parameter):
     def grad(self, value: torch.Tensor | None) -> None:
         _owner(self).set_gradient(self, value)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), _owner(self).copy(self))
 
-    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        refuse_pickle(_owner(self), self)
+class _Elsewhere:
+    """What stands for weights that are elsewhere: answers what it can, and has the weights lent for the rest."""
 
-
-class ShardedParameter(nn.Parameter):
-    """The weights are elsewhere. As C++ sees it, every element is NaN."""
+    __slots__ = ()
+    answers: ClassVar[Mapping[Any, Callable[..., Any]]]
 
     @classmethod
     def __torch_function__(
@@ -195,21 +202,19 @@ class ShardedParameter(nn.Parameter):
         if func in METADATA:
             with raw():
                 return func(*args, **(kwargs or {}))
-        if (answer := _ANSWERS.get(func)) is not None:
+        if (answer := cls.answers.get(func)) is not None:
             return answer(*args, **(kwargs or {}))
         return lend(func, args, kwargs or {})
+
+
+class ShardedParameter(_Elsewhere, OwnedParameter):
+    """The weights are elsewhere. As C++ sees it, every element is NaN."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, sharded=True)"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), _owner(self).copy(self))
 
-    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        refuse_pickle(_owner(self), self)
-
-
-class ShardedAlias(torch.Tensor):
+class ShardedAlias(_Elsewhere, torch.Tensor):
     """``param.detach()`` or ``param.data`` of a sharded parameter: lends the weights of the day to every operation.
 
     So it says what torch's alias would say after any number of updates, and costs nothing while nobody reads it.
@@ -233,17 +238,6 @@ class ShardedAlias(torch.Tensor):
         """From now on the weights are not lent, but refused: as an entry of a state dict."""
         self._unreadable = True
         return self
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func in METADATA:
-            with raw():
-                return func(*args, **(kwargs or {}))
-        if func in _OF_ALIASES:
-            return _ANSWERS[func](*args, **(kwargs or {}))
-        return lend(func, args, kwargs or {})
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"tensor(shape={tuple(self.shape)}, dtype={self.dtype}, sharded=True)"
@@ -311,7 +305,7 @@ def _refuse_what_cannot_be_lent(
         )
     if _writes(func) and args:
         for leaf in tree_leaves(args[0]):
-            target = leaf.param if isinstance(leaf, ShardedAlias) else leaf
+            target = _param_of(leaf)
             if id(target) in params:
                 owner = _owner(target)
                 if not owner.keeps_writes:
@@ -362,34 +356,39 @@ def _kept_readable(result: Any, params: Mapping[int, nn.Parameter]) -> Any:
     return result
 
 
+def _param_of(tensor: torch.Tensor) -> nn.Parameter:
+    return tensor.param if isinstance(tensor, ShardedAlias) else tensor  # type: ignore[return-value]
+
+
 def _layout(func: Any) -> Callable[..., Any]:
     def answer(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        param = tensor.param if isinstance(tensor, ShardedAlias) else tensor
-        return func(_owner(param).layout_of(param), *args, **kwargs)  # type: ignore[arg-type]
+        param = _param_of(tensor)
+        return func(_owner(param).layout_of(param), *args, **kwargs)
 
     return answer
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
-    param = tensor.param if isinstance(tensor, ShardedAlias) else tensor
-    return _owner(param).alias(param)  # type: ignore[arg-type]
+    param = _param_of(tensor)
+    return _owner(param).alias(param)
 
 
 def _set_data(param: nn.Parameter, value: torch.Tensor) -> None:
     if isinstance(param, ShardedAlias):
         refuse_write(_owner(param.param), param.param)
-    same = value is param or (isinstance(value, ShardedAlias) and value.param is param)
-    if not same:  # as Module.to assigns what it left as it was
+    if _param_of(value) is not param:  # as Module.to assigns what it left as it was
         _owner(param).set_data(param, value)
 
 
-_ANSWERS: Final[dict[Any, Callable[..., Any]]] = {
+ShardedAlias.answers = {
     _DATA.__get__: _alias,
     _DATA.__set__: _set_data,
     torch.Tensor.detach: _alias,
+    **{func: _layout(func) for func in LAYOUT},
+}
+ShardedParameter.answers = {
+    **ShardedAlias.answers,
     _GRAD.__get__: lambda param: _owner(param).gradient_of(param),
     _GRAD.__set__: lambda param, value: _owner(param).set_gradient(param, value),
     _GRAD.__delete__: lambda param: _owner(param).set_gradient(param, None),
-    **{func: _layout(func) for func in LAYOUT},
 }
-_OF_ALIASES: Final = frozenset({_DATA.__get__, _DATA.__set__, torch.Tensor.detach}) | LAYOUT

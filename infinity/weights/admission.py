@@ -11,7 +11,6 @@ from torch.nn.parameter import is_lazy
 
 from infinity.errors import ConfigError
 from infinity.weights.access import Owner, owner_of
-from infinity.weights.param import is_dense
 
 
 def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
@@ -59,15 +58,19 @@ def _admit_param(name: str, param: nn.Parameter) -> None:
         return
     if param.requires_grad and not param.is_leaf:
         raise ConfigError(key, "not a leaf", "it has a history: register nn.Parameter(value.detach())")
-    if param.numel() and not is_dense(param) and not any(param.stride()):
-        raise ConfigError(key, "expanded", "its elements share one place in memory: register it .clone()d")
-    if param.numel() and not is_dense(param) and _overlaps_itself(param):
+    if param.numel() and _overlaps_itself(param):
         raise ConfigError(key, "overlapping", "some of its elements share a place in memory: register it .clone()d")
 
 
 def _overlaps_itself(param: nn.Parameter) -> bool:
-    """A tensor expanded along one dimension does; a slice of a larger one does not."""
-    return any(stride == 0 and size > 1 for size, stride in zip(param.shape, param.stride(), strict=True))
+    """An expanded tensor and one of sliding windows do; a slice of a larger one steps over what smaller steps reach."""
+    reach = 0
+    for stride, size in sorted(zip(param.stride(), param.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (size - 1)
+    return False
 
 
 def _admit_dtypes(named: Iterable[tuple[str, nn.Parameter]], weight_dtype: torch.dtype) -> None:
@@ -94,28 +97,32 @@ def _admit_memory(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> No
     other, and could not be."""
     spans: dict[int, list[tuple[int, int, str]]] = {}
     for name, param in named:
-        if param.device.type == "meta" or not param.numel():
-            continue
-        start, stop = _span(param)
-        for other_start, other_stop, other in spans.get(_storage(param), ()):
-            if start < other_stop and other_start < stop:
-                raise ConfigError(
-                    f"model.{name}", f"shares memory with {other}", "register one of them .clone()d, or tie them as one"
-                )
-        spans.setdefault(_storage(param), []).append((start, stop, name))
+        if (other := _meets(param, spans)) is not None:
+            raise ConfigError(
+                f"model.{name}", f"shares memory with {other}", "register one of them .clone()d, or tie them as one"
+            )
+        if _has_memory(param):
+            spans.setdefault(_storage(param), []).append((*_span(param), name))
     for where, tensor in _other_tensors(model):
-        if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
-            continue
-        if _storage(tensor) not in spans:
-            continue
-        start, stop = _span(tensor)
-        for other_start, other_stop, other in spans[_storage(tensor)]:
-            if start < other_stop and other_start < stop:
-                raise ConfigError(
-                    f"model.{other}",
-                    f"shares memory with {where}",
-                    "which would not follow its training: keep a .clone() there, or compute it in forward",
-                )
+        if (other := _meets(tensor, spans)) is not None:
+            raise ConfigError(
+                f"model.{other}",
+                f"shares memory with {where}",
+                "which would not follow its training: keep a .clone() there, or compute it in forward",
+            )
+
+
+def _meets(tensor: torch.Tensor, spans: Mapping[int, list[tuple[int, int, str]]]) -> str | None:
+    """The name of what already has some of the tensor's memory."""
+    if not _has_memory(tensor) or _storage(tensor) not in spans:
+        return None
+    start, stop = _span(tensor)
+    found = (name for first, last, name in spans[_storage(tensor)] if start < last and first < stop)
+    return next(found, None)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and tensor.device.type != "meta" and tensor.numel() > 0
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -31,17 +31,6 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
     return sorted(range(tensor.dim()), key=lambda dim: strides[dim], reverse=True)
 
 
-def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether each element has a place of its own and no place lies between them: not expanded, not sliced."""
-    expected = 1
-    for dim in sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.size(dim))):
-        if tensor.size(dim) != 1:
-            if tensor.stride(dim) != expected:
-                return tensor.numel() == 0
-            expected *= tensor.size(dim)
-    return True
-
-
 def flattened(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     """[numel], the elements in the order of memory of a parameter whose ``memory_order`` is given; a view if it can."""
     return tensor.permute(order).reshape(-1)
@@ -98,6 +87,10 @@ class ShardedParam:
         if grad.is_sparse:
             grad = grad.to_dense()
         return grad.view(-1) if self._lies_plainly and grad.is_contiguous() else flattened(grad, self.order)
+
+    def own_values(self, first: int, numel: int) -> torch.Tensor:
+        """That part of what the user's parameter itself holds, flattened in memory order."""
+        return flattened(self.param.detach(), self.order)[first : first + numel]
 
     def allocate(self) -> torch.Tensor:
         """Memory for the full weights, contents undefined; flat view of it. What is there already is taken again."""

@@ -10,8 +10,8 @@ the user's that stand outside go on seeing everything but the weights; inside th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -74,7 +74,7 @@ class SavedTensors:
         if top is not None and isinstance(top[0], _Pack):
             return nullcontext()
         if top is None or not _counts_what_it_sees(top[0]):
-            return _pushed(_Pack(self, top), self._unpacker(top))
+            return saved_tensors_hooks(_Pack(self, top), self._unpacker(top))
         return self.beside_user_hooks()
 
     def beside_user_hooks(self) -> AbstractContextManager[None]:
@@ -85,7 +85,7 @@ class SavedTensors:
         top = _top()
         if top is None or isinstance(top[0], (_Pack, _PackForUser)):
             return nullcontext()
-        return _pushed(_PackForUser(self._resident, top[0]), top[1])
+        return saved_tensors_hooks(_PackForUser(top[0]), top[1])
 
     def _unpacker(self, outer: Hooks | None) -> Callable[[Any], torch.Tensor]:
         def unpack(packed: Any) -> torch.Tensor:
@@ -173,8 +173,10 @@ class _Pack:
 
 
 class _PackForUser:
-    def __init__(self, resident: dict[int, ShardedParam], pack: Callable[[torch.Tensor], Any]) -> None:
-        self._resident, self._pack = resident, pack
+    """What the user's hooks stand for inside a call."""
+
+    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
+        self._pack = pack
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter):
@@ -207,8 +209,3 @@ def _counts_what_it_sees(pack: Any) -> bool:
     """Checkpointing compares what its forward and its recomputation save, so it must see the same in both."""
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
-
-@contextmanager
-def _pushed(pack: Callable[[torch.Tensor], Any], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
-    with saved_tensors_hooks(pack, unpack):
-        yield

@@ -114,7 +114,7 @@ class ShardedModel:
         collectives: Collectives,
         device: torch.device,
         place: NodePlace,
-        connection: HostTier | None,
+        tier: HostTier | None,
         budget_bytes: int,
         poison: bool,
     ) -> None:
@@ -150,7 +150,7 @@ class ShardedModel:
             for chunk in cut_chunks(placement, rank=collectives.rank, chunk_numel=chunk_numel)
         ]
         self.store = collectives.together(
-            lambda: self._open_store(tiers, connection, poison), "open the store of shards"
+            lambda: self._open_store(tiers, tier, poison), "open the store of shards"
         )
         self.resident: dict[int, ShardedParam] = {}
         """Parameters whose weights are on the device now, by the identity of their storage."""
@@ -183,13 +183,13 @@ class ShardedModel:
         streamed = self.plan.num_frames - self.plan.pinned_frames
         return max(1, min(SUB_GROUPS_AHEAD_MAX, streamed // LEASE_SHARE // self.plan.demand_frames))
 
-    def _open_store(self, tiers: Tiers, connection: HostTier | None, poison: bool) -> TracedStore:
+    def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool) -> TracedStore:
         store: ShardStore = MemoryStore(self._device)
         self.host_store: HostStore | None = None
         if self.plan is not None:
-            if connection is None:
-                raise AssertionError("a plan for the host needs a connection")
-            host = connection.open(self.plan, job=connection.job, pinned_mask=tiers.pinned_mask, device=self._device)
+            if tier is None:
+                raise AssertionError("a plan for the host needs a tier")
+            host = tier.open(self.plan, job=tier.job, pinned_mask=tiers.pinned_mask, device=self._device)
             store = SplitStore(store, host, tiers.device_mask) if tiers.device_mask else host
             self.host_store = host
         traced = PoisonStore(store) if poison else TracedStore(store)

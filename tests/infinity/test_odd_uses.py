@@ -158,7 +158,7 @@ def test_an_export_between_micro_batches_reads_masters_not_weights_leased_ahead(
         masters = engine.full_master_state_dict()
         engine.backward(engine(x).square().mean())
         engine.step()
-        assert any(group.state is ShardedState.UNSHARDING for group in engine._sharded.groups)
+        assert any(group.state is ShardedState.UNSHARDING for group in engine._runtime.sharded.groups)
         between = engine.full_master_state_dict()
     assert any(not torch.equal(value, value.bfloat16().float()) for value in masters.values())
     assert all(torch.equal(between[name], value) for name, value in masters.items())

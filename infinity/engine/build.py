@@ -1,0 +1,89 @@
+"""From a model and its layout to an engine: the one way, of ``initialize`` and of ``infinity trace``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine.facade import Engine
+from infinity.plan.precision import Precision
+from infinity.tiers.base import HostTier
+from infinity.tiers.collectives import Collectives
+from infinity.tiers.connection import NodePlace
+from infinity.update.optimizer import ShardedAdam
+from infinity.weights.param import ShardedParam, flattened, memory_order
+from infinity.weights.sharded_model import Layout, ShardedModel
+from infinity.weights.staging import staged_param
+
+
+def build_engine(
+    model: nn.Module,
+    layout: Layout,
+    optimizer: ShardedAdam | None,
+    optimizer_groups: Sequence[int],
+    *,
+    config: Config,
+    collectives: Collectives,
+    device: torch.device,
+    place: NodePlace,
+    tier: HostTier | None,
+    budget_bytes: int,
+    poison: bool = False,
+) -> Engine:
+    """Reserve memory and disk space, write what the model holds there, and take its parameters over. Collective.
+
+    Args:
+        tier: where what is offloaded goes; the engine closes it at its end, and this does not where it fails.
+
+    Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
+    """
+    sharded = ShardedModel(
+        layout,
+        config=config,
+        precision=Precision.of(config),
+        collectives=collectives,
+        device=device,
+        place=place,
+        tier=tier,
+        budget_bytes=budget_bytes,
+        poison=poison,
+    )
+    try:
+        _broadcast_plain(layout, collectives)
+        sharded.write_initial(_values_of)
+        for param in layout.params:
+            if (staged := staged_param(param)) is not None:
+                staged.discard()
+        _move_buffers(model, device, sharded.precision.weight)
+        return Engine(
+            model, sharded, optimizer, optimizer_groups, config=config, collectives=collectives, tier=tier
+        )
+    except BaseException:
+        sharded.store.close()
+        raise
+
+
+def _broadcast_plain(layout: Layout, collectives: Collectives) -> None:
+    for param in layout.params:
+        if staged_param(param) is None:
+            values = flattened(param.detach(), memory_order(param)).contiguous()
+            collectives.broadcast(values, "broadcast a parameter of rank 0")
+            if collectives.rank:
+                param.data = values.as_strided(param.shape, ShardedParam.layout_for(param).stride())
+
+
+def _values_of(param: ShardedParam, first: int, numel: int) -> torch.Tensor:
+    """Initial values from the model as it was built: what ``Init`` staged, or the parameter itself."""
+    staged = staged_param(param.param)
+    if staged is not None and staged.is_staged:
+        return staged.read(first, numel)
+    return param.own_values(first, numel)
+
+
+def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
+    """Buffers stay whole on every rank; those in fp32 take the weights' dtype, others keep what they were made with."""
+    for buffer in model.buffers():
+        buffer.data = buffer.data.to(device, dtype if buffer.dtype is torch.float32 else buffer.dtype)

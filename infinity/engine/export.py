@@ -1,0 +1,57 @@
+"""Weights out of the engine: whole, on the CPU, gathered group by group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from infinity.engine.runtime import Runtime
+from infinity.weights.access import ShardedAlias
+from infinity.weights.param_group import ParamGroup
+from io_daemon.shared.protocol import ObjectKind
+
+
+def full_state_dict(runtime: Runtime, *, rank0_only: bool) -> dict[str, Any]:
+    """What ``state_dict()`` of the unsharded model would be. Collective.
+
+    Raises EngineStateError after the engine's end.
+    """
+    runtime.refuse_over("full_state_dict")
+    entries = dict(runtime.module.state_dict())
+    names: dict[int, list[str]] = {}
+    for name, value in entries.items():
+        if isinstance(value, ShardedAlias):
+            names.setdefault(id(value.param), []).append(name)
+        elif isinstance(value, torch.Tensor):
+            entries[name] = value.detach().cpu().clone()
+    wanted = not rank0_only or runtime.collectives.rank == 0
+    for key, weights in _gathered(runtime, ObjectKind.WEIGHT, runtime.sharded.groups):
+        if wanted and key in names:
+            entries.update(dict.fromkeys(names[key], weights.contiguous()))
+    return entries if wanted else {}
+
+
+def full_master_state_dict(runtime: Runtime) -> dict[str, torch.Tensor]:
+    """Name -> full fp32 master weight, of trainable parameters. Collective.
+
+    Raises EngineStateError after the engine's end.
+    """
+    runtime.refuse_over("full_master_state_dict")
+    trained = [group for group in runtime.sharded.groups if group.placement.trainable]
+    found = _gathered(runtime, runtime.sharded.precision.stepped, trained)
+    masters = {key: master.contiguous() for key, master in found}
+    named = runtime.module.named_parameters(remove_duplicate=False)
+    return {name: masters[id(param)] for name, param in named if id(param) in masters}
+
+
+def _gathered(
+    runtime: Runtime, kind: ObjectKind, groups: Iterable[ParamGroup]
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The id of every parameter of ``groups``, and its contents of the kind as the parameter lies."""
+    dtype = runtime.sharded.precision.dtypes(trainable=True)[kind]
+    for group in groups:
+        flats = group.gather(kind, dtype)
+        for param in group.params:
+            yield id(param.param), param.unflattened(flats[param.index])
