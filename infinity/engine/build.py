@@ -58,9 +58,7 @@ def build_engine(
             if (staged := staged_param(param)) is not None:
                 staged.discard()
         _move_buffers(model, device, sharded.precision.weight)
-        return Engine(
-            model, sharded, optimizer, optimizer_groups, config=config, collectives=collectives, tier=tier
-        )
+        return Engine(model, sharded, optimizer, optimizer_groups, config=config, collectives=collectives, tier=tier)
     except BaseException:
         sharded.store.close()
         raise

@@ -46,9 +46,7 @@ def full_master_state_dict(runtime: Runtime) -> dict[str, torch.Tensor]:
     return {name: masters[id(param)] for name, param in named if id(param) in masters}
 
 
-def _gathered(
-    runtime: Runtime, kind: ObjectKind, groups: Iterable[ParamGroup]
-) -> Iterator[tuple[int, torch.Tensor]]:
+def _gathered(runtime: Runtime, kind: ObjectKind, groups: Iterable[ParamGroup]) -> Iterator[tuple[int, torch.Tensor]]:
     """The id of every parameter of ``groups``, and its contents of the kind as the parameter lies."""
     dtype = runtime.sharded.precision.dtypes(trainable=True)[kind]
     for group in groups:

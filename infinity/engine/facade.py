@@ -46,9 +46,7 @@ class Engine(nn.Module):
         self.optimizer = optimizer
         phases = Phases(type(module).__name__)
         self._runtime = Runtime(module, sharded, phases, config=config, collectives=collectives)
-        self._loop = TrainingLoop(
-            self._runtime, phases, optimizer, optimizer_groups, config=config, tier=tier
-        )
+        self._loop = TrainingLoop(self._runtime, phases, optimizer, optimizer_groups, config=config, tier=tier)
         self.module = module
         self.training = module.training
         # also at exit, and when nobody holds the engine any more: nothing below refers back to it

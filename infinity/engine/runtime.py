@@ -241,14 +241,18 @@ class Runtime(access.Owner):
         return self._param_of[id(param)].layout
 
     def gradient_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        if self.reducer.holds(self._param_of[id(param)].index):
+        if self._has_gradient(param):
             self._refuse_gradient(param)
         return access.own_gradient(param)
 
     def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        if gradient is not None or self.reducer.holds(self._param_of[id(param)].index):
+        if gradient is not None or self._has_gradient(param):
             self._refuse_gradient(param)
         access.drop_gradient(param)
+
+    def _has_gradient(self, param: nn.Parameter) -> bool:
+        found = self._param_of[id(param)]
+        return self.reducer.holds(self._group_of[found.index], found)
 
     def _refuse_gradient(self, param: nn.Parameter) -> NoReturn:
         self.refuse(
@@ -344,8 +348,9 @@ class Runtime(access.Owner):
                 "call engine.backward(loss) instead of loss.backward(); where another engine's loss depends on this "
                 "model, freeze it meanwhile with requires_grad_(False)",
             )
-        if group.count_gradient():
-            self._complete(group)
+        with self._lock:
+            if self.reducer.take(group, param):
+                self._complete(group)
 
     def _complete(self, group: ParamGroup) -> None:
         with self._lock:
@@ -371,7 +376,10 @@ class Runtime(access.Owner):
         found: dict[nn.Module, list[ParamGroup]] = {}
         for module in self.module.modules():
             own = module.parameters(recurse=module in self.sharded.units)
-            groups = [*self.sharded.anchors.get(module, ()), *(self._group_of[self._param_of[id(p)].index] for p in own)]
+            groups = [
+                *self.sharded.anchors.get(module, ()),
+                *(self._group_of[self._param_of[id(p)].index] for p in own),
+            ]
             needed = [group for group in dict.fromkeys(groups) if not group.persistent]
             if needed:
                 found[module] = needed

@@ -93,9 +93,7 @@ def adam_from_torch(optimizer: torch.optim.Optimizer) -> ShardedAdam:
     return sharded
 
 
-def group_indices(
-    optimizer: ShardedAdam | None, index_of: dict[int, int], params: Sequence[nn.Parameter]
-) -> list[int]:
+def group_indices(optimizer: ShardedAdam | None, index_of: dict[int, int], params: Sequence[nn.Parameter]) -> list[int]:
     """Optimizer group of each parameter, -1 for those without (frozen). ``index_of``: id(param) -> index.
 
     ``optimizer``: None where nothing trains.

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
+from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import GradientOf, ParamGroup
 
 
@@ -38,9 +39,19 @@ class Reducer:
         """For each parameter, whether any rank had a gradient for it since ``clear``; true after ``finish``."""
         return [bool(flag) for flag in self._used.tolist()]
 
-    def holds(self, param: int) -> bool:
+    def holds(self, group: ParamGroup, param: ShardedParam) -> bool:
         """Whether the running step has a gradient of the parameter."""
-        return bool(self._used[param])
+        return bool(self._used[param.index]) or group.has_gradient_of(param)
+
+    def take(self, group: ParamGroup, param: ShardedParam) -> bool:
+        """Autograd has accumulated a gradient of the parameter. True if it was the last of the group.
+
+        Re-entrant checkpointing accumulates several times in one backward: each is added to the step's by itself, since
+        added up first they would be rounded otherwise than in ``param.grad``.
+        """
+        if self._collectives.world_size == 1 and group.has_gradient_of(param):
+            self._add_own(group)
+        return group.take_gradient(param)
 
     def note(self, param: int) -> None:
         """The running step has a gradient of the parameter that no backward gave."""
@@ -55,7 +66,6 @@ class Reducer:
         self._num_issued = 0
         for group in self._groups.values():
             group.drop_gradients()
-            group.end_backward()
 
     def complete(self, group: ParamGroup) -> None:
         """Every parameter of the group has its gradient."""
@@ -73,7 +83,6 @@ class Reducer:
         if self._collectives.world_size == 1:
             for group in self._groups.values():
                 self._add_own(group)
-                group.end_backward()
             return
         # ranks that still gather must hear of it before this one waits for what they have not reduced yet
         self._collectives.agree("end a backward").wait()
@@ -83,8 +92,6 @@ class Reducer:
         while self._in_flight:
             self._add_reduced()
         self._reduce_again()
-        for group in self._groups.values():
-            group.end_backward()
         self._completed.clear()
         self._num_issued = 0
         self._collectives.max(self._used, "agree which parameters were used")
@@ -104,8 +111,8 @@ class Reducer:
                 self._add_reduced()
 
     def _add_own(self, group: ParamGroup) -> None:
-        params, gradient_of = group.take_gradients()
-        if params:
+        if group.has_gradients:
+            params, gradient_of = group.take_gradients()
             self._used[params] = 1
             self._gradients.add([chunk for chunk, _ in group.chunks], gradient_of, params, norms=self.norms)
 
@@ -114,7 +121,7 @@ class Reducer:
         self._num_issued += 1
 
     def _start(self, group: ParamGroup) -> None:
-        self._used[[param.index for param in group.params if param.gradient is not None]] = 1
+        self._used[[param.index for param in group.params if group.has_gradient_of(param)]] = 1
         self._in_flight.append((group, *group.reduce_scatter_gradients()))
 
     def _add_reduced(self) -> None:

@@ -137,6 +137,14 @@ def hide(param: nn.Parameter, placeholder: torch.Tensor) -> None:
     param.__class__ = ShardedParameter
 
 
+def take_gradient(param: nn.Parameter) -> torch.Tensor | None:
+    """What autograd has accumulated; the parameter has none any more."""
+    with raw():
+        gradient: torch.Tensor | None = _get_grad(param)
+        _set_grad(param, None)
+    return gradient
+
+
 def own_gradient(param: nn.Parameter) -> torch.Tensor | None:
     """What autograd accumulated and nobody took, asked by the owner."""
     with raw():

@@ -7,7 +7,7 @@ Tensors of a parameter, listed once:
   force: a view that somebody keeps goes on reading what it read. Autograd keeps none, see ``saved_tensors``.
 - ``placeholder``: one NaN expanded to the parameter's shape: what C++ sees of a sharded parameter. Python asks the
   owner before it gets there (``access``).
-- ``param.grad``: the unsharded gradient, from its accumulation until the group reduces it.
+- ``param.grad``: the unsharded gradient, for the length of autograd's hook; its group has it until it is reduced.
 
 Weights are flattened in the order in which they lie in memory, so that a parameter keeps its strides.
 """
@@ -78,18 +78,16 @@ class ShardedParam:
         packed = torch.empty(sizes, dtype=dtype or param.dtype, device="meta")
         return packed.permute([order.index(dim) for dim in range(param.dim())])
 
-    @property
-    def gradient(self) -> torch.Tensor | None:
-        """The accumulated gradient, flat and dense."""
-        grad = access.own_gradient(self.param)
-        if grad is None:
-            return None
-        if grad.is_sparse:
-            grad = grad.to_dense()
-        return grad.view(-1) if self._lies_plainly and grad.is_contiguous() else flattened(grad, self.order)
+    def flat_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
+        """``gradient``, as autograd made it, dense and flattened in memory order."""
+        if gradient.is_sparse:
+            gradient = gradient.to_dense()
+        if self._lies_plainly and gradient.is_contiguous():
+            return gradient.view(-1)
+        return flattened(gradient, self.order)
 
     def own_values(self, first: int, numel: int) -> torch.Tensor:
-        """That part of what the user's parameter itself holds, flattened in memory order."""
+        """A part of what the user's parameter itself holds, flattened in memory order."""
         return flattened(self.param.detach(), self.order)[first : first + numel]
 
     def allocate(self) -> torch.Tensor:

@@ -70,8 +70,8 @@ class ParamGroup:
         self.state = ShardedState.SHARDED
         self.num_holds = 0
         """Calls of modules and single operations that need the weights now."""
-        self._num_gradients = 0
-        self._were_complete = self._repeats = self._waits_for_end = False
+        self._gradients: dict[int, torch.Tensor] = {}
+        """What autograd has accumulated, by parameter index, until it is reduced."""
         self._store, self._collectives, self._allowance, self._copies = store, collectives, allowance, copies
         self._dtype, self._reduce_dtype = dtype, reduce_dtype
         self._leases: list[Lease] = []
@@ -181,32 +181,25 @@ class ParamGroup:
 
     # Gradients
 
-    def count_gradient(self) -> bool:
-        """Autograd has accumulated one parameter's gradient. True if all of the group have theirs.
+    def take_gradient(self, param: ShardedParam) -> bool:
+        """Autograd has accumulated a gradient of the parameter: it is the group's now. True if all have theirs."""
+        gradient = access.take_gradient(param.param)
+        if gradient is not None:
+            gradient = gradient.detach() if gradient.requires_grad else gradient
+            held = self._gradients.get(param.index)
+            self._gradients[param.index] = gradient if held is None else held + gradient
+        return len(self._gradients) == len(self.params)
 
-        Re-entrant checkpointing accumulates into a parameter several times in one backward. What comes after the group
-        was complete is to be taken one by one: added up first, it would be rounded otherwise than in ``param.grad``.
-        """
-        self._num_gradients += 1
-        self._repeats |= self._were_complete
-        self._were_complete |= self._num_gradients >= len(self.params)
-        return self._were_complete and not self._waits_for_end
-
-    def end_backward(self) -> None:
-        """The next backward's gradients are others; of a group that repeats itself they are taken at its end."""
-        self._were_complete = False
-        self._waits_for_end = self._repeats
+    def has_gradient_of(self, param: ShardedParam) -> bool:
+        return param.index in self._gradients
 
     @property
     def has_gradients(self) -> bool:
-        return self._num_gradients > 0
+        return bool(self._gradients)
 
     def take_gradients(self) -> tuple[list[int], GradientOf]:
         """One rank: the parameters that have a gradient, and their flat gradients by segment."""
-        if not self.has_gradients:
-            return [], lambda _segment: None
-        flats = {param.index: flat for param in self.params if (flat := param.gradient) is not None}
-        self.drop_gradients()
+        flats = self._flat_gradients()
 
         def gradient_of(segment: Segment) -> torch.Tensor | None:
             flat = flats.get(segment.param)
@@ -221,14 +214,15 @@ class ParamGroup:
         full = torch.zeros(
             world_size, self.placement.shard_numel, dtype=self._reduce_dtype, device=self.params[0].device
         )
-        for placement, param in zip(self.placement.params, self.params, strict=True):
-            flat = param.gradient
+        flats = self._flat_gradients()
+        for placement in self.placement.params:
+            flat = flats.get(placement.param)
             if flat is None:
                 continue
             for owner in range(world_size):
                 valid, start = placement.valid_numel(owner), owner * placement.shard_numel
                 full[owner, placement.offset : placement.offset + valid].copy_(flat[start : start + valid])
-        self.drop_gradients()
+        del flats
         shard = torch.empty(self.placement.shard_numel, dtype=self._reduce_dtype, device=full.device)
         work = self._collectives.reduce_scatter_mean(shard, full.view(-1))
         starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
@@ -239,10 +233,13 @@ class ParamGroup:
         return work, gradient_of
 
     def drop_gradients(self) -> None:
-        if self._num_gradients:
-            for param in self.params:
-                access.drop_gradient(param.param)
-        self._num_gradients = 0
+        self._gradients.clear()
+
+    def _flat_gradients(self) -> dict[int, torch.Tensor]:
+        """All that the group has, by parameter index; it has none any more."""
+        flats = {p.index: p.flat_gradient(self._gradients[p.index]) for p in self.params if self.has_gradient_of(p)}
+        self._gradients.clear()
+        return flats
 
     def _go(self, state: ShardedState) -> None:
         self.state = check_transition(SHARDED_TRANSITIONS, self.state, state)

@@ -208,4 +208,3 @@ def _top() -> Hooks | None:
 def _counts_what_it_sees(pack: Any) -> bool:
     """Checkpointing compares what its forward and its recomputation save, so it must see the same in both."""
     return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
-

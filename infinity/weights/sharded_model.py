@@ -149,9 +149,7 @@ class ShardedModel:
             for placement in layout.placements
             for chunk in cut_chunks(placement, rank=collectives.rank, chunk_numel=chunk_numel)
         ]
-        self.store = collectives.together(
-            lambda: self._open_store(tiers, tier, poison), "open the store of shards"
-        )
+        self.store = collectives.together(lambda: self._open_store(tiers, tier, poison), "open the store of shards")
         self.resident: dict[int, ShardedParam] = {}
         """Parameters whose weights are on the device now, by the identity of their storage."""
         self.params = [

@@ -16,9 +16,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import infinity
-from infinity.engine import Engine
+from infinity.engine import Engine, runtime
 from infinity.errors import ConfigError, WeightsError
 from infinity.states import ShardedState
+from infinity.weights import structure
 
 WIDTH = 64
 
@@ -32,6 +33,10 @@ def config(**changes: Any) -> dict[str, Any]:
     }
     optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
     return {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": optimizer, **changes}
+
+
+ADAM_WITHOUT_MEMORY = {"type": "AdamW", "params": {"lr": 0.01, "eps": 1.0}}
+"""Its steps follow the size of a gradient, not only its sign."""
 
 
 class Net(nn.Module):
@@ -181,6 +186,33 @@ def test_an_unknown_option_of_an_optimizer_group_is_refused() -> None:
 def twice(net: Net, x: torch.Tensor) -> torch.Tensor:
     x = checkpoint(net.a, x, use_reentrant=True)
     return torch.as_tensor(checkpoint(net.a, net.b(x), use_reentrant=True))
+
+
+def test_a_clipping_asked_for_goes_with_the_gradients_that_it_was_for() -> None:
+    x = torch.ones(1, WIDTH)
+    weights = []
+    for clipped in (False, True):
+        with engine_of(Net(lambda net, x: net.b(net.a(x))), optimizer=ADAM_WITHOUT_MEMORY) as engine:
+            if clipped:
+                engine.backward(engine(x).sum())
+                engine.clip_grad_norm_(1e-6)
+                engine.zero_grad()
+            engine.backward(engine(x).sum())
+            engine.step()
+            weights.append(engine.full_state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_recomputing_in_backward_looks_at_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A call that checkpointing repeats is no call from outside: neither the heap nor the model is walked for it."""
+    walks: list[str] = []
+    monkeypatch.setattr(runtime.Runtime, "return_freed", lambda _runtime: walks.append("heap"))
+    monkeypatch.setattr(structure.Structure, "check", lambda _structure: walks.append("model"))
+    with engine_of(Net(lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=True)))) as engine:
+        loss = engine(torch.ones(1, WIDTH, requires_grad=True)).sum()
+        assert walks == ["model", "heap"]
+        engine.backward(loss)
+        assert walks == ["model", "heap"]
 
 
 def rank_main(rank: int, directory: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ConfigError, WeightsError
+from infinity.errors import ConfigError, EngineStateError, WeightsError
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 1,
@@ -83,3 +83,26 @@ def test_a_model_whose_engine_was_destroyed() -> None:
     infinity.initialize(model=module, config=CONFIG)[0].destroy()
     with pytest.raises(ConfigError, match="build the model anew"):
         infinity.initialize(model=module, config=CONFIG)
+
+
+@pytest.mark.parametrize("export", ["full_state_dict", "full_master_state_dict"])
+def test_an_export_after_destroy(export: str) -> None:
+    engine = infinity.initialize(model=model(), config=CONFIG)[0]
+    engine.destroy()
+    with pytest.raises(EngineStateError, match=rf"{export}\(\).*before destroy"):
+        getattr(engine, export)()
+
+
+def test_a_parameter_of_sliding_windows() -> None:
+    """Its elements share places without being expanded."""
+    module = model()
+    module.windows = nn.Parameter(torch.randn(10).unfold(0, 4, 2))
+    with pytest.raises(ConfigError, match=r"windows.*share a place"):
+        infinity.initialize(model=module, config=CONFIG)
+    assert_untouched(module)
+
+
+def test_a_parameter_sliced_out_of_a_larger_one_is_none_that_overlaps() -> None:
+    module = model()
+    module.every_third = nn.Parameter(torch.randn(8, 9)[:, ::3].t())
+    infinity.initialize(model=module, config=CONFIG)[0].destroy()

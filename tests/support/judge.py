@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ REMEDIES = re.compile(
     r"destroy|wrap|instead|before|after|inside|outside|within|read|copy|clone|replace|do)\b"
 )
 
+
+NODES_BEYOND_THREADS = 10_000
 
 RELAYED = "an exception occurred :"
 """How torch's load_state_dict passes on the words of what a parameter raised; the exception itself it drops."""
@@ -84,7 +87,18 @@ def _environment(setting: Setting) -> Iterator[None]:
         os.environ["INFINITY_DEBUG"] = before
 
 
+@cache
+def _number_nodes_beyond_threads() -> None:
+    """Backward takes nodes by their numbers, which each thread counts from 0: where modules run in threads, how much
+    the main thread has counted before decides what is summed first. So plain torch differs from itself, unless it has
+    counted further than any thread of the script's will."""
+    tensor = torch.zeros((), requires_grad=True)
+    for _ in range(NODES_BEYOND_THREADS):
+        tensor.view_as(tensor)
+
+
 def _run(script: Script, world: World) -> Run:
+    _number_nodes_beyond_threads()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     random.seed(0)

@@ -37,6 +37,11 @@ class PlainEngine(nn.Module):
         self.accumulation, self.clipping, self.bf16 = accumulation, clipping, bf16
         self.global_steps = self.micro_steps = 0
         self.optimizer: torch.optim.Optimizer | None = None
+        self._hooks = [
+            param.register_post_accumulate_grad_hook(self._collect)
+            for param in module.parameters()
+            if bf16 and accumulation > 1 and param.requires_grad
+        ]
         given = list(parameters) if parameters is not None else list(module.parameters())
         groups = [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
         self._master_of: dict[nn.Parameter, Tensor] = {}
@@ -73,17 +78,18 @@ class PlainEngine(nn.Module):
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         scaled = loss / self.accumulation if self.accumulation > 1 else loss
         torch.autograd.backward(scaled, retain_graph=retain_graph)
-        if self.accumulation > 1:
-            self._collect_gradients()
         return scaled.detach()
 
-    def _collect_gradients(self) -> None:
-        for param, master in self._master_of.items():
-            if param.grad is not None:
-                gradient = param.grad.to_dense() if param.grad.is_sparse else param.grad
-                gradient = gradient.float().clone(memory_format=torch.contiguous_format)
-                master.grad = gradient if master.grad is None else master.grad.add_(gradient)
-                param.grad = None
+    def _collect(self, param: Tensor) -> None:
+        """What autograd has accumulated goes to the master: at once where micro-batches of bf16 add up in fp32."""
+        master = self._master_of.get(param)
+        if master is None or param.grad is None:
+            return
+        gradient = param.grad.detach()
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        gradient = gradient.float().clone(memory_format=torch.contiguous_format)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        param.grad = None
 
     @torch.no_grad()
     def step(self) -> None:
@@ -91,8 +97,8 @@ class PlainEngine(nn.Module):
         self.micro_steps += 1
         if self.micro_steps < self.accumulation:
             return
-        self._collect_gradients()
         for param, master in self._master_of.items():
+            self._collect(param)
             if not torch.equal(param, master.to(param.dtype)):
                 master.copy_(param)
         if self.optimizer is not None:
