@@ -215,6 +215,20 @@ def test_recomputing_in_backward_looks_at_nothing_twice(monkeypatch: pytest.Monk
         assert walks == ["model", "heap"]
 
 
+def test_reentrant_checkpoints_within_accumulation_add_as_torch_adds() -> None:
+    """Each weight has several gradients in each of three backwards: sums of six, rounded in torch's order."""
+    reference, model = Net(twice), Net(twice)
+    with engine_of(model, gradient_accumulation_steps=3, optimizer=ADAM_WITHOUT_MEMORY) as engine:
+        for number in range(3):
+            x = (torch.linspace(-1, 1, WIDTH) * 3**number).repeat(2, 1).requires_grad_()
+            engine.backward(engine(x).square().mean())
+            engine.step()
+            (reference(x).square().mean() / 3).backward()
+        weights = engine.full_state_dict()
+    torch.optim.AdamW(reference.parameters(), lr=0.01, eps=1.0, weight_decay=0.0, fused=True).step()
+    assert all(torch.equal(weights[name], value) for name, value in reference.state_dict().items())
+
+
 def rank_main(rank: int, directory: str) -> None:
     """A group whose gradients are complete twice in one backward, on two ranks with different data."""
     torch.set_num_threads(1)
