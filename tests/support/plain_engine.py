@@ -38,7 +38,7 @@ class PlainEngine(nn.Module):
         self.global_steps = self.micro_steps = 0
         self.optimizer: torch.optim.Optimizer | None = None
         self._hooks = [
-            param.register_post_accumulate_grad_hook(self._collect)
+            param.register_post_accumulate_grad_hook(self._collect)  # type: ignore[no-untyped-call]
             for param in module.parameters()
             if bf16 and accumulation > 1 and param.requires_grad
         ]
@@ -80,7 +80,7 @@ class PlainEngine(nn.Module):
         torch.autograd.backward(scaled, retain_graph=retain_graph)
         return scaled.detach()
 
-    def _collect(self, param: Tensor) -> None:
+    def _collect(self, param: nn.Parameter) -> None:
         """What autograd has accumulated goes to the master: at once where micro-batches of bf16 add up in fp32."""
         master = self._master_of.get(param)
         if master is None or param.grad is None:
