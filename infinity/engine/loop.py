@@ -46,7 +46,7 @@ class TrainingLoop:
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = 0
         self.micro_steps = 0
-        self._tier = tier
+        self.tier = tier
         self._sharded: ShardedModel = runtime.sharded
         self._times = self._last_times = StepTimes()
         self._stall_seconds_before = 0.0
@@ -141,8 +141,8 @@ class TrainingLoop:
         self.phases.phase = StepPhase.CLOSED
         self.runtime.collectives.part()
         self.runtime.close()
-        if self._tier is not None:
-            self._tier.close()
+        if self.tier is not None:
+            self.tier.close()
 
     def _trained(self, call: str) -> Update:
         if self._update is None:

@@ -252,7 +252,7 @@ class Runtime(access.Owner):
 
     def _has_gradient(self, param: nn.Parameter) -> bool:
         found = self._param_of[id(param)]
-        return self.reducer.holds(self._group_of[found.index], found)
+        return self.reducer.holds(found.index) or self._group_of[found.index].has_gradient_of(found)
 
     def _refuse_gradient(self, param: nn.Parameter) -> NoReturn:
         self.refuse(

@@ -39,9 +39,9 @@ class Reducer:
         """For each parameter, whether any rank had a gradient for it since ``clear``; true after ``finish``."""
         return [bool(flag) for flag in self._used.tolist()]
 
-    def holds(self, group: ParamGroup, param: ShardedParam) -> bool:
+    def holds(self, param: int) -> bool:
         """Whether the running step has a gradient of the parameter."""
-        return bool(self._used[param.index]) or group.has_gradient_of(param)
+        return bool(self._used[param])
 
     def take(self, group: ParamGroup, param: ShardedParam) -> bool:
         """Autograd has accumulated a gradient of the parameter. True if it was the last of the group.

@@ -10,6 +10,7 @@ import torch
 
 import infinity
 from infinity.config import parse_config
+from infinity.tiers.connection import DaemonConnection
 from io_daemon.bench.sweep import io_daemon_section
 from io_daemon.bench.sweep_plan import Cell
 from io_daemon.machine.tuning import Tuning, remember
@@ -33,9 +34,10 @@ def daemon_settings(config: dict[str, Any]) -> tuple[str, int, int]:
     """Engine, block bytes and queue depth of the daemon that training starts."""
     engine, *_ = infinity.initialize(model=torch.nn.Linear(64, 64), config=config)
     with engine:
-        if engine._connection is None:
+        tier = engine._loop.tier
+        if not isinstance(tier, DaemonConnection):
             raise AssertionError(config)
-        connection, _ = Connection.open(str(engine._connection.socket_path), timeout_s=10.0)
+        connection, _ = Connection.open(str(tier.socket_path), timeout_s=10.0)
         try:
             answer, _ = connection.request(StatusRequest(), Status, timeout_s=10.0)
         finally:

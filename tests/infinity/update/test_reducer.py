@@ -41,7 +41,7 @@ class OneRank:
         target = self.shards.params[param].param
         gradient = torch.full_like(target, value) * torch.arange(1, target.numel() + 1)
         target.grad = gradient if target.grad is None else target.grad + gradient
-        if group.count_gradient():
+        if self.reducer.take(group, self.shards.params[param]):
             self.reducer.complete(group)
 
     def held(self, param: int) -> list[float]:
@@ -88,17 +88,20 @@ def test_one_rank_adds_what_is_left_at_the_end_of_backward() -> None:
     assert own.held(1) == ramp(3.0, 130)
 
 
-def test_a_group_that_repeats_itself_is_taken_at_the_end_of_the_next_backward() -> None:
+def test_a_gradient_that_comes_again_in_one_backward_is_added_by_itself() -> None:
+    """As autograd adds it to ``param.grad``: re-entrant checkpointing accumulates several times."""
     own = OneRank()
+    own.give(0, 1.0)
+    own.give(0, 2.0)
+    assert own.added == [(0, [0], False)], "what was held goes first"
+    own.give(1, 4.0)
+    assert own.added[1:] == [(0, [0, 1], False)]
     own.give(2, 1.0)
     own.give(2, 2.0)
-    assert [entry[0] for entry in own.added] == [1, 1], "one by one, as they come"
     own.reducer.finish()
-    own.give(2, 4.0)
-    assert len(own.added) == 2, "it waits for the end"
-    own.reducer.finish()
-    assert [entry[0] for entry in own.added] == [1, 1, 1]
-    assert own.held(2) == ramp(7.0, 64)
+    assert [entry[0] for entry in own.added[2:]] == [1, 1], "also after the group was complete"
+    assert own.held(0) == ramp(3.0, 100)
+    assert own.held(2) == ramp(3.0, 64)
 
 
 def test_a_cleared_reducer_holds_nothing() -> None:

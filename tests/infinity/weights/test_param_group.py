@@ -176,7 +176,7 @@ def give(shards: SmallShards, gradients: Sequence[torch.Tensor | None]) -> None:
     for param, gradient in zip(shards.params, gradients, strict=True):
         if gradient is not None:
             param.param.grad = gradient.view(param.shape).clone()
-            shards.groups[0].count_gradient()
+            shards.groups[0].take_gradient(param)
 
 
 def ramps(scale: float = 1.0) -> list[torch.Tensor]:
@@ -204,14 +204,18 @@ def test_one_rank_takes_the_gradients_that_there_are() -> None:
                 assert torch.equal(found, given[segment.param][begin : begin + segment.numel])
 
 
-def test_nothing_is_taken_of_a_group_that_counts_none() -> None:
+def test_what_autograd_accumulates_is_the_groups_at_once() -> None:
     shards = written()
     (group,) = shards.groups
-    shards.params[0].param.grad = torch.ones(SHAPES[0])
-    params, gradient_of = group.take_gradients()
-    assert params == []
-    assert gradient_of(shards.chunks[0].segments[0]) is None
-    assert access.own_gradient(shards.params[0].param) is not None
+    give(shards, [ramps()[0], None, None, None])
+    first, second = shards.params[:2]
+    assert access.own_gradient(first.param) is None
+    assert [group.has_gradient_of(first), group.has_gradient_of(second)] == [True, False]
+    give(shards, [ramps(2.0)[0], None, None, None])
+    _, gradient_of = group.take_gradients()
+    part = gradient_of(shards.chunks[0].segments[0])
+    assert part is not None
+    assert torch.equal(part, (ramps()[0] + ramps(2.0)[0])[: part.numel()]), "before they are reduced they add up"
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -245,22 +249,17 @@ def test_ranks_get_their_part_of_the_mean(world_size: int) -> None:
         assert torch.equal(whole, expected)
 
 
-def test_a_group_is_complete_when_all_have_come_and_each_that_comes_then_is_one_more() -> None:
-    (group,) = written().groups
-    assert [group.count_gradient() for _ in range(4)] == [False, False, False, True]
-    group.drop_gradients()
-    assert [group.has_gradients, group.count_gradient()] == [False, True], "it repeats itself: one by one"
-    group.end_backward()
-    group.drop_gradients()
-    assert [group.count_gradient() for _ in range(4)] == [False] * 4, "all of the next backward's at its end"
+def test_a_group_is_complete_when_all_have_come_however_often_some_did() -> None:
+    shards = written()
+    (group,) = shards.groups
 
+    def come(param: int) -> bool:
+        shards.params[param].param.grad = torch.ones(SHAPES[param])
+        return group.take_gradient(shards.params[param])
 
-def test_a_group_that_does_not_repeat_itself_never_waits() -> None:
-    (group,) = written().groups
-    for _ in range(3):
-        assert [group.count_gradient() for _ in range(4)] == [False, False, False, True]
-        group.drop_gradients()
-        group.end_backward()
+    assert [come(param) for param in (0, 0, 1, 2, 3)] == [False, False, False, False, True]
+    group.drop_gradients()
+    assert [group.has_gradients, come(0), group.has_gradients] == [False, False, True]
 
 
 def test_a_group_is_in_use_while_it_is_held() -> None:
