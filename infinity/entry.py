@@ -14,12 +14,18 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, Dataset
 
 from infinity.config import Config, parse_config, read_environment
 from infinity.engine import Engine
 from infinity.engine.build import build_engine
 from infinity.errors import ConfigError
+from infinity.loader import make_loader
+from infinity.observe.breakdowns import Memory, WallClock
+from infinity.observe.comms import CommsLog
+from infinity.observe.flops import FlopsOfAStep
+from infinity.observe.monitors import monitors_of
+from infinity.observe.observer import Observer, Observers
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.update.optimizer import ShardedAdam, adam_from_config, adam_from_torch, group_indices
@@ -42,6 +48,7 @@ def initialize(
     optimizer: torch.optim.Optimizer | None = None,
     lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
     training_data: Dataset[Any] | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Initialized:
     """Shard ``model`` and build its engine. Collective over the ranks that share the model.
@@ -53,6 +60,7 @@ def initialize(
         optimizer: ``torch.optim.Adam`` or ``AdamW`` instead of the config's; its groups are taken over and shared.
         lr_scheduler: a torch scheduler on ``optimizer``, or a function from the engine's optimizer to one.
         training_data: a dataset, to get a loader of micro-batches back.
+        collate_fn: makes a micro-batch of its samples; by default torch's own.
         process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
             RANK and WORLD_SIZE are set and nobody has.
 
@@ -85,6 +93,8 @@ def initialize(
         if connection is None and parsed.offloads:
             connection = DaemonConnection(parsed, environment, collectives, place)
             cleanup.callback(connection.close)
+        observers = _observers(parsed, model, device, collectives)
+        cleanup.callback(observers.close)
         engine = build_engine(
             model,
             layout,
@@ -97,13 +107,14 @@ def initialize(
             tier=connection,
             budget_bytes=budget_beside(sum(area.arena_bytes for area in areas), parsed),
             poison=environment.poison,
+            observers=observers,
         )
         cleanup.callback(engine.destroy)
         for area in areas:
             area.close_store()
         return_freed()
         engine.lr_scheduler = _schedule(parsed, sharded_optimizer, lr_scheduler)
-        loader = _loader(parsed, training_data, collectives)
+        loader = _loader(parsed, training_data, collate_fn, collectives)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler
 
@@ -194,15 +205,36 @@ def _schedule(
     return build_schedule(config.scheduler, optimizer) if config.scheduler is not None else None
 
 
-def _loader(config: Config, data: Dataset[Any] | None, collectives: Collectives) -> DataLoader[Any] | None:
+def _loader(
+    config: Config,
+    data: Dataset[Any] | None,
+    collate_fn: Callable[[list[Any]], Any] | None,
+    collectives: Collectives,
+) -> DataLoader[Any] | None:
     if data is None:
         return None
-    sampler: DistributedSampler[Any] | None = None
-    if collectives.world_size > 1:
-        sampler = DistributedSampler(data, num_replicas=collectives.world_size, rank=collectives.rank)
-    return DataLoader(
+    return make_loader(
         data,
         batch_size=config.train_micro_batch_size_per_gpu,
-        sampler=sampler,
-        shuffle=sampler is None,
+        shuffle=True,
+        drop_last=config.dataloader_drop_last,
+        collectives=collectives,
+        collate_fn=collate_fn,
     )
+
+
+def _observers(config: Config, model: nn.Module, device: torch.device, collectives: Collectives) -> Observers:
+    """Who looks on, as the configuration asks: rank 0 writes and logs, every rank counts its collectives."""
+    collectives.log = CommsLog(config.comms_logger)
+    if collectives.rank:
+        return Observers()
+    if config.dump_state:
+        _log.info("the configuration: %s", config.model_dump_json(indent=2))
+    observers: list[Observer] = [*monitors_of(config)]
+    if config.wall_clock_breakdown:
+        observers.append(WallClock(config.steps_per_print))
+    if config.memory_breakdown:
+        observers.append(Memory(config.steps_per_print, device))
+    if config.flops_profiler.enabled:
+        observers.append(FlopsOfAStep(config.flops_profiler, model))
+    return Observers(observers)

@@ -30,11 +30,12 @@ LADDERS = {
     "infinity": (
         "errors states",
         "config",
+        "observe",
         "plan",
         "tiers",
         "weights",
         "update",
-        "report",
+        "loader report",
         "engine",
         "zero utils",
         "entry",

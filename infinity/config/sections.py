@@ -12,6 +12,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field
 
+from infinity.config.observing import CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from infinity.config.schedule import Scheduler
 from infinity.config.section import (
     Beta,
@@ -139,6 +140,19 @@ class Config(Section):
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
     zero_optimization: ZeroOptimization = ZeroOptimization()
+    wall_clock_breakdown: bool = False
+    """Times of forward, backward and update in the log, every ``steps_per_print`` steps."""
+    memory_breakdown: bool = False
+    """Memory of process, node and device in the log, every ``steps_per_print`` steps."""
+    dump_state: bool = False
+    """The resolved configuration in the log at ``initialize``."""
+    dataloader_drop_last: bool = False
+    """Whether the loader of ``training_data`` leaves out a last micro-batch that is not full."""
+    tensorboard: TensorBoard = TensorBoard()
+    csv_monitor: CsvMonitor = CsvMonitor()
+    wandb: Wandb = Wandb()
+    flops_profiler: FlopsProfiler = FlopsProfiler()
+    comms_logger: CommsLogger = CommsLogger()
     aio: Aio = Aio()
     io_daemon: IoDaemon = IoDaemon()
     subsumed: tuple[str, ...] = ()

@@ -9,6 +9,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.engine.facade import Engine
+from infinity.observe.observer import Observers
 from infinity.plan.precision import Precision
 from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
@@ -32,6 +33,7 @@ def build_engine(
     tier: HostTier | None,
     budget_bytes: int,
     poison: bool = False,
+    observers: Observers | None = None,
 ) -> Engine:
     """Reserve memory and disk space, write what the model holds there, and take its parameters over. Collective.
 
@@ -58,7 +60,16 @@ def build_engine(
             if (staged := staged_param(param)) is not None:
                 staged.discard()
         _move_buffers(model, device, sharded.precision.weight)
-        return Engine(model, sharded, optimizer, optimizer_groups, config=config, collectives=collectives, tier=tier)
+        return Engine(
+            model,
+            sharded,
+            optimizer,
+            optimizer_groups,
+            config=config,
+            collectives=collectives,
+            tier=tier,
+            observers=observers,
+        )
     except BaseException:
         sharded.store.close()
         raise

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset, Sampler
 
 from infinity.config import Config
 from infinity.engine.export import full_master_state_dict, full_state_dict
 from infinity.engine.loop import TrainingLoop
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
+from infinity.errors import ConfigError, EngineStateError
+from infinity.loader import is_training, make_loader
+from infinity.observe.observer import Observers
 from infinity.report import IoReport
 from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
@@ -40,13 +45,21 @@ class Engine(nn.Module):
         config: Config,
         collectives: Collectives,
         tier: HostTier | None,
+        observers: Observers | None = None,
     ) -> None:
         super().__init__()
-        self.config = config
         self.optimizer = optimizer
         phases = Phases(type(module).__name__)
         self._runtime = Runtime(module, sharded, phases, config=config, collectives=collectives)
-        self._loop = TrainingLoop(self._runtime, phases, optimizer, optimizer_groups, config=config, tier=tier)
+        self._loop = TrainingLoop(
+            self._runtime,
+            phases,
+            optimizer,
+            optimizer_groups,
+            config=config,
+            tier=tier,
+            observers=observers or Observers(),
+        )
         self.module = module
         self.training = module.training
         # also at exit, and when nobody holds the engine any more: nothing below refers back to it
@@ -101,6 +114,25 @@ class Engine(nn.Module):
         """Drop what the running step has accumulated."""
         self._loop.zero_grad()
 
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide, instead of the number of micro-batches, whether the coming ``step`` updates.
+
+        It holds until it is called again. ``backward`` goes on dividing by ``gradient_accumulation_steps`` unless it is
+        told not to.
+        """
+        self._loop.boundary = bool(is_boundary)
+
+    def was_step_applied(self) -> bool:
+        """Whether the last call of ``step`` has updated the parameters."""
+        return self._loop.was_step_applied
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Raises EngineStateError: sharded gradients have no place where one rank could keep all of its own."""
+        raise EngineStateError(
+            "no_sync() keeps whole gradients on every rank, and here they are sharded (stage 3): leave it out, and "
+            "write gradient_accumulation_steps into the configuration; micro-batches are reduced while backward goes on"
+        )
+
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Between the last backward and ``step``: clip this step's gradients to a global norm, as
         ``torch.nn.utils.clip_grad_norm_`` would. Collective.
@@ -110,12 +142,105 @@ class Engine(nn.Module):
         """
         return self._loop.clip_grad_norm(max_norm)
 
+    # Batches
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change ``gradient_accumulation_steps`` so that a step takes ``train_batch_size`` samples of all ranks.
+
+        Raises:
+            ConfigError: it is no multiple of the micro-batches of all ranks.
+            EngineStateError: called within a step.
+        """
+        per_micro_batch = self.config.train_micro_batch_size_per_gpu * self._runtime.collectives.world_size
+        if train_batch_size < 1 or train_batch_size % per_micro_batch:
+            raise ConfigError(
+                "train_batch_size",
+                train_batch_size,
+                f"must be a multiple of {per_micro_batch}: {self.config.train_micro_batch_size_per_gpu} on each of "
+                f"{self._runtime.collectives.world_size} ranks",
+            )
+        self._loop.set_accumulation(
+            micro_batch=self.config.train_micro_batch_size_per_gpu, accumulation=train_batch_size // per_micro_batch
+        )
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of one forward on one rank; ``gradient_accumulation_steps`` stays.
+
+        Raises:
+            ConfigError: it is below 1.
+            EngineStateError: called within a step.
+        """
+        if micro_batch_size < 1:
+            raise ConfigError("train_micro_batch_size_per_gpu", micro_batch_size, "must be at least 1")
+        self._loop.set_accumulation(micro_batch=micro_batch_size, accumulation=self.config.gradient_accumulation_steps)
+
+    def get_batch_info(self) -> tuple[int, int, int]:
+        """``train_batch_size``, ``train_micro_batch_size_per_gpu``, ``gradient_accumulation_steps``."""
+        config = self.config
+        return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
+
+    def deepspeed_io(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int | None = None,
+        route: str = "train",
+        pin_memory: bool = False,
+        data_sampler: Sampler[Any] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_local_io_workers: int = 0,
+    ) -> DataLoader[Any]:
+        """A loader of this rank's micro-batches of ``dataset``.
+
+        Args:
+            dataset: its samples are dealt out to the ranks.
+            batch_size: samples of a batch; by default ``train_micro_batch_size_per_gpu``.
+            route: "train" shuffles, "eval" and "predict" keep the order.
+            pin_memory: batches lie in page-locked memory.
+            data_sampler: which samples this rank gets, instead of its share of all.
+            collate_fn: makes a batch of samples; by default torch's own.
+            num_local_io_workers: processes that load.
+
+        Raises:
+            ConfigError: an unknown ``route``.
+        """
+        return make_loader(
+            dataset,
+            batch_size=batch_size or self.config.train_micro_batch_size_per_gpu,
+            shuffle=is_training(route),
+            drop_last=self.config.dataloader_drop_last,
+            collectives=self._runtime.collectives,
+            sampler=data_sampler,
+            collate_fn=collate_fn,
+            num_workers=num_local_io_workers,
+            pin_memory=pin_memory,
+        )
+
     # What it knows
+
+    @property
+    def config(self) -> Config:
+        """The configuration as it is now; ``set_train_batch_size`` changes it."""
+        return self._loop.config
 
     @property
     def global_steps(self) -> int:
         """Optimizer steps done."""
         return self._loop.global_steps
+
+    @property
+    def global_samples(self) -> int:
+        """Samples trained on so far, by all ranks."""
+        return self._loop.global_samples
+
+    @property
+    def global_rank(self) -> int:
+        """This rank among those that share the model."""
+        return self._runtime.collectives.rank
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that share the model."""
+        return self._runtime.collectives.world_size
 
     @property
     def micro_steps(self) -> int:
@@ -143,6 +268,35 @@ class Engine(nn.Module):
 
     def train_batch_size(self) -> int:
         return self.config.train_batch_size
+
+    def gradient_clipping(self) -> float:
+        return self.config.gradient_clipping
+
+    def zero_optimization_stage(self) -> int:
+        return self.config.zero_optimization.stage
+
+    def zero_optimization(self) -> bool:
+        return self.config.zero_optimization.stage > 0
+
+    def bfloat16_enabled(self) -> bool:
+        return self.config.bf16.enabled
+
+    def fp16_enabled(self) -> bool:
+        return self.config.fp16.enabled
+
+    def steps_per_print(self) -> int:
+        return self.config.steps_per_print
+
+    def wall_clock_breakdown(self) -> bool:
+        return self.config.wall_clock_breakdown
+
+    def comms_summary(self) -> str:
+        """A table of this rank's collectives; empty but for its head without ``comms_logger``."""
+        return self._runtime.collectives.log.summary()
+
+    def empty_partition_cache(self) -> None:
+        """Give up weights that are kept on the device for their next use."""
+        self._runtime.empty_cache()
 
     def get_lr(self) -> list[float]:
         return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]

@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from infinity.config import Config
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
-from infinity.errors import DaemonLostError, WeightsError
+from infinity.errors import DaemonLostError, EngineStateError, WeightsError
+from infinity.observe.observer import Observers, StepFacts
 from infinity.report import IoReport, StepTimes, TierTraffic
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
@@ -41,12 +42,19 @@ class TrainingLoop:
         *,
         config: Config,
         tier: HostTier | None,
+        observers: Observers,
     ) -> None:
         self.runtime, self.phases, self.optimizer, self.config = runtime, phases, optimizer, config
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = 0
         self.micro_steps = 0
         self.tier = tier
+        self.global_samples = 0
+        self.was_step_applied = False
+        """Whether the last call of ``step`` has updated."""
+        self.boundary: bool | None = None
+        """What the user says the next ``step`` is; None: the number of micro-batches decides."""
+        self._observers = observers
         self._sharded: ShardedModel = runtime.sharded
         self._times = self._last_times = StepTimes()
         self._stall_seconds_before = 0.0
@@ -64,7 +72,8 @@ class TrainingLoop:
         with self._phase_of(StepPhase.FORWARD):
             self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
             self._followed_buffers.before_forward()
-            return module(*args, **kwargs)
+            with self._observers.around_forward(self.global_steps + 1):
+                return module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, scale: bool, create_graph: bool) -> torch.Tensor:
         update = self._trained("backward")
@@ -78,12 +87,14 @@ class TrainingLoop:
             reducer.finish()
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()
+            self._observers.after_backward(loss)
         return scaled.detach()
 
     def step(self) -> None:
         self._trained("step")
         if self.phases.phase is not StepPhase.IDLE:
             self.phases.go(StepPhase.OPTIMIZER)  # refused: the message says what the engine is in
+        self.was_step_applied = False
         if not self.is_boundary():
             self.micro_steps += 1
             return
@@ -94,6 +105,9 @@ class TrainingLoop:
         if self.lr_scheduler is not None:
             self.lr_scheduler.step()
         self.global_steps += 1
+        self.was_step_applied = True
+        self.global_samples += self.config.train_batch_size
+        self._tell_observers()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.runtime.collectives.rank == 0:
             rates = [group["lr"] for group in self.optimizer.param_groups]
@@ -109,14 +123,53 @@ class TrainingLoop:
         self.runtime.end_update()
         self.micro_steps = 0
 
+    def _tell_observers(self) -> None:
+        update, optimizer = self._update, self.optimizer
+        if update is None or optimizer is None:
+            raise AssertionError("an update without an optimizer")
+        self._observers.after_step(
+            StepFacts(
+                step=self.global_steps,
+                samples=self.global_samples,
+                loss=self._observers.take_loss(),
+                learning_rates=tuple(group["lr"] for group in optimizer.param_groups),
+                loss_scale=1.0,
+                grad_norm=update.grad_norm,
+                forward_s=self._times.forward_seconds,
+                backward_s=self._times.backward_seconds,
+                update_s=self._times.update_seconds,
+            )
+        )
+
+    def set_accumulation(self, *, micro_batch: int, accumulation: int) -> None:
+        """Batch sizes are these from the next step on. Raises EngineStateError within a step."""
+        if self.micro_steps or self.runtime.reducer.has_any:
+            raise EngineStateError("batch sizes change between steps, not while gradients accumulate")
+        if accumulation > 1 and not self._sharded.precision.accumulates:
+            raise EngineStateError(
+                "gradients are kept in 16 bits, since the configuration has gradient_accumulation_steps 1: start with "
+                "2 or more, or with communication_data_type fp32"
+            )
+        world_size = self.runtime.collectives.world_size
+        self.config = self.config.model_copy(
+            update={
+                "train_micro_batch_size_per_gpu": micro_batch,
+                "gradient_accumulation_steps": accumulation,
+                "train_batch_size": micro_batch * accumulation * world_size,
+            }
+        )
+
     def is_boundary(self) -> bool:
         """Whether the next call of ``step`` updates."""
+        if self.boundary is not None:
+            return self.boundary
         return self.micro_steps >= self.config.gradient_accumulation_steps - 1
 
     def zero_grad(self) -> None:
         self.runtime.reducer.clear()
         if self._update is not None:
             self._update.forget_clipping()
+        self._observers.drop_losses()
         self.micro_steps = 0
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -141,6 +194,7 @@ class TrainingLoop:
         self.phases.phase = StepPhase.CLOSED
         self.runtime.collectives.part()
         self.runtime.close()
+        self._observers.close()
         if self.tier is not None:
             self.tier.close()
 

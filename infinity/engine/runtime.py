@@ -325,6 +325,12 @@ class Runtime(access.Owner):
         self.return_freed()
         self._phases.in_training_pass = False
 
+    def empty_cache(self) -> None:
+        """Give up weights that nobody uses now, and what was leased ahead."""
+        with self._lock:
+            self.live_set.reshard_all()
+        self.return_freed()
+
     def abandon_pass(self) -> None:
         """An exception has ended a call: nothing is in use, and leases that wait are given up."""
         self.calls.forget()

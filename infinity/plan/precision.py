@@ -25,6 +25,11 @@ class Precision:
     master: bool
     """Weights are 16-bit and an fp32 copy is kept; else the weights are the master weights."""
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether several gradients may be added up: in fp32 only."""
+        return self.gradient is FP32
+
     @classmethod
     def of(cls, config: Config) -> Precision:
         weight = torch.bfloat16 if config.bf16.enabled else FP32

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.errors import WorldError
+from infinity.observe.comms import CommsLog
 from infinity.tiers.world import Peers
 
 _log = logging.getLogger(__name__)
@@ -75,6 +76,7 @@ class Collectives:
         self._peers = peers if peers is not None and peers.world_size > 1 else None
         self.rank = peers.rank if peers is not None else 0
         self.world_size = peers.world_size if peers is not None else 1
+        self.log = CommsLog()
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None) -> Collectives:
@@ -108,7 +110,7 @@ class Collectives:
         if self._peers is None:
             output.copy_(shard)
             return
-        with _in_words("gather weights", self._peers):
+        with _in_words("gather weights", self._peers), self.log.timed("all_gather", output.nbytes):
             _gather(output, shard, group=self._peers.data)
 
     def reduce_scatter_mean(self, output: torch.Tensor, full: torch.Tensor) -> dist.Work:
@@ -120,7 +122,8 @@ class Collectives:
         if self._peers is None:
             raise AssertionError("one rank has nothing to reduce")
         full.div_(self.world_size)
-        work: dist.Work = _scatter(output, full, op=dist.ReduceOp.SUM, group=self._peers.reductions, async_op=True)
+        with self.log.timed("reduce_scatter", full.nbytes):
+            work: dist.Work = _scatter(output, full, op=dist.ReduceOp.SUM, group=self._peers.reductions, async_op=True)
         return work
 
     def sum(self, tensor: torch.Tensor, what: str) -> None:
@@ -136,7 +139,7 @@ class Collectives:
         if self._peers is not None:
             self.agree(what).wait()
             group = self._peers.control if tensor.device.type == "cpu" else self._peers.data
-            with _in_words(what, self._peers):
+            with _in_words(what, self._peers), self.log.timed("broadcast", tensor.nbytes, what):
                 dist.broadcast(tensor, group_src=source, group=group)
 
     def broadcast_object(self, value: object, what: str) -> Any:
@@ -145,7 +148,7 @@ class Collectives:
             return value
         self.agree(what).wait()
         box = [value]
-        with _in_words(what, self._peers):
+        with _in_words(what, self._peers), self.log.timed("broadcast_object", 0, what):
             dist.broadcast_object_list(box, src=self._peers.root, group=self._peers.control)
         return box[0]
 
@@ -155,14 +158,14 @@ class Collectives:
             return [value]
         self.agree(what).wait()
         box: list[Any] = [None] * self.world_size
-        with _in_words(what, self._peers):
+        with _in_words(what, self._peers), self.log.timed("gather_objects", 0, what):
             dist.all_gather_object(box, value, group=self._peers.control)
         return box
 
     def _all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> None:
         if self._peers is not None:
             self.agree(what).wait()
-            with _in_words(what, self._peers):
+            with _in_words(what, self._peers), self.log.timed("all_reduce", tensor.nbytes, what):
                 dist.all_reduce(tensor, op=operation, group=self._peers.control)
 
     def together(self, work: Callable[[], Result], what: str) -> Result:

@@ -53,6 +53,11 @@ class Reducer:
             self._add_own(group)
         return group.take_gradient(param)
 
+    @property
+    def has_any(self) -> bool:
+        """Whether the running step has a gradient of any parameter."""
+        return bool(self._used.any())
+
     def note(self, param: int) -> None:
         """The running step has a gradient of the parameter that no backward gave."""
         self._used[param] = 1

@@ -98,9 +98,9 @@ class ThreadedCollectives(Collectives):
         self.reduced.append(full.clone())
         return Work(self._meeting, self.rank, output, full)
 
-    def broadcast(self, tensor: torch.Tensor, what: str) -> None:
+    def broadcast(self, tensor: torch.Tensor, what: str, *, source: int = 0) -> None:
         self.agree(what).wait()
-        tensor.copy_(self._meeting.exchange("control", self.rank, tensor.clone())[0])
+        tensor.copy_(self._meeting.exchange("control", self.rank, tensor.clone())[source])
 
     def broadcast_object(self, value: object, what: str) -> Any:
         return self.gather_objects(value, what)[0]

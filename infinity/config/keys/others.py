@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from infinity.config.keys.key import Key, refused, subsumed
+from infinity.config.keys.key import Key, refused, subsumed, works
 
 _CHECKPOINTING = "activation checkpointing is torch's"
 _CHECKPOINTS = "checkpoints are not built yet"
-_MONITOR = "there is no monitor; log engine.io_report()"
+_MONITOR = "there is no such monitor: tensorboard, csv_monitor and wandb are"
 
 ACTIVATIONS: tuple[Key, ...] = (
     *(
@@ -40,21 +40,16 @@ SWITCHED: tuple[Key, ...] = (
             ("amp", "apex is not used"),
             ("torch_autocast", "bf16.enabled decides the dtype"),
             ("autotuning", "there is no autotuner"),
-            ("comms_logger", "there is no communication log"),
             ("compression_scheduler", "compression is not built"),
             ("curriculum_learning", "data is the caller's"),
             ("data_efficiency", "data is the caller's"),
             ("eigenvalue", "quantisation is not built"),
             ("elasticity", "the world size is fixed"),
             ("expert_parallel", "there is no expert parallelism"),
-            ("flops_profiler", "use torch.profiler"),
             ("hybrid_engine", "there is no inference engine"),
             ("nebula", _CHECKPOINTS),
             ("progressive_layer_drop", "the model is the caller's"),
             ("quantize_training", "quantisation is not built"),
-            ("tensorboard", _MONITOR),
-            ("wandb", _MONITOR),
-            ("csv_monitor", _MONITOR),
             ("comet", _MONITOR),
             ("trackio", _MONITOR),
         )
@@ -78,4 +73,32 @@ WHOLE: tuple[Key, ...] = (
     refused("graph_harvesting", "CUDA graphs are not built", "write false", accepts=(False,)),
 )
 
-TABLES = (ACTIVATIONS, CHECKPOINTS, SWITCHED, WHOLE)
+OBSERVING: tuple[Key, ...] = (
+    *(
+        works(f"{name}.{key}", note)
+        for name, drawn in (("tensorboard", "figures for TensorBoard"), ("csv_monitor", "figures as CSV files"))
+        for key, note in (
+            ("enabled", f"{drawn}, every steps_per_print steps"),
+            ("output_path", "directory that holds the job's"),
+            ("job_name", "the job's directory"),
+        )
+    ),
+    works("wandb.enabled", "figures for Weights & Biases, every steps_per_print steps"),
+    works("wandb.group", "group of the run"),
+    works("wandb.team", "team that the run belongs to"),
+    works("wandb.project", "project of the run"),
+    works("flops_profiler.enabled", "counts the operations of one forward, by module, with torch's counter"),
+    works("flops_profiler.profile_step", "the step, counted from 1, whose first forward is counted"),
+    works("flops_profiler.module_depth", "levels of modules in the table; -1 = all"),
+    works("flops_profiler.top_modules", "modules named at every level"),
+    works("flops_profiler.detailed", "name all modules"),
+    works("flops_profiler.recompute_fwd_factor", "the part of forward that backward computes again"),
+    works("flops_profiler.output_file", "where the table is written; without it the log"),
+    works("comms_logger.enabled", "counts collectives; engine.comms_summary() is the table"),
+    works("comms_logger.verbose", "log each collective"),
+    works("comms_logger.prof_all", "count all operations"),
+    works("comms_logger.prof_ops", "the operations counted where prof_all is false"),
+    works("comms_logger.debug", "log what each collective was for"),
+)
+
+TABLES = (ACTIVATIONS, CHECKPOINTS, SWITCHED, WHOLE, OBSERVING)

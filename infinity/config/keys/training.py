@@ -6,7 +6,6 @@ from infinity.config.keys.key import Key, refused, subsumed, works
 
 _BATCH = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size"
 _FP16_ONLY = "acts on fp16 only, which is off"
-_REPORT = "engine.io_report() gives bytes, hit rates, stalls and bandwidth of the last step"
 
 LOOP: tuple[Key, ...] = (
     subsumed("$schema", "string", "for editors: `infinity config schema` prints what it may name"),
@@ -27,12 +26,12 @@ LOOP: tuple[Key, ...] = (
     refused("sparse_gradients", "embedding gradients are dense", "write false", accepts=(False,)),
     refused("disable_allgather", "stage 3 cannot do without all-gather", "write false", accepts=(False,)),
     refused("managed_gradient_accumulation", "the engine counts micro-batches", "write true", accepts=(True,)),
-    refused("wall_clock_breakdown", _REPORT, "write false and read engine.io_report()", accepts=(False,)),
-    refused("memory_breakdown", _REPORT, "write false and read engine.io_report()", accepts=(False,)),
-    refused("dump_state", _REPORT, "write false and read engine.io_report()", accepts=(False,)),
+    works("wall_clock_breakdown", "times of forward, backward and update in the log, every steps_per_print steps"),
+    works("memory_breakdown", "memory of process, node and device in the log, every steps_per_print steps"),
+    works("dump_state", "the resolved configuration in the log at initialize"),
     refused("log_level", "levels are set through Python's logging", "use logging.getLogger('infinity')"),
     refused("disable_python_gc", "the collector is the caller's", "call gc.disable() yourself", accepts=(False,)),
-    refused("dataloader_drop_last", "every sample is served", "write false", accepts=(False,)),
+    works("dataloader_drop_last", "the loader of training_data leaves out a last micro-batch that is not full"),
     subsumed("vocabulary_size", "whole number", "the model knows its own; the key only warned of odd sizes"),
     subsumed("zero_allow_untested_optimizer", "boolean", "an optimizer is served or refused by name at initialize"),
     subsumed("zero_force_ds_cpu_optimizer", "boolean", "torch's fused implementation runs on every device"),

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from infinity.config import Environment
-from infinity.config.parse import SOCKET_PATH_BYTES_MAX
+from infinity.config.paths import SOCKET_PATH_BYTES_MAX
 from infinity.errors import ConfigError, DaemonLostError
 from infinity.tiers import launch
 from infinity.tiers.launch import DaemonProcess

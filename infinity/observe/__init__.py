@@ -1,0 +1,1 @@
+"""What looks on while a model trains, and changes nothing: figures, times, operations, collectives."""

@@ -1,0 +1,55 @@
+"""Lines in the log about where a step's time went, and what memory holds."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+
+from infinity.observe.observer import Observer, StepFacts
+from io_daemon.disk.kernel_text import read_text
+from io_daemon.disk.mounts import PROC
+from io_daemon.machine.meminfo import available_bytes
+from io_daemon.shared.protocol import PAGE_BYTES
+
+GIB = 1 << 30
+_log = logging.getLogger(__name__)
+
+
+class WallClock(Observer):
+    """``wall_clock_breakdown``: forward, backward and update of every ``every``-th step."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def after_step(self, facts: StepFacts) -> None:
+        if self._every and facts.step % self._every == 0:
+            _log.info(
+                "step %d time (ms) | fwd: %.2f | bwd: %.2f | step: %.2f | all: %.2f",
+                facts.step,
+                1e3 * facts.forward_s,
+                1e3 * facts.backward_s,
+                1e3 * facts.update_s,
+                1e3 * facts.step_s,
+            )
+
+
+class Memory(Observer):
+    """``memory_breakdown``: this process's memory, and the device's, after every ``every``-th step."""
+
+    def __init__(self, every: int, device: torch.device) -> None:
+        self._every, self._device = every, device
+
+    def after_step(self, facts: StepFacts) -> None:
+        if self._every and facts.step % self._every == 0:
+            _log.info("step %d memory | %s", facts.step, memory_line(self._device))
+
+
+def memory_line(device: torch.device) -> str:
+    """What this process holds now, in words."""
+    resident_pages = int((read_text(PROC / "self" / "statm") or "0 0").split()[1])
+    line = f"process: {resident_pages * PAGE_BYTES / GIB:.2f} GiB | free on the node: {available_bytes() / GIB:.2f} GiB"
+    if device.type != "cpu":
+        used, peak = torch.accelerator.memory_allocated(device), torch.accelerator.max_memory_allocated(device)
+        line += f" | {device}: {used / GIB:.2f} GiB, at most {peak / GIB:.2f} GiB"
+    return line

@@ -1,0 +1,125 @@
+"""Monitors: figures of every ``steps_per_print``-th step in TensorBoard, CSV files, or Weights & Biases."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TextIO
+
+from infinity.config import Config
+from infinity.errors import ConfigError
+from infinity.observe.observer import Observer, StepFacts
+
+Figures = dict[str, float]
+"""Figures of one step by the dialect's names."""
+
+
+def figures_of(facts: StepFacts) -> Figures:
+    """What every monitor is told of a step."""
+    figures: Figures = {}
+    if facts.loss is not None:
+        figures["Train/Samples/train_loss"] = facts.loss
+    if facts.learning_rates:
+        figures["Train/Samples/lr"] = facts.learning_rates[0]
+    figures["Train/Samples/loss_scale"] = facts.loss_scale
+    if facts.grad_norm is not None:
+        figures["Train/Samples/grad_norm"] = facts.grad_norm
+    for name, seconds in (("forward", facts.forward_s), ("backward", facts.backward_s), ("step", facts.update_s)):
+        figures[f"Train/Samples/elapsed_time_ms_{name}"] = 1e3 * seconds
+    return figures
+
+
+class Monitor(Observer):
+    """Writes figures over the number of samples, at every ``every``-th step."""
+
+    wants_loss = True
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def after_step(self, facts: StepFacts) -> None:
+        if self._every and facts.step % self._every == 0:
+            self.write(facts.samples, figures_of(facts))
+
+    def write(self, samples: int, figures: Figures) -> None:
+        """Write one point of every figure."""
+        raise NotImplementedError
+
+
+class CsvFiles(Monitor):
+    """A file a figure in ``output_path/job_name``, with the columns step (in samples) and value; appended to."""
+
+    def __init__(self, every: int, directory: Path) -> None:
+        super().__init__(every)
+        self._directory = directory
+        self._files: dict[str, TextIO] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def write(self, samples: int, figures: Figures) -> None:
+        for name, value in figures.items():
+            file = self._files.get(name) or self._open(name)
+            csv.writer(file).writerow([samples, value])
+            file.flush()
+
+    def _open(self, name: str) -> TextIO:
+        path = self._directory / f"{name.replace('/', '_')}.csv"
+        file = path.open("a", newline="", encoding="utf-8")
+        if file.tell() == 0:
+            csv.writer(file).writerow(["step", name])
+        self._files[name] = file
+        return file
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+
+
+class TensorBoardFiles(Monitor):
+    def __init__(self, every: int, directory: Path) -> None:
+        super().__init__(every)
+        writers = _package("torch.utils.tensorboard", "tensorboard.enabled", "tensorboard")
+        self._writer: Any = writers.SummaryWriter(log_dir=str(directory))
+
+    def write(self, samples: int, figures: Figures) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, samples)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbRun(Monitor):
+    def __init__(self, every: int, *, project: str, group: str | None, team: str | None) -> None:
+        super().__init__(every)
+        self._run: Any = _package("wandb", "wandb.enabled", "wandb").init(project=project, group=group, entity=team)
+
+    def write(self, samples: int, figures: Figures) -> None:
+        self._run.log(figures, step=samples)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def monitors_of(config: Config) -> list[Monitor]:
+    """The monitors that the config asks for. Raises ConfigError where a package is missing."""
+    every = config.steps_per_print
+    monitors: list[Monitor] = []
+    if config.csv_monitor.enabled:
+        section = config.csv_monitor
+        monitors.append(CsvFiles(every, Path(section.output_path or "csv_monitor") / section.job_name))
+    if config.tensorboard.enabled:
+        board = config.tensorboard
+        monitors.append(TensorBoardFiles(every, Path(board.output_path or "runs") / board.job_name))
+    if config.wandb.enabled:
+        monitors.append(WandbRun(every, project=config.wandb.project, group=config.wandb.group, team=config.wandb.team))
+    return monitors
+
+
+def _package(module: str, key: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise ConfigError(key, True, f"needs a package that is not here: pip install {package} ({error})") from error

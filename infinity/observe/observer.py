@@ -1,0 +1,89 @@
+"""Who looks on: told of forwards and of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """One step that has been done, as rank 0 knows it."""
+
+    step: int
+    """The step's number, counted from 1."""
+    samples: int
+    """Samples trained on so far, by all ranks."""
+    loss: float | None
+    """The mean over this rank's micro-batches; None unless an observer asked for it."""
+    learning_rates: tuple[float, ...]
+    """One an optimizer group."""
+    loss_scale: float
+    grad_norm: float | None
+    """The norm before clipping; None where it was not taken."""
+    forward_s: float
+    backward_s: float
+    update_s: float
+
+    @property
+    def step_s(self) -> float:
+        return self.forward_s + self.backward_s + self.update_s
+
+
+class Observer:
+    """One that is told nothing it does not override."""
+
+    wants_loss = False
+    """Whether losses are to be kept for ``StepFacts``: reading one waits for the device."""
+
+    def around_forward(self, step: int) -> AbstractContextManager[object]:
+        """Entered for every forward of the engine; ``step`` is the one it belongs to, counted from 1."""
+        return nullcontext()
+
+    def after_step(self, facts: StepFacts) -> None:
+        """The optimizer has stepped."""
+
+    def close(self) -> None:
+        """The engine ends."""
+
+
+class Observers(Observer):
+    """Several, told in turn."""
+
+    def __init__(self, observers: Sequence[Observer] = ()) -> None:
+        self._observers = list(observers)
+        self.wants_loss = any(observer.wants_loss for observer in observers)
+        self._losses: list[torch.Tensor] = []
+
+    def around_forward(self, step: int) -> AbstractContextManager[object]:
+        if not self._observers:
+            return nullcontext()
+        stack = ExitStack()
+        for observer in self._observers:
+            stack.enter_context(observer.around_forward(step))
+        return stack
+
+    def after_backward(self, loss: torch.Tensor) -> None:
+        """The loss of one micro-batch, as the user gave it."""
+        if self.wants_loss:
+            self._losses.append(loss.detach())
+
+    def take_loss(self) -> float | None:
+        """The mean of the losses since it was last taken."""
+        losses, self._losses = self._losses, []
+        return float(sum(float(loss) for loss in losses) / len(losses)) if losses else None
+
+    def drop_losses(self) -> None:
+        """The running step was given up."""
+        self._losses.clear()
+
+    def after_step(self, facts: StepFacts) -> None:
+        for observer in self._observers:
+            observer.after_step(facts)
+
+    def close(self) -> None:
+        for observer in self._observers:
+            observer.close()

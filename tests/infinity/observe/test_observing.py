@@ -1,0 +1,169 @@
+"""What looks on writes what was so, and changes no bit."""
+
+from __future__ import annotations
+
+import csv
+import logging
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.config.observing import CommsLogger
+from infinity.errors import ConfigError
+from infinity.observe.comms import CommsLog
+from tests.support.ranks import run_ranks
+
+MICRO, IN, HIDDEN, OUT = 2, 16, 32, 4
+
+
+def train(num_steps: int = 2, **sections: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Sequential(nn.ReLU(), nn.Linear(HIDDEN, OUT)))
+    config: Mapping[str, Any] = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+        "steps_per_print": 1,
+        **sections,
+    }
+    engine, *_ = infinity.initialize(model=model, config=config)
+    for step in range(2 * num_steps):
+        engine.backward(engine(torch.full((MICRO, IN), 1.0 + step)).square().mean())
+        engine.step()
+    weights = engine.full_state_dict()
+    engine.destroy()
+    return weights
+
+
+def test_csv_files_hold_the_figures_of_every_step(tmp_path: Path) -> None:
+    weights = train(csv_monitor={"enabled": True, "output_path": str(tmp_path), "job_name": "job"})
+    plain = train()
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
+    files = {path.stem: list(csv.reader(path.read_text().splitlines())) for path in (tmp_path / "job").iterdir()}
+    assert files["Train_Samples_lr"] == [["step", "Train/Samples/lr"], ["4", "0.01"], ["8", "0.01"]]
+    losses = [float(value) for _, value in files["Train_Samples_train_loss"][1:]]
+    assert losses[0] == pytest.approx(_first_loss())
+    assert all(float(value) > 0 for _, value in files["Train_Samples_elapsed_time_ms_forward"][1:])
+
+
+def _first_loss() -> float:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(IN, HIDDEN), nn.Sequential(nn.ReLU(), nn.Linear(HIDDEN, OUT)))
+    with torch.no_grad():
+        return sum(float(model(torch.full((MICRO, IN), 1.0 + n)).square().mean()) for n in range(2)) / 2
+
+
+@pytest.mark.parametrize(
+    ("section", "package"),
+    [({"tensorboard": {"enabled": True}}, "torch.utils.tensorboard"), ({"wandb": {"enabled": True}}, "wandb")],
+    ids=["tensorboard", "wandb"],
+)
+def test_a_missing_package_is_named(section: Any, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ConfigError, match="pip install"):
+        train(**section)
+
+
+def test_wandb_and_tensorboard_are_told_the_figures(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """By stand-ins with the interfaces of the packages, which need not be here."""
+    told: list[tuple[str, Any]] = []
+
+    class Run:
+        def log(self, figures: dict[str, float], step: int) -> None:
+            told.append(("wandb", (step, figures["Train/Samples/lr"])))
+
+        def finish(self) -> None:
+            told.append(("wandb", "finished"))
+
+    class SummaryWriter:
+        def __init__(self, log_dir: str) -> None:
+            told.append(("tensorboard", log_dir))
+
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            if name == "Train/Samples/lr":
+                told.append(("tensorboard", (step, value)))
+
+        def flush(self) -> None:
+            pass
+
+        def close(self) -> None:
+            told.append(("tensorboard", "finished"))
+
+    wandb, board = ModuleType("wandb"), ModuleType("board")
+
+    def init(**words: Any) -> Run:
+        told.append(("wandb", words))
+        return Run()
+
+    vars(wandb)["init"] = init
+    vars(board)["SummaryWriter"] = SummaryWriter
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", board)
+    train(1, wandb={"enabled": True, "team": "t"}, tensorboard={"enabled": True, "output_path": str(tmp_path)})
+    by_monitor = {name: [what for other, what in told if other == name] for name in ("wandb", "tensorboard")}
+    assert by_monitor == {
+        "wandb": [{"project": "deepspeed", "group": None, "entity": "t"}, (4, 0.01), "finished"],
+        "tensorboard": [str(tmp_path / "DeepSpeedJobName"), (4, 0.01), "finished"],
+    }
+
+
+def test_breakdowns_and_the_configuration_are_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, logger="infinity"):
+        train(2, wall_clock_breakdown=True, memory_breakdown=True, dump_state=True, steps_per_print=2)
+    text = caplog.text
+    assert text.count("time (ms) | fwd:") == text.count("memory | process:") == 1
+    assert '"gradient_accumulation_steps": 2' in text
+    with caplog.at_level(logging.INFO, logger="infinity"):
+        caplog.clear()
+        train(2)
+    assert "time (ms)" not in caplog.text
+
+
+def test_operations_of_one_forward_are_counted_by_module(tmp_path: Path) -> None:
+    table = tmp_path / "flops.txt"
+    train(3, flops_profiler={"enabled": True, "profile_step": 2, "output_file": str(table), "recompute_fwd_factor": 1})
+    text = table.read_text()
+    first, second = 2 * MICRO * IN * HIDDEN, 2 * MICRO * HIDDEN * OUT
+    assert f"{first / 1e3:.2f} KFLOP" in text
+    assert f"1.1: {second:.0f} FLOP" in text
+    assert f"{4 * (first + second) / 1e3:.2f} KFLOP" in text
+    assert "step 2 of Sequential" in text
+
+
+def test_collectives_are_counted_on_every_rank(tmp_path: Path) -> None:
+    code = """
+    import json, torch, infinity
+    from torch import nn
+    torch.manual_seed(0)
+    engine, *_ = infinity.initialize(model=nn.Linear(64, 64), config={
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW", "params": {}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_gather", "reduce_scatter"]},
+    })
+    for _ in range(3):
+        engine.backward(engine(torch.ones(1, 64)).sum())
+        engine.step()
+    print(json.dumps(engine.comms_summary().splitlines()))
+    """
+    for rank in run_ranks(code, tmp_path, num_ranks=2):
+        lines = [line.split() for line in rank.answer[1:]]
+        counts = {line[0]: int(line[2]) for line in lines}
+        assert set(counts) == {"all_gather", "reduce_scatter"}
+        assert counts["reduce_scatter"] == 3 <= counts["all_gather"]
+
+
+def test_each_collective_is_logged_where_it_is_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    log = CommsLog(CommsLogger(enabled=True, verbose=True, debug=True))
+    with caplog.at_level(logging.INFO, logger="infinity"), log.timed("broadcast", 128, "share the weather"):
+        pass
+    assert "broadcast | 128 bytes" in caplog.text
+    assert "share the weather" in caplog.text
+    assert "broadcast" in log.summary()

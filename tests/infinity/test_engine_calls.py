@@ -1,0 +1,136 @@
+"""The calls of the dialect's engine beside forward, backward and step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import ConfigError, EngineStateError
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1))
+
+
+def make(**changes: Any) -> Engine:
+    return infinity.initialize(model=build(), config={**CONFIG, **changes})[0]
+
+
+def micro_batch(engine: Engine, number: int) -> None:
+    engine.backward(engine(torch.full((2, 8), 1.0 + number)).square().mean())
+    engine.step()
+
+
+def test_the_user_may_decide_which_step_updates() -> None:
+    engine, counted = make(), make()
+    for number in range(4):
+        engine.set_gradient_accumulation_boundary(number % 4 == 3)
+        assert engine.is_gradient_accumulation_boundary() is (number == 3)
+        micro_batch(engine, number)
+        assert engine.was_step_applied() is (number == 3)
+    assert engine.global_steps == 1
+    counted.set_train_batch_size(8)
+    for number in range(4):  # the loss was divided by 2 there, by 4 here: Adam's first step does not mind
+        micro_batch(counted, number)
+        assert counted.was_step_applied() is (number == 3)
+    mine, theirs = engine.full_state_dict(), counted.full_state_dict()
+    assert all(torch.allclose(mine[name], theirs[name], atol=1e-6) for name in theirs)
+
+
+def test_a_boundary_may_be_called_without_steps_in_between() -> None:
+    engine, counted = make(), make()
+    for number in range(2):
+        engine.set_gradient_accumulation_boundary(is_boundary=number == 1)
+        engine.backward(engine(torch.full((2, 8), 1.0 + number)).square().mean())
+        micro_batch(counted, number)
+    engine.step()
+    mine, theirs = engine.full_state_dict(), counted.full_state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
+def test_batch_sizes_change_between_steps() -> None:
+    engine = make()
+    assert engine.get_batch_info() == (4, 2, 2)
+    engine.set_train_batch_size(6)
+    assert engine.get_batch_info() == (6, 2, 3)
+    engine.set_train_micro_batch_size(5)
+    assert engine.get_batch_info() == (15, 5, 3)
+    for number in range(3):
+        micro_batch(engine, number)
+    assert (engine.global_steps, engine.global_samples) == (1, 15)
+    micro_batch(engine, 3)
+    with pytest.raises(EngineStateError, match="between steps"):
+        engine.set_train_batch_size(5)
+
+
+@pytest.mark.parametrize("size", [0, 3])
+def test_batch_sizes_that_do_not_divide_are_refused(size: int) -> None:
+    with pytest.raises(ConfigError, match="multiple of 2"):
+        make().set_train_batch_size(size)
+    with pytest.raises(ConfigError, match="at least 1"):
+        make().set_train_micro_batch_size(0)
+
+
+def test_gradients_in_16_bits_are_not_accumulated_later() -> None:
+    engine = make(bf16={"enabled": True}, gradient_accumulation_steps=1)
+    with pytest.raises(EngineStateError, match="16 bits"):
+        engine.set_train_batch_size(4)
+
+
+def test_no_sync_says_what_to_do_instead() -> None:
+    with pytest.raises(EngineStateError, match="gradient_accumulation_steps"):
+        make().no_sync()
+
+
+def test_what_is_kept_for_the_next_use_can_be_given_up() -> None:
+    engine = make()
+    micro_batch(engine, 0)
+    weight = engine.module.get_parameter("0.weight")
+    engine.empty_partition_cache()
+    assert "sharded=True" in repr(weight)
+    micro_batch(engine, 1)
+    assert engine.global_steps == 1
+
+
+def test_what_the_engine_says_of_itself() -> None:
+    engine = make(gradient_clipping=0.5)
+    assert (engine.global_rank, engine.world_size, engine.zero_optimization_stage()) == (0, 1, 3)
+    assert engine.zero_optimization()
+    assert engine.gradient_clipping() == 0.5
+    assert not engine.bfloat16_enabled()
+    assert not engine.fp16_enabled()
+    assert not engine.wall_clock_breakdown()
+    assert engine.steps_per_print() == 10
+    assert len(engine.comms_summary().splitlines()) == 1
+
+
+def test_loaders_deal_out_micro_batches() -> None:
+    data = TensorDataset(torch.arange(7.0)[:, None].repeat(1, 8))
+    engine, _, loader, _ = infinity.initialize(
+        model=build(),
+        config={**CONFIG, "dataloader_drop_last": True},
+        training_data=data,
+        collate_fn=lambda samples: torch.stack([sample[0] for sample in samples]) + 1,
+    )
+    assert loader is not None
+    batches = list(loader)
+    assert [tuple(batch.shape) for batch in batches] == [(2, 8)] * 3
+    assert all(1 <= float(batch.min()) for batch in batches)
+    ordered = engine.deepspeed_io(data, batch_size=3, route="eval")
+    assert [batch[0][:, 0].tolist() for batch in ordered] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
+    with pytest.raises(ConfigError, match="train, eval, predict"):
+        engine.deepspeed_io(data, route="sideways")
