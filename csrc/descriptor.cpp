@@ -3,7 +3,6 @@
 #include <fcntl.h>
 #include <poll.h>
 #include <sys/eventfd.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 #include <cstdint>
@@ -29,8 +28,6 @@ Descriptor Descriptor::event() {
 }
 
 void signal_event(int event_fd) {
-  pollfd state{event_fd, POLLIN, 0};
-  if (::poll(&state, 1, 0) > 0 && (state.revents & POLLIN) != 0) return;
   const std::uint64_t one = 1;
   while (::write(event_fd, &one, sizeof(one)) < 0) {
     if (errno == EAGAIN) return;  // the counter is full, so it is readable
@@ -40,15 +37,8 @@ void signal_event(int event_fd) {
 
 void drain_event(int event_fd) {
   std::uint64_t count = 0;
-  iovec target{&count, sizeof(count)};
-  // RWF_NOWAIT, because O_NONBLOCK is a property that the other process can clear.
-  while (::preadv2(event_fd, &target, 1, -1, RWF_NOWAIT) < 0) {
+  while (::read(event_fd, &count, sizeof(count)) < 0) {
     if (errno == EAGAIN) return;
-    if (errno == EOPNOTSUPP) {  // kernels before 5.8
-      pollfd state{event_fd, POLLIN, 0};
-      if (::poll(&state, 1, 0) <= 0) return;
-      if (::read(event_fd, &count, sizeof(count)) >= 0 || errno == EAGAIN) return;
-    }
     if (errno != EINTR) throw_last_errno("drain eventfd");
   }
 }

@@ -30,8 +30,7 @@ class Descriptor {
   int fd_ = -1;
 };
 
-// Makes the eventfd readable. Never blocks, even if the other owner of the description has cleared
-// O_NONBLOCK and filled the counter: an eventfd that is readable already is left alone.
+// Makes the eventfd readable. Never blocks: no other process has it, so it stays non-blocking.
 void signal_event(int event_fd);
 
 // Makes the eventfd unreadable. Never blocks.

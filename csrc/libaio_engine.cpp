@@ -10,7 +10,6 @@
 #include "descriptor.hpp"
 #include "engine.hpp"
 #include "error.hpp"
-#include "wire.hpp"
 
 namespace infinity {
 namespace {
@@ -96,8 +95,7 @@ class LibaioEngine final : public IoEngine {
   // to.
   [[gnu::no_sanitize("thread")]] void keep_from_children() noexcept {
     const std::size_t num_events = reinterpret_cast<const unsigned*>(context_)[1];
-    const std::size_t bytes = (num_events + 1) * sizeof(io_event);
-    ::madvise(context_, (bytes + wire::kPage - 1) / wire::kPage * wire::kPage, MADV_DONTFORK);
+    ::madvise(context_, (num_events + 1) * sizeof(io_event), MADV_DONTFORK);  // whole pages
   }
 
   // Returns how many of the part the kernel took, or -errno of the first one.

@@ -77,3 +77,12 @@ def test_io_uring_knows_files_and_buffers_ahead(shim: Path, tmp_path: Path) -> N
     run = run_shimmed(shim, tmp_path / "file", "io_uring", SHIM_LOG=str(log))
     assert (run.returncode, run.stderr) == (0, "")
     assert log.read_text().splitlines().count("registered") == NUM_TURNS
+
+
+def test_a_probe_looks_at_the_bytes_and_not_at_their_number_alone(shim: Path) -> None:
+    script = "from io_daemon._native import probe_engine; print(probe_engine('posix'))"
+    environment = {**os.environ, "LD_PRELOAD": str(shim), "SHIM_BLIND": "1"}
+    command = [sys.executable, "-c", script]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=DEADLINE_S, check=False)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert "the bytes read are not those written" in run.stdout

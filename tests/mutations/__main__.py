@@ -113,7 +113,6 @@ class Campaign:
             slots = list(
                 pool.map(lambda i: SlotTree(directory / f"{self._name}-{i}", self._room), range(plan.num_jobs))
             )
-            self._measure(mutants, pool, slots, plan)
             progress.update(task, description=self._name)
             deadline_s = time.monotonic() + 60 * plan.minutes
             waiting = iter(mutants)  # whoever is free takes the next
@@ -130,24 +129,6 @@ class Campaign:
             for slot in slots:
                 slot.close()
         return outcomes
-
-    def _measure(
-        self, mutants: Sequence[Mutant], pool: ThreadPoolExecutor, slots: Sequence[SlotTree], plan: Plan
-    ) -> None:
-        """How long each file of tests takes without a mutation; they have to pass."""
-        new = [mutant for mutant in mutants if self._before(mutant).key not in plan.known]
-        files = sorted({test for mutant in new for test in self._room.tests(mutant.path)})
-        seconds: dict[str, float] = {}
-
-        def measure(number: int) -> None:
-            for test in files[number :: len(slots)]:
-                code, seconds[test] = slots[number].run(test, 600.0)
-                if code != 0:
-                    raise SystemExit(f"{slots[number].log()}\n{test} fails without a mutation")
-
-        list(pool.map(measure, range(len(slots))))
-        for slot in slots:
-            slot.seconds = seconds
 
     def _before(self, mutant: Mutant) -> Outcome:
         """What is known of the mutant without a test."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Final
 
@@ -25,8 +27,8 @@ SPARE_S: Final = 20.0
 class SlotTree:
     def __init__(self, directory: Path, room: Room) -> None:
         self.tree = directory / "tree"
-        self.seconds: dict[str, float] = {}
-        """How long each file of tests takes without a mutation."""
+        self._seconds: dict[str, float] = {}
+        """How long each file of tests takes without a mutation, of those that were asked for."""
         self._room = room
         self._build = directory / "build"
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -73,24 +75,47 @@ class SlotTree:
     def test(self, mutant: Mutant) -> tuple[str, str]:
         """What became of it ("killed", "timeout", "survived"; "stillborn" if it does not compile, "equivalent" if it
         compiles to the same), and by which test, or why."""
+        tests = self._room.tests(mutant.path)
+        if self._room.compiled:
+            for test in tests:
+                self._measure(test)
+            with self._mutated(mutant):
+                if (result := self._rebuilt()) is not None:
+                    return result
+        for test in tests:
+            self._measure(test)
+            with self._mutated(mutant):
+                code, _ = self.run(test, SPARE_S + SLOWEST * self._seconds[test])
+            if code != 0:
+                return "timeout" if code is None else "killed", test
+        return "survived", ""
+
+    def _rebuilt(self) -> tuple[str, str] | None:
+        """What became of a mutant that no test of Python's need look at."""
+        if not self._compile(check=False):
+            return "stillborn", ""
+        if self._machine_code() == self._original:
+            return "equivalent", "it compiles to the same machine code"
+        return None if self._core_test_passes() else ("killed", "csrc/tests/core_test.cpp")
+
+    def _measure(self, test: str) -> None:
+        """How long a file of tests takes without a mutation; it has to pass."""
+        if test not in self._seconds:
+            if self._room.compiled:
+                self._compile(check=True)  # what was built last may be a mutant
+            code, self._seconds[test] = self.run(test, 600.0)
+            if code != 0:
+                raise SystemExit(f"{self.log()}\n{test} fails without a mutation")
+
+    @contextlib.contextmanager
+    def _mutated(self, mutant: Mutant) -> Iterator[None]:
         path = self.tree / mutant.path
         source = path.read_bytes()
         path.write_bytes(mutant.apply(source))
         try:
-            if self._room.compiled:
-                if not self._compile(check=False):
-                    return "stillborn", ""
-                if self._machine_code() == self._original:
-                    return "equivalent", "it compiles to the same machine code"
-                if not self._core_test_passes():
-                    return "killed", "csrc/tests/core_test.cpp"
-            for test in self._room.tests(mutant.path):
-                code, _ = self.run(test, SPARE_S + SLOWEST * self.seconds[test])
-                if code != 0:
-                    return "timeout" if code is None else "killed", test
+            yield
         finally:
             path.write_bytes(source)
-        return "survived", ""
 
     def _machine_code(self) -> bytes:
         digest = hashlib.blake2b()

@@ -2,6 +2,7 @@
  * passes:
  *   SHIM_NO_EXT_ARG=1      liburing believes that the kernel has no IORING_FEAT_EXT_ARG (before Linux 5.11)
  *   SHIM_REFUSED=ERRNO:N   the first N submissions that begin with a poll are refused
+ *   SHIM_BLIND=1           pread says that it has read everything, and has moved nothing
  *   SHIM_LOG=FILE          one line for each fsync that is handed over ("fsync" or "fdatasync"), and for each write
  *                          through io_uring whose file and buffer are both registered ("registered")
  */
@@ -74,4 +75,9 @@ int fdatasync(int fd) {
   int (*real)(int) = next("fdatasync");
   show("fdatasync\n");
   return real(fd);
+}
+
+ssize_t pread(int fd, void *bytes, size_t num_bytes, off_t offset) {
+  ssize_t (*real)(int, void *, size_t, off_t) = next("pread");
+  return getenv("SHIM_BLIND") != NULL ? (ssize_t)num_bytes : real(fd, bytes, num_bytes, offset);
 }
