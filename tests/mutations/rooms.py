@@ -45,9 +45,9 @@ class Room:
 
 SCHEDULING: Final = [
     P + "test_scheduler.py",
-    P + "test_seams.py",
-    P + "test_simulation.py",
+    P + "test_choices.py",
     P + "test_scheduler_model.py",
+    P + "test_simulation.py",
 ]
 POLICY: Final = Room(
     directory="io_daemon/policy",
@@ -134,7 +134,7 @@ WEIGHTS: Final = Room(
     usual=[*USES, T + "test_training_loop.py"],
     nearest={
         "access.py": [*USES, ODD + "test_weights_elsewhere.py", ODD + "test_state_dicts.py"],
-        "admission.py": [T + "test_refusals.py", PROGRAMS, ODD + "test_dtypes.py"],
+        "admission.py": [W + "test_admission.py", T + "test_refusals.py", PROGRAMS, ODD + "test_dtypes.py"],
         "autocast.py": [*USES, ODD + "test_dtypes.py"],
         "buffers.py": [W + "test_buffers.py", T + "test_ranks.py"],
         "heap.py": [W + "test_heap.py", *USES],
@@ -142,7 +142,7 @@ WEIGHTS: Final = Room(
         "init_context.py": [*USES, T + "test_training_loop.py"],
         "leaf.py": [T + "test_diverging_ranks.py"],
         "live_set.py": [W + "test_live_set.py", W + "test_live_set_rules.py", *USES],
-        "param.py": [*USES, ODD + "test_weights_elsewhere.py"],
+        "param.py": [W + "test_param.py", *USES, ODD + "test_weights_elsewhere.py"],
         "param_group.py": [W + "test_param_group.py", *USES, *RANKS, T + "test_training_loop.py"],
         "saved_tensors.py": [*USES, ODD + "test_saved_activations.py"],
         "sharded_model.py": [*USES, T + "test_training_loop.py", T + "test_ranks.py"],

@@ -222,6 +222,15 @@ def test_writes_in_flight_are_few_while_another_tenant_reads_on_demand(demand: b
     assert len(writing) == 64
 
 
+@pytest.mark.parametrize(("demand", "write"), [(False, False), (False, True), (True, True)])
+def test_the_window_is_whole_while_nobody_reads_on_demand(demand: bool, write: bool) -> None:
+    queue: FairQueue[StartIo] = FairQueue(64 * QUANTUM, quantum_bytes=QUANTUM)
+    for io_id in range(200):
+        queue.push(io_id % 2, io(io_id, QUANTUM, write=write, demand=demand))
+    assert len(in_flight_of(queue, 0)) == 32
+    assert queue.in_flight_bytes == 64 * QUANTUM
+
+
 def test_a_tenant_alone_has_the_whole_queue() -> None:
     queue: FairQueue[StartIo] = FairQueue(64 * QUANTUM, quantum_bytes=QUANTUM)
     for io_id in range(100):

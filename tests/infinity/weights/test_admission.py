@@ -1,0 +1,267 @@
+"""Which models are taken and which are refused, without an engine: one test for each reason, and its neighbour that is
+none."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.errors import ConfigError
+from infinity.weights import access
+from infinity.weights.admission import admit, refuse_owned
+
+
+def net() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 3), nn.Linear(3, 2))
+
+
+def with_weight(weight: torch.Tensor, *, requires_grad: bool = True) -> nn.Module:
+    model = net()
+    model[1].weight = nn.Parameter(weight, requires_grad=requires_grad)
+    return model
+
+
+def test_a_plain_model_is_taken_and_left_alone() -> None:
+    model = net()
+    before = {name: (id(param), param.data_ptr(), param._version) for name, param in model.named_parameters()}
+    admit(model, torch.float32)
+    admit(model, torch.bfloat16)
+    assert {name: (id(param), param.data_ptr(), param._version) for name, param in model.named_parameters()} == before
+
+
+def test_without_parameters_there_is_nothing_to_shard() -> None:
+    with pytest.raises(ConfigError, match="nothing to shard"):
+        admit(nn.ReLU(), torch.float32)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_compiled_part_is_refused_by_its_name() -> None:
+    model = nn.Sequential(net(), torch.jit.script(nn.Linear(2, 2)))
+    with pytest.raises(ConfigError, match=r"model\.1 = '?ScriptModule"):
+        admit(model, torch.float32)
+
+
+def test_a_lazy_part_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.0\.weight = '?lazy"):
+        admit(nn.Sequential(nn.LazyLinear(2)), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool])
+def test_only_floating_point_is_taken(dtype: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.1\.weight = '?{dtype}.*register_buffer"):
+        admit(with_weight(torch.zeros(2, 3, dtype=dtype), requires_grad=False), torch.float32)
+
+
+def test_only_dense_layouts_are_taken() -> None:
+    with pytest.raises(ConfigError, match=r"model\.1\.weight.*to_dense"):
+        admit(with_weight(torch.eye(3).to_sparse()), torch.float32)
+
+
+def test_a_parameter_with_a_history_is_refused_if_it_trains() -> None:
+    model = net()
+    model[1]._parameters["weight"] = torch.ones(2, 3, requires_grad=True) * 2  # type: ignore[assignment]
+    with pytest.raises(ConfigError, match=r"model\.1\.weight = '?not a leaf"):
+        admit(model, torch.float32)
+    model[1]._parameters["weight"] = (torch.ones(2, 3, requires_grad=True) * 2).detach()  # type: ignore[assignment]
+    admit(model, torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("weight", "says"),
+    [
+        (torch.ones(1).expand(2, 3), "expanded"),
+        (torch.ones(()).expand(6), "expanded"),
+        (torch.ones(3).expand(2, 3), "overlapping"),
+        (torch.ones(2, 1).expand(2, 3), "overlapping"),
+    ],
+)
+def test_elements_that_share_a_place_are_refused(weight: torch.Tensor, says: str) -> None:
+    with pytest.raises(ConfigError, match=rf"model\.1\.weight = '?{says}.*clone"):
+        admit(with_weight(weight), torch.float32)
+
+
+@pytest.mark.parametrize(
+    "weight",
+    [
+        torch.ones(3, 2).t(),
+        torch.ones(4, 6)[1:3, ::2],
+        torch.ones(1, 3).expand(1, 3),
+        torch.ones(2, 3)[:, :1].expand(2, 1),
+        torch.ones(0, 3),
+        torch.ones(0, 1).expand(0, 3),
+        torch.ones(1),
+        torch.ones(()),
+    ],
+    ids=["transposed", "sliced", "expanded by one", "a column", "empty", "empty and expanded", "one", "a scalar"],
+)
+def test_every_other_way_to_lie_is_taken(weight: torch.Tensor) -> None:
+    admit(with_weight(weight), torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "config", "says"),
+    [
+        ((torch.float32, torch.float32), torch.float32, None),
+        ((torch.float32, torch.float32), torch.bfloat16, None),
+        ((torch.bfloat16, torch.bfloat16), torch.bfloat16, None),
+        ((torch.bfloat16, torch.bfloat16), torch.float32, "0.weight = '?torch.bfloat16'?: the config makes weights"),
+        ((torch.float32, torch.float64), torch.float32, "1.weight = '?torch.float64'?: the config makes weights"),
+        ((torch.float32, torch.bfloat16), torch.bfloat16, "1.weight = '?torch.bfloat16'?: 0.weight is torch.float32"),
+        ((torch.bfloat16, torch.float32), torch.bfloat16, "1.weight = '?torch.float32'?: 0.weight is torch.bfloat16"),
+    ],
+)
+def test_weights_have_one_dtype(dtypes: tuple[torch.dtype, ...], config: torch.dtype, says: str | None) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2).to(dtype) for dtype in dtypes))
+    if says is None:
+        admit(model, config)
+    else:
+        with pytest.raises(ConfigError, match=says):
+            admit(model, config)
+
+
+# Shared memory.
+
+MEMORY = torch.zeros(24)
+
+
+def two_of(first: torch.Tensor, second: torch.Tensor) -> nn.Module:
+    model = nn.Module()
+    model.first, model.second = nn.Parameter(first), nn.Parameter(second)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "shared"),
+    [
+        (MEMORY[:6], MEMORY[6:12], False),
+        (MEMORY[6:12], MEMORY[:6], False),
+        (MEMORY[:6], MEMORY[5:11], True),
+        (MEMORY[5:11], MEMORY[:6], True),
+        (MEMORY.view(4, 6), MEMORY[23:], True),
+        (MEMORY.view(4, 6)[:2], MEMORY[12:], False),
+        (MEMORY.view(4, 6)[:, 1], MEMORY[20:], False),
+        (MEMORY.view(4, 6)[:, 1], MEMORY[19:], True),
+        (MEMORY[:6], torch.zeros(24)[:6], False),
+        (MEMORY[:6], MEMORY[:0], False),
+    ],
+)
+def test_parameters_that_overlap_in_memory_are_refused(first: torch.Tensor, second: torch.Tensor, shared: bool) -> None:
+    model = two_of(first, second)
+    if shared:
+        with pytest.raises(ConfigError, match=r"model\.second = '?shares memory with first"):
+            admit(model, torch.float32)
+    else:
+        admit(model, torch.float32)
+
+
+def test_overlap_is_counted_in_bytes() -> None:
+    memory = torch.zeros(8)
+    halves = two_of(memory[4:], memory.view(torch.bfloat16)[:8])
+    with pytest.raises(ConfigError, match="dtypes"):
+        admit(halves, torch.bfloat16)
+    model = nn.Module()
+    model.weight = nn.Parameter(memory[4:])
+    model.register_buffer("narrow", memory.view(torch.bfloat16)[4:8])
+    admit(model, torch.float32)
+    model.register_buffer("narrow", memory.view(torch.bfloat16)[4:9])
+    with pytest.raises(ConfigError, match=r"weight = '?shares memory with model"):
+        admit(model, torch.float32)
+
+
+def test_the_same_parameter_twice_is_tied_and_taken() -> None:
+    model = net()
+    model.add_module("again", nn.Linear(3, 2))
+    model.get_submodule("again").weight = model[1].weight
+    admit(model, torch.float32)
+
+
+def test_parameters_without_memory_share_none() -> None:
+    with torch.device("meta"):
+        model = net()
+    admit(model, torch.float32)
+
+
+def keep_in_attribute(module: nn.Module, view: torch.Tensor) -> str:
+    module.kept = view
+    return "1.kept"
+
+
+def keep_in_list(module: nn.Module, view: torch.Tensor) -> str:
+    module.kept = [None, (torch.zeros(1), view)]  # type: ignore[assignment]
+    return r"1.kept\[1\]\[1\]"
+
+
+def keep_in_dict(module: nn.Module, view: torch.Tensor) -> str:
+    module.kept = {"a": torch.zeros(1), "b": [view]}  # type: ignore[assignment]
+    return r"1.kept.b\[0\]"
+
+
+def keep_in_buffer(module: nn.Module, view: torch.Tensor) -> str:
+    module.register_buffer("kept", view)
+    return "1.kept"
+
+
+@pytest.mark.parametrize("keep", [keep_in_attribute, keep_in_list, keep_in_dict, keep_in_buffer])
+def test_tensors_that_would_not_follow_the_training_are_refused_by_name(
+    keep: Callable[[nn.Module, torch.Tensor], str],
+) -> None:
+    model = net()
+    where = keep(model[1], model[1].weight.detach()[0])
+    with pytest.raises(ConfigError, match=rf"model\.1\.weight = '?shares memory with {where}"):
+        admit(model, torch.float32)
+
+
+def test_what_lies_elsewhere_or_nowhere_may_be_kept() -> None:
+    model = net()
+    memory = torch.zeros(20)
+    model[1].weight = nn.Parameter(memory[:6].view(2, 3))
+    for name, value in {
+        "copy": model[1].weight.detach().clone(),
+        "beside": memory[6:],
+        "none": memory[:0],
+        "far": torch.zeros(3, device="meta"),
+        "sparse": torch.eye(3).to_sparse(),
+        "parameter": [model[1].weight],
+        "deep": [[[model[1].weight.detach()]]],
+        "words": {"a": "b"},
+    }.items():
+        object.__setattr__(model[1], name, value)
+    admit(model, torch.float32)
+
+
+def test_a_tensor_of_the_models_own_is_named_without_a_dot() -> None:
+    model = net()
+    model.kept = model[0].bias.detach()
+    with pytest.raises(ConfigError, match="shares memory with kept"):
+        admit(model, torch.float32)
+    del model.kept
+    model.register_buffer("kept", model[0].bias.detach())
+    with pytest.raises(ConfigError, match="shares memory with model"):
+        admit(model, torch.float32)
+
+
+# Owners.
+
+
+def test_what_somebody_owns_is_not_looked_at_and_refused_unless_it_is_staged() -> None:
+    model = with_weight(torch.ones(3).expand(2, 3))
+    owner = cast(access.Owner, object())
+    access.adopt(model[1].weight, owner)  # type: ignore[index]
+    try:
+        admit(model, torch.float32)
+        asked: list[Any] = []
+
+        def is_staged(found: Any) -> bool:
+            asked.append(found)
+            return True
+
+        refuse_owned(list(model.named_parameters()), is_staged)
+        assert asked == [owner]
+        with pytest.raises(ConfigError, match=r"model\.1\.weight = '?sharded"):
+            refuse_owned(list(model.named_parameters()), lambda _owner: False)
+    finally:
+        access.disown(model[1].weight)  # type: ignore[index]

@@ -1,0 +1,291 @@
+"""The staging area over a strict store and threaded ranks: what stays in memory, what is written, what comes back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.config import parse_config
+from infinity.errors import BudgetError, WeightsError
+from infinity.tiers.collectives import Collectives
+from infinity.weights import access, staging
+from infinity.weights.staging import StagedParam, StagingArea, budget_beside, staged_param, staging_plan
+from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind
+from tests.support.strict_store import StrictStore
+from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
+
+STAGING = ObjectKind.STAGING.mask
+BUCKET = 1000
+"""Elements that stay in memory."""
+
+
+def config_of(**io_daemon: Any) -> Any:
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": BUCKET}
+    return parse_config({"train_batch_size": 1, "zero_optimization": zero, "io_daemon": io_daemon})
+
+
+class Area:
+    """A staging area whose store forgives nothing; pieces of 64 elements."""
+
+    def __init__(self, collectives: Collectives | None = None) -> None:
+        self.area = StagingArea(config_of(), Collectives(None) if collectives is None else collectives)
+        self.store = StrictStore(1 << 20)
+        self.area.store = self.store
+        self.area.piece_bytes = 256
+
+    def add(self, *shape: int, value: float | None = None, order: Sequence[int] | None = None) -> nn.Parameter:
+        values = torch.arange(1.0, torch.Size(shape).numel() + 1).view(shape)
+        if order is not None:
+            values = values.permute(*order)
+        param = nn.Parameter(values if value is None else torch.full(shape, value))
+        self.area.adopt(param, "Linear.weight")
+        return param
+
+    def is_staged(self, *params: nn.Parameter) -> list[bool]:
+        return [self.area.staged(param).is_staged for param in params]
+
+
+def values(param: nn.Parameter) -> torch.Tensor:
+    """As a user would read them."""
+    return (param * 1).detach()
+
+
+def test_what_was_touched_last_stays_within_the_bucket() -> None:
+    area = Area()
+    first, second = area.add(400), area.add(600)
+    assert area.is_staged(first, second) == [False, False], "just as many as fit"
+    third = area.add(1)
+    assert area.is_staged(first, second, third) == [True, False, False]
+    assert type(first) is access.ShardedParameter
+    assert access.owner_of(first) is area.area
+    assert torch.equal(values(first), torch.arange(1.0, 401))
+    assert area.is_staged(first, second, third) == [False, True, False], "it was touched last"
+    assert type(first).__name__ == "Parameter", "the user's own again"
+    assert access.owner_of(first) is None
+    large = area.add(5000)
+    assert area.is_staged(first, second, third, large) == [True, True, True, False], "the one that came stays"
+    area.area.stage_everything()
+    assert area.is_staged(large) == [True]
+    for param, numel in ((second, 600), (large, 5000), (third, 1)):
+        assert torch.equal(values(param), torch.arange(1.0, numel + 1))
+
+
+def test_pieces_are_registered_once_and_written_anew_each_time() -> None:
+    area = Area()
+    param = area.add(10, 15)
+    area.area.stage_everything()
+    assert [layout.numel for layout in area.store.layouts] == [64, 64, 64], "150 and padding to 192"
+    assert area.store.acquired() == [(chunk, 0, STAGING) for chunk in range(3)]
+    assert area.store.released() == [(chunk, STAGING, 0) for chunk in range(3)]
+    with torch.no_grad():
+        param.mul_(2)
+    assert torch.equal(values(param).view(-1), 2 * torch.arange(1.0, 151))
+    area.area.stage_everything()
+    assert len(area.store.layouts) == 3
+    assert area.store.acquired()[3:6] == [(chunk, STAGING, 0) for chunk in range(3)]
+    assert torch.equal(values(param).view(-1), 2 * torch.arange(1.0, 151)), "what was written is kept"
+    assert area.store.num_held == 0
+
+
+@pytest.mark.parametrize(("shape", "order"), [((4, 6), (1, 0)), ((2, 3, 4), (2, 0, 1)), ((5, 70), None)])
+def test_parameters_keep_how_they_lie(shape: tuple[int, ...], order: tuple[int, ...] | None) -> None:
+    area = Area()
+    param = area.add(*shape, order=order)
+    expected, stride = param.detach().clone(), param.stride()
+    area.area.stage_everything()
+    assert area.area.layout_of(param).stride() == stride
+    found = values(param)
+    assert torch.equal(found, expected)
+    assert param.stride() == stride
+    assert area.area.layout_of(param).stride() == stride
+
+
+@pytest.mark.parametrize(("first", "numel"), [(0, 150), (0, 64), (63, 2), (64, 64), (10, 100), (149, 1)])
+def test_any_range_of_the_shard_is_read(first: int, numel: int) -> None:
+    area = Area()
+    param = area.add(150)
+    area.area.stage_everything()
+    found = area.area.staged(param).read(first, numel)
+    assert found.tolist() == list(range(first + 1, first + numel + 1))
+    assert area.store.num_held == 0
+
+
+def test_a_parameter_with_a_view_stays_in_memory_and_goes_on_following_it() -> None:
+    area = Area()
+    param = area.add(10)
+    view = param.detach()[2:]
+    area.area.stage_everything()
+    assert area.is_staged(param) == [False]
+    view.zero_()
+    assert values(param).tolist() == [1, 2] + [0] * 8
+
+
+def test_a_parameter_that_was_dropped_is_not_staged() -> None:
+    area = Area()
+    kept = area.add(10)
+    dropped = area.add(900)
+    del dropped
+    large = area.add(500)
+    assert area.is_staged(kept) == [False], "nothing had to make room"
+    assert area.area.num_params == 3
+    area.area.stage_everything()
+    assert area.is_staged(kept, large) == [True, True]
+    assert len(area.store.layouts) == 1 + 8
+
+
+def test_while_the_model_is_built_an_alias_is_the_constructors_own() -> None:
+    area = Area()
+    param = area.add(10)
+    area.area.stage_everything()
+    alias = area.area.alias(param)
+    assert type(alias) is torch.Tensor
+    alias.fill_(3)
+    assert values(param).tolist() == [3] * 10
+    del alias
+    area.area.stage_everything()
+    area.area.is_building = False
+    assert type(area.area.alias(param)) is access.ShardedAlias
+    assert values(param).tolist() == [3] * 10
+    assert area.is_staged(param) == [True], "after Init nothing stays in memory"
+
+
+def test_a_replaced_parameter_begins_anew() -> None:
+    area = Area()
+    param = area.add(100)
+    area.area.stage_everything()
+    param.data = torch.full((3,), 7.0)
+    assert area.store.unregistered == [range(2)]
+    assert param.shape == (3,)
+    area.area.stage_everything()
+    assert values(param).tolist() == [7] * 3
+    staged = staged_param(param)
+    assert staged is not None
+    assert "parameter 2 under Init, parameter 1 under Init, Linear.weight" in staged.name
+
+
+def test_what_an_engine_has_taken_over_is_forgotten() -> None:
+    area = Area()
+    param, in_memory = area.add(100), area.add(10)
+    area.area.stage_everything()
+    values(in_memory)
+    for each in (param, in_memory):
+        area.area.staged(each).discard()
+        assert staged_param(each) is None
+    assert area.store.unregistered == [range(2), range(2, 3)]
+    with pytest.raises(AssertionError, match="not staged"):
+        area.area.staged(param)
+    num_acquired = len(area.store.acquired())
+    area.area.stage_everything()
+    assert len(area.store.acquired()) == num_acquired
+
+
+def test_a_staged_parameter_has_no_gradient_and_a_copy_of_its_own() -> None:
+    area = Area()
+    param = area.add(4)
+    area.area.stage_everything()
+    assert param.grad is None
+    param.grad = None
+    with pytest.raises(WeightsError, match=r"parameter 1 under Init, Linear\.weight of shape \(4,\).*no gradient"):
+        param.grad = torch.ones(4)
+    copied = area.area.copy(param)
+    assert type(copied) is nn.Parameter
+    assert copied.tolist() == [1, 2, 3, 4]
+    assert copied.requires_grad
+    param.requires_grad_(False)
+    assert not area.area.copy(param).requires_grad
+    with torch.no_grad():
+        copied.zero_()
+    assert values(param).tolist() == [1, 2, 3, 4]
+
+
+def test_closing_ends_the_store_and_the_connection() -> None:
+    area = Area()
+    closed: list[str] = []
+
+    class Connection:
+        def close(self) -> None:
+            closed.append("connection")
+
+    area.area.close()
+    assert area.store.closed
+    connection: Any = Connection()
+    area.area.connection = connection
+    area.area.close_store()
+    assert closed == [], "the engine goes on with it"
+    area.area.close()
+    assert closed == ["connection"]
+
+
+def test_freed_memory_is_returned_where_that_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    returned: list[int] = []
+    monkeypatch.setattr(staging, "return_freed", lambda: returned.append(1))
+    monkeypatch.setattr(staging, "RETURNED_NUMEL_MIN", 100)
+    area = Area()
+    small = area.add(99)
+    area.area.stage_everything()
+    assert (area.is_staged(small), returned) == ([True], [])
+    large = area.add(100)
+    area.area.stage_everything()
+    assert (area.is_staged(large), returned) == ([True], [1])
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("numel", [1, 64, 130, 1000])
+def test_ranks_keep_a_shard_each_of_rank_0s_values(world_size: int, numel: int) -> None:
+    def work(collectives: ThreadedCollectives) -> tuple[Area, nn.Parameter, StagedParam]:
+        area = Area(collectives)
+        param = area.add(numel, value=float(collectives.rank))
+        if collectives.rank == 0:
+            with torch.no_grad():
+                param.copy_(torch.arange(1.0, numel + 1))
+        area.area.stage_everything()
+        staged = area.area.staged(param)
+        shard = torch.cat([area.store.object(chunk, ObjectKind.STAGING) for chunk in range(len(area.store.layouts))])
+        assert len(shard) == staged.shard_numel
+        assert staged.start == collectives.rank * staged.shard_numel
+        held = torch.arange(1.0, numel + 1)[staged.start : staged.start + staged.shard_numel]
+        assert torch.equal(shard[: len(held)], held)
+        assert not shard[len(held) :].isfinite().all() or not shard[len(held) :].any() or len(held) == len(shard)
+        assert values(param).tolist() == list(range(1, numel + 1))
+        return area, param, staged
+
+    for area, _, staged in on_ranks(world_size, work):
+        assert staged.shard_numel % 64 == 0
+        assert staged.shard_numel * world_size >= numel
+        assert staged.shard_numel * world_size < numel + 64 * world_size
+        said = area.area.collectives.said  # type: ignore[attr-defined]
+        name = f"parameter 1 under Init, Linear.weight of shape ({numel},)"
+        assert said == [f"stage out {name}", f"bring back {name}"]
+
+
+# Budgets.
+
+
+@pytest.mark.parametrize(
+    ("budget", "ranks", "piece"),
+    [
+        (64 << 20, 1, 1 << 20),  # an eighth, in eight frames
+        (64 << 20, 4, 1 << 18),
+        (64 << 30, 1, 8 << 20),  # 64 MB at most
+        (1 << 20, 2, 8192),
+        (1 << 20, 8, PAGE_BYTES),  # a page at least
+        (3 << 20, 1, 49152),  # whole pages
+    ],
+)
+def test_the_staging_arena_is_a_share_of_the_budget(budget: int, ranks: int, piece: int) -> None:
+    plan = staging_plan(config_of(host_budget_bytes=budget), ranks)
+    assert (plan.frame_bytes, plan.chunk_numel, plan.num_frames) == (piece, piece, 8)
+    assert (plan.pinned_frames, plan.demand_frames, plan.swap_bytes) == (0, 1, 0)
+
+
+def test_the_engines_arenas_get_the_rest() -> None:
+    config = config_of(host_budget_bytes=1 << 20)
+    assert budget_beside(1000, config) == (1 << 20) - 1000
+    assert budget_beside((1 << 20) - 1, config) == 1
+    with pytest.raises(BudgetError) as caught:
+        budget_beside(1 << 20, config)
+    assert (caught.value.smallest_bytes, caught.value.budget_bytes) == (2 << 20, 1 << 20)
