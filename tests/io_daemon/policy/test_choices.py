@@ -91,18 +91,18 @@ def test_a_step_is_what_lies_between_two_marks() -> None:
     steps = StepCounters()
     steps.totals.hits, steps.totals.bytes_read[2] = 5, 7
     steps.roll_over()
-    assert steps.last_step is None
+    rolled = [steps.last_step]
     steps.totals.hits += 2
     steps.totals.bytes_read[2] += 3
     before = steps.totals.copy()
     steps.totals.hits += 1
     steps.totals.bytes_read[2] += 1
     steps.roll_over()
-    assert steps.last_step is not None
-    assert (steps.last_step.hits, steps.last_step.bytes_read[2], steps.last_step.misses) == (3, 4, 0)
-    assert (before.hits, before.bytes_read[2]) == (7, 10), "a copy is one"
+    rolled.append(steps.last_step)
     steps.roll_over()
-    assert steps.last_step == Counters()
+    rolled.append(steps.last_step)
+    assert rolled == [None, Counters(hits=3, bytes_read=[0, 0, 4, *[0] * (KINDS_MAX - 3)]), Counters()]
+    assert (before.hits, before.bytes_read[2]) == (7, 10), "a copy is one"
 
 
 # Traces.
@@ -248,7 +248,7 @@ def test_a_dismantled_tenant_holds_nothing() -> None:
 
 
 def test_sizes_that_make_no_sense_are_refused() -> None:
-    for options in ({"num_frames": 0}, {"num_frames": -1}, {"num_frames": 1, "in_flight_frames_max": -1}):
+    for num_frames, window in ((0, 0), (-1, 0), (1, -1)):
         with pytest.raises(ValueError, match="num_frames"):
-            ModelTenant(**options)
+            ModelTenant(num_frames=num_frames, in_flight_frames_max=window)
     ModelTenant(num_frames=1, in_flight_frames_max=0)
