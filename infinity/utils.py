@@ -15,7 +15,7 @@ from torch import nn
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError
 from infinity.plan.leaves import ModuleKind, get_leaf_modules, set_leaf_modules, unset_leaf_modules
-from infinity.weights.access import owner_of
+from infinity.weights.owners import owner_of
 from io_daemon.shared.protocol import ObjectKind
 
 __all__ = [

@@ -24,7 +24,7 @@ from infinity.states import ShardedState, StepPhase
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
 from infinity.update.reducer import Reducer
-from infinity.weights import access
+from infinity.weights import access, owners
 from infinity.weights.autocast import CastOnce
 from infinity.weights.heap import return_freed
 from infinity.weights.holding import ModuleCalls
@@ -40,7 +40,7 @@ from infinity.weights.structure import Structure
 TRAIN_TRACE, EVAL_TRACE = 0, 1
 
 
-class Runtime(access.Owner):
+class Runtime(owners.Owner):
     def __init__(
         self, module: nn.Module, sharded: ShardedModel, phases: Phases, *, config: Config, collectives: Collectives
     ) -> None:
@@ -70,7 +70,7 @@ class Runtime(access.Owner):
             self.live_set,
             self._group_of,
             lock=self._lock,
-            refuse_write=lambda param: access.refuse_write(self, param.param),
+            refuse_write=lambda param: owners.refuse_write(self, param.param),
             refuse_views=self._refuse_views,
         )
         self.states = StateAccess(
@@ -88,7 +88,7 @@ class Runtime(access.Owner):
             module, [(p.name, p.param) for p in sharded.params if not self._group_of[p.index].placement.trainable]
         )
         for param in sharded.params:
-            access.adopt(param.param, self)
+            owners.adopt(param.param, self)
         self.calls = ModuleCalls(module, self._groups_of_calls(), self)
         self.leaves = LeafCalls(sharded.leaves, hold=self.hold, release=self.release, complete=self._complete)
         self._removable: list[Any] = []
@@ -175,7 +175,7 @@ class Runtime(access.Owner):
             if groups:
                 self._cast_once.empty()
         if changed:
-            access.refuse_write(self, changed[0].param)
+            owners.refuse_write(self, changed[0].param)
         if unseen and self._streams:
             self.refuse(
                 unseen[0].param,
@@ -214,7 +214,7 @@ class Runtime(access.Owner):
                 for param in changed:
                     self.live_set.forget(self._group_of[param.index])
         if changed:
-            access.refuse_write(self, changed[0].param)
+            owners.refuse_write(self, changed[0].param)
 
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> AbstractContextManager[None]:
         self._refuse_use_after_end(params[0])
@@ -236,6 +236,9 @@ class Runtime(access.Owner):
         if self._phases.phase is StepPhase.CLOSED:
             name = type(self.module).__name__
             raise EngineStateError(f"{call}() of {name}: its engine was destroyed: call it before destroy()")
+
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        return access.ShardedAlias.of(param)
 
     def layout_of(self, param: nn.Parameter) -> torch.Tensor:
         return self._param_of[id(param)].layout
@@ -304,7 +307,7 @@ class Runtime(access.Owner):
         """Nothing is in use any more. Raises WeightsError, before anything changes, for what an update would break."""
         for param in self.sharded.params:
             if param.is_changed:
-                access.refuse_write(self, param.param)
+                owners.refuse_write(self, param.param)
             self._refuse_views(param)
         self.live_set.reshard_all(persistent=True)
 

@@ -14,15 +14,23 @@ and stays the same object, with the same ties and references:
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.weights.owners import (
+    Owner,
+    known_owner_of,
+    refuse_memory,
+    refuse_pickle,
+    refuse_remake,
+    refuse_write,
+)
 
 raw = torch._C.DisableTorchFunctionSubclass
 """Around an owner's own work on parameters, which must not be taken for a use of them."""
@@ -59,71 +67,6 @@ _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 
 
-class Owner(ABC):
-    """Who has the weights of a parameter: an engine, or the area where ``Init`` stages what it builds."""
-
-    keeps_writes: ClassVar[bool] = False
-    """Whether what an operation writes to borrowed weights is kept."""
-
-    def alias(self, param: nn.Parameter) -> torch.Tensor:
-        """``param.detach()`` and ``param.data``."""
-        return ShardedAlias.of(param)
-
-    @abstractmethod
-    def borrow(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
-        """The weights of ``params`` are here for one operation. Raises WeightsError, and so does its end if the
-        operation has written to them and the owner cannot keep that."""
-
-    @abstractmethod
-    def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> AbstractContextManager[None]:
-        """The weights of ``params`` are here inside; what ``modifier_rank`` writes to them is kept, on all ranks, and
-        if it is None nothing may be written. Collective."""
-
-    @abstractmethod
-    def layout_of(self, param: nn.Parameter) -> torch.Tensor:
-        """A tensor on the meta device that lies as the weights do."""
-
-    @abstractmethod
-    def gradient_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """What ``param.grad`` says. Raises WeightsError if torch would have a gradient there and the owner took it."""
-
-    @abstractmethod
-    def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        """``param.grad = gradient``."""
-
-    @abstractmethod
-    def set_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
-        """``param.data = data``."""
-
-    @abstractmethod
-    def copy(self, param: nn.Parameter) -> nn.Parameter:
-        """``copy.deepcopy(param)``."""
-
-    @abstractmethod
-    def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
-        """Raise WeightsError about the parameter."""
-
-
-_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def owner_of(param: torch.Tensor) -> Owner | None:
-    """Who has the parameter's weights; None if they are the user's."""
-    owner: Owner | None = _owners[param] if param in _owners else None  # noqa: SIM401 (get is untyped)
-    return owner
-
-
-def adopt(param: nn.Parameter, owner: Owner) -> None:
-    """``owner`` answers for the parameter from now on, in place of whoever did."""
-    _owners[param] = owner
-
-
-def disown(param: nn.Parameter) -> None:
-    """The parameter, whose weights must be in it, is the user's again."""
-    _owners.pop(param, None)  # type: ignore[no-untyped-call]
-    param.__class__ = nn.Parameter
-
-
 def show(param: nn.Parameter, weights: torch.Tensor) -> None:
     """From now on the parameter is ``weights``, in ``weights``' own memory."""
     param.__class__ = UnshardedParameter
@@ -158,21 +101,14 @@ def drop_gradient(param: nn.Parameter) -> None:
         _set_grad(param, None)
 
 
-def _owner(param: nn.Parameter) -> Owner:
-    owner = owner_of(param)
-    if owner is None:
-        raise AssertionError("a parameter whose class says that it is owned has no owner")
-    return owner
-
-
 class OwnedParameter(nn.Parameter):
     """What holds wherever the weights are: a copy of the parameter would not be it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        return memo.setdefault(id(self), _owner(self).copy(self))
+        return memo.setdefault(id(self), known_owner_of(self).copy(self))
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        refuse_pickle(_owner(self), self)
+        refuse_pickle(known_owner_of(self), self)
 
 
 class UnshardedParameter(OwnedParameter):
@@ -185,16 +121,26 @@ class UnshardedParameter(OwnedParameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        _owner(self).set_data(self, value)
+        known_owner_of(self).set_data(self, value)
+
+    def detach(self) -> torch.Tensor:
+        """Torch's, unless ``nn.Parameter(param)`` asks."""
+        if sys._getframe(1).f_code is _MAKING_A_PARAMETER:
+            refuse_remake(known_owner_of(self), self)
+        return super().detach()
 
     @property
     def grad(self) -> torch.Tensor | None:
         """The owner answers, who takes gradients away as they appear."""
-        return _owner(self).gradient_of(self)
+        return known_owner_of(self).gradient_of(self)
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        _owner(self).set_gradient(self, value)
+        known_owner_of(self).set_gradient(self, value)
+
+
+_MAKING_A_PARAMETER: Final = nn.Parameter.__new__.__code__
+"""Detaches what it is given, and raises a RuntimeError unless that is of the same class."""
 
 
 class _Elsewhere:
@@ -254,15 +200,7 @@ class ShardedAlias(_Elsewhere, torch.Tensor):
         return memo.setdefault(id(self), self.clone())
 
     def __reduce_ex__(self, _protocol: Any) -> NoReturn:
-        refuse_pickle(_owner(self._param), self._param)
-
-
-def refuse_pickle(owner: Owner, param: nn.Parameter) -> NoReturn:
-    owner.refuse(
-        param,
-        "is sharded: a copy of it, pickled, would hold no weights",
-        "save what engine.full_state_dict() returns",
-    )
+        refuse_pickle(known_owner_of(self._param), self._param)
 
 
 def lend(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -278,7 +216,7 @@ def lend(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
             params[id(leaf.param)] = leaf.param
     by_owner: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
     for param in params.values():
-        owner = _owner(param)
+        owner = known_owner_of(param)
         by_owner.setdefault(id(owner), (owner, []))[1].append(param)
     if not by_owner:
         raise TypeError(f"{_name(func)} takes a sharded parameter where it is not found: pass it as an argument")
@@ -299,35 +237,21 @@ def _refuse_what_cannot_be_lent(
     """Raise WeightsError before anything is done."""
     for alias in aliases.values():
         if alias._unreadable:
-            _owner(alias.param).refuse(
+            known_owner_of(alias.param).refuse(
                 alias.param,
                 "is sharded: its entry in a state dict holds no weights",
                 "read engine.full_state_dict() instead",
             )
     if func in MEMORY:
         param = next(iter(params.values()))
-        _owner(param).refuse(
-            param,
-            f"is sharded: {_name(func)} would reach into memory that is given back",
-            "copy it first, with .clone(), or use engine.full_state_dict()",
-        )
+        refuse_memory(known_owner_of(param), param, _name(func))
     if _writes(func) and args:
         for leaf in tree_leaves(args[0]):
             target = _param_of(leaf)
             if id(target) in params:
-                owner = _owner(target)
+                owner = known_owner_of(target)
                 if not owner.keeps_writes:
                     refuse_write(owner, target)
-
-
-def refuse_write(owner: Owner, param: nn.Parameter) -> NoReturn:
-    """Weights live in the store and only the optimizer writes there: any other change would be lost in silence."""
-    owner.refuse(
-        param,
-        "was changed in place, which sharded weights do not keep",
-        "change it inside infinity.zero.GatheredParameters(param, modifier_rank=0), before infinity.initialize(), or "
-        "make the change part of forward's arithmetic",
-    )
 
 
 def _writes(func: Any) -> bool:
@@ -368,24 +292,51 @@ def _param_of(tensor: torch.Tensor) -> nn.Parameter:
     return tensor.param if isinstance(tensor, ShardedAlias) else tensor  # type: ignore[return-value]
 
 
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor; of a sharded parameter, or an alias, its weights. Raises WeightsError where they cannot be kept."""
+    if not isinstance(tensor, _Elsewhere):
+        return tensor
+    param = _param_of(tensor)
+    owner = known_owner_of(param)
+    if not owner.keeps_writes:
+        refuse_remake(owner, param)
+    with owner.borrow([param]):
+        return param.detach()
+
+
 def _layout(func: Any) -> Callable[..., Any]:
     def answer(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         param = _param_of(tensor)
-        return func(_owner(param).layout_of(param), *args, **kwargs)
+        return func(known_owner_of(param).layout_of(param), *args, **kwargs)
 
     return answer
 
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     param = _param_of(tensor)
-    return _owner(param).alias(param)
+    owner = known_owner_of(param)
+    if sys._getframe(2).f_code is _MAKING_A_PARAMETER:  # behind __torch_function__
+        if param is not tensor:
+            refuse_remake(owner, param)
+        return owner.remake(param)
+    return owner.alias(param)
+
+
+def _set(tensor: torch.Tensor, *source: Any, **kwargs: Any) -> torch.Tensor:
+    """``param.set_(values)``, as parametrizations write to what they replace."""
+    param = _param_of(tensor)
+    owner = known_owner_of(param)
+    if not owner.keeps_writes or len(source) != 1 or kwargs or not isinstance(source[0], torch.Tensor):
+        refuse_memory(owner, param, "set_")
+    _set_data(param, source[0])
+    return tensor
 
 
 def _set_data(param: nn.Parameter, value: torch.Tensor) -> None:
     if isinstance(param, ShardedAlias):
-        refuse_write(_owner(param.param), param.param)
+        refuse_write(known_owner_of(param.param), param.param)
     if _param_of(value) is not param:  # as Module.to assigns what it left as it was
-        _owner(param).set_data(param, value)
+        known_owner_of(param).set_data(param, value)
 
 
 ShardedAlias.answers = {
@@ -396,7 +347,8 @@ ShardedAlias.answers = {
 }
 ShardedParameter.answers = {
     **ShardedAlias.answers,
-    _GRAD.__get__: lambda param: _owner(param).gradient_of(param),
-    _GRAD.__set__: lambda param, value: _owner(param).set_gradient(param, value),
-    _GRAD.__delete__: lambda param: _owner(param).set_gradient(param, None),
+    torch.Tensor.set_: _set,
+    _GRAD.__get__: lambda param: known_owner_of(param).gradient_of(param),
+    _GRAD.__set__: lambda param, value: known_owner_of(param).set_gradient(param, value),
+    _GRAD.__delete__: lambda param: known_owner_of(param).set_gradient(param, None),
 }

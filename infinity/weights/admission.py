@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from infinity.errors import ConfigError
-from infinity.weights.access import Owner, owner_of
+from infinity.weights.owners import Owner, owner_of
 
 
 def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:

@@ -78,6 +78,12 @@ class ShardedParam:
         packed = torch.empty(sizes, dtype=dtype or param.dtype, device="meta")
         return packed.permute([order.index(dim) for dim in range(param.dim())])
 
+    def lies_as(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor has the shape, dtype, device and order of memory that were found here."""
+        return (tensor.shape, tensor.dtype, tensor.device, memory_order(tensor)) == (
+            (self.shape, self.dtype, self.device, self.order)
+        )
+
     def flat_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """``gradient``, as autograd made it, dense and flattened in memory order."""
         if gradient.is_sparse:

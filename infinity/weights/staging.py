@@ -21,7 +21,7 @@ from infinity.tiers.base import ChunkLayout, ShardStore
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.tiers.memory import MemoryStore
-from infinity.weights import access
+from infinity.weights import access, owners
 from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.weights.param import ShardedParam, flattened, memory_order
 from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind, align_up
@@ -34,7 +34,7 @@ STAGING_CHUNKS_MAX: Final = 1 << 18
 STAGING: Final = ObjectKind.STAGING.mask
 
 
-class StagingArea(access.Owner):
+class StagingArea(owners.Owner):
     """The store behind one ``Init``; it outlives the context until ``initialize``."""
 
     keeps_writes = True
@@ -128,9 +128,14 @@ class StagingArea(access.Owner):
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """While the model is being made, a constructor's own: what it keeps of a parameter keeps that in memory."""
         if not self.is_building:
-            return super().alias(param)
+            return access.ShardedAlias.of(param)
         with self.borrow([param]):
             return param.detach()
+
+    def remake(self, param: nn.Parameter) -> nn.Parameter:
+        """The user's own again, as long as the other one shares its memory."""
+        with self.borrow([param]):
+            return torch.Tensor._make_subclass(nn.Parameter, param.detach())
 
     def layout_of(self, param: nn.Parameter) -> torch.Tensor:
         return self.staged(param).layout
@@ -146,8 +151,9 @@ class StagingArea(access.Owner):
     def set_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
         """The parameter begins anew with the values given."""
         staged = self.staged(param)
+        data = access.memory_of(data)
         staged.discard()
-        access.disown(param)
+        owners.disown(param)
         param.data = data
         self.adopt(param, staged.name)
 
@@ -223,15 +229,20 @@ class StagedParam:
         """``name``: of the module that registered it, and its place among all, the same on every rank."""
         self._param = weakref.ref(param)  # the table below must not keep a model alive that its user dropped
         self.area, self.name = area, name
-        self.numel = param.numel()
-        self.shard_numel = align_up(-(-self.numel // area.collectives.world_size), ALIGNMENT)
-        self.start = area.collectives.rank * self.shard_numel
-        """First element of this rank's shard in the flattened parameter."""
-        self.piece_numel = area.piece_bytes // param.element_size()
         self._chunks = range(0)
         self._memory: ShardedParam | None = None
         self.is_staged = False
+        self._measure()
         _staged[param] = self
+
+    def _measure(self) -> None:
+        """How much there is, and which part is this rank's."""
+        param, collectives = self.param, self.area.collectives
+        self.numel = param.numel()
+        self.shard_numel = align_up(-(-self.numel // collectives.world_size), ALIGNMENT)
+        self.start = collectives.rank * self.shard_numel
+        """First element of this rank's shard in the flattened parameter."""
+        self.piece_numel = self.area.piece_bytes // param.element_size()
 
     @property
     def param(self) -> nn.Parameter:
@@ -258,9 +269,11 @@ class StagedParam:
     def stage_out(self) -> None:
         """Rank 0's values become every rank's; each keeps its shard only."""
         param = self.param
-        if self._memory is None:
-            # made only now: a parameter may still be moved or cast by the constructor that registers it
+        if self._memory is None or not self._memory.lies_as(param):
+            # made only now: a parameter may still be moved, cast or replaced by the constructor that registers it
             self._memory = ShardedParam(0, "", param, param.dtype, param.device)
+            self._give_back_chunks()
+            self._measure()
         with access.raw(), torch.no_grad():
             values = flattened(param.detach(), self._memory.order)
             self.area.collectives.broadcast(values, f"stage out {self.name}")
@@ -274,7 +287,7 @@ class StagedParam:
                 piece[:numel].copy_(values[self.start + offset : self.start + offset + numel])
                 lease.release(dirty=STAGING)
         del values
-        access.adopt(param, self.area)
+        owners.adopt(param, self.area)
         access.hide(param, self._memory.placeholder)
         self.is_staged = True
         if self.numel >= RETURNED_NUMEL_MIN:
@@ -299,7 +312,7 @@ class StagedParam:
         if weights is None:
             raise AssertionError("the weights were allocated and are not there")
         access.show(param, weights)
-        access.disown(param)
+        owners.disown(param)
         self._memory.drop()  # the parameter has the memory now
         self.is_staged = False
 
@@ -320,11 +333,14 @@ class StagedParam:
 
     def discard(self) -> None:
         """An engine has taken the values over, or the parameter begins anew."""
+        self._give_back_chunks()
+        self.area.forget(self)
+        del _staged[self.param]
+
+    def _give_back_chunks(self) -> None:
         if len(self._chunks):
             self.area.store.unregister(self._chunks)
         self._chunks = range(0)
-        self.area.forget(self)
-        del _staged[self.param]
 
     def _layouts(self) -> Sequence[ChunkLayout]:
         dtypes = {int(ObjectKind.STAGING): self.param.dtype}

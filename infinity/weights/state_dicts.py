@@ -11,7 +11,8 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.errors import WeightsError
-from infinity.weights.access import ShardedAlias, owner_of
+from infinity.weights.access import ShardedAlias
+from infinity.weights.owners import owner_of
 
 
 class StateDictHook:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.errors import WeightsError
-from infinity.weights.access import owner_of, raw
+from infinity.weights.access import raw
+from infinity.weights.owners import owner_of
 
 REMEDY = "change the model before infinity.initialize(), which makes its optimizer and its shards"
 

@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import nn
 
-from infinity.weights.access import Owner, owner_of
+from infinity.weights.owners import Owner, owner_of
 
 
 class GatheredParameters:

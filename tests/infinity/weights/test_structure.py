@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.errors import WeightsError
-from infinity.weights import access
+from infinity.weights import owners
 from infinity.weights.structure import Structure
 
 
@@ -25,12 +25,12 @@ class Net(nn.Module):
 def model() -> Iterator[Net]:
     """A model whose parameters somebody owns."""
     net = Net()
-    params, owner = list(net.parameters()), cast(access.Owner, object())
+    params, owner = list(net.parameters()), cast(owners.Owner, object())
     for param in params:
-        access.adopt(param, owner)
+        owners.adopt(param, owner)
     yield net
     for param in params:
-        access.disown(param)
+        owners.disown(param)
 
 
 def structure_of(model: Net) -> Structure:

@@ -1,0 +1,127 @@
+"""Who has a parameter's weights, and how it refuses what it cannot serve.
+
+One table tells the owner of every parameter that is not the user's alone: the area where ``Init`` stages what it
+builds, or the runtime of an engine.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import ClassVar, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+
+class Owner(ABC):
+    """Who has the weights of a parameter: an engine, or the area where ``Init`` stages what it builds."""
+
+    keeps_writes: ClassVar[bool] = False
+    """Whether what an operation writes to borrowed weights is kept."""
+
+    @abstractmethod
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        """``param.detach()`` and ``param.data``."""
+
+    @abstractmethod
+    def borrow(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        """The weights of ``params`` are here for one operation. Raises WeightsError, and so does its end if the
+        operation has written to them and the owner cannot keep that."""
+
+    @abstractmethod
+    def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> AbstractContextManager[None]:
+        """The weights of ``params`` are here inside; what ``modifier_rank`` writes to them is kept, on all ranks, and
+        if it is None nothing may be written. Collective."""
+
+    @abstractmethod
+    def layout_of(self, param: nn.Parameter) -> torch.Tensor:
+        """A tensor on the meta device that lies as the weights do."""
+
+    @abstractmethod
+    def gradient_of(self, param: nn.Parameter) -> torch.Tensor | None:
+        """What ``param.grad`` says. Raises WeightsError if torch would have a gradient there and the owner took it."""
+
+    @abstractmethod
+    def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor | None) -> None:
+        """``param.grad = gradient``."""
+
+    @abstractmethod
+    def set_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
+        """``param.data = data``."""
+
+    @abstractmethod
+    def copy(self, param: nn.Parameter) -> nn.Parameter:
+        """``copy.deepcopy(param)``."""
+
+    def remake(self, param: nn.Parameter) -> nn.Parameter:
+        """``nn.Parameter(param)``: another parameter of the same memory."""
+        refuse_remake(self, param)
+
+    @abstractmethod
+    def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
+        """Raise WeightsError about the parameter."""
+
+
+_owners: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def owner_of(param: torch.Tensor) -> Owner | None:
+    """Who has the parameter's weights; None if they are the user's."""
+    owner: Owner | None = _owners[param] if param in _owners else None  # noqa: SIM401 (get is untyped)
+    return owner
+
+
+def adopt(param: nn.Parameter, owner: Owner) -> None:
+    """``owner`` answers for the parameter from now on, in place of whoever did."""
+    _owners[param] = owner
+
+
+def disown(param: nn.Parameter) -> None:
+    """The parameter, whose weights must be in it, is the user's again."""
+    _owners.pop(param, None)  # type: ignore[no-untyped-call]
+    param.__class__ = nn.Parameter
+
+
+def known_owner_of(param: nn.Parameter) -> Owner:
+    """Who has the weights of a parameter that is owned."""
+    owner = owner_of(param)
+    if owner is None:
+        raise AssertionError("a parameter whose class says that it is owned has no owner")
+    return owner
+
+
+def refuse_pickle(owner: Owner, param: nn.Parameter) -> NoReturn:
+    owner.refuse(
+        param,
+        "is sharded: a copy of it, pickled, would hold no weights",
+        "save what engine.full_state_dict() returns",
+    )
+
+
+def refuse_remake(owner: Owner, param: nn.Parameter) -> NoReturn:
+    owner.refuse(
+        param,
+        "is sharded: a parameter made of it would share its memory, which is given back",
+        "make it of a copy, nn.Parameter(param.clone()), or before infinity.initialize()",
+    )
+
+
+def refuse_memory(owner: Owner, param: nn.Parameter, name: str) -> NoReturn:
+    owner.refuse(
+        param,
+        f"is sharded: {name} would reach into memory that is given back",
+        "copy it first, with .clone(), or use engine.full_state_dict()",
+    )
+
+
+def refuse_write(owner: Owner, param: nn.Parameter) -> NoReturn:
+    """Weights live in the store and only the optimizer writes there: any other change would be lost in silence."""
+    owner.refuse(
+        param,
+        "was changed in place, which sharded weights do not keep",
+        "change it inside infinity.zero.GatheredParameters(param, modifier_rank=0), before infinity.initialize(), or "
+        "make the change part of forward's arithmetic",
+    )
