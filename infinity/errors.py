@@ -39,9 +39,6 @@ class CombinedConfigError(ConfigError):
         self.complaints = tuple(complaints)
         self.args = ("\n".join([f"{len(complaints)} settings cannot work:", *(f"  {each}" for each in complaints)]),)
 
-    def __reduce__(self) -> tuple[type[CombinedConfigError], tuple[tuple[ConfigError, ...]]]:
-        return type(self), (self.complaints,)
-
 
 class EngineStateError(RuntimeError):
     """A call that the engine cannot serve where it stands; the text says where, and what can be called instead."""

@@ -7,7 +7,6 @@ of what it ran; a process ended by signal n counts as 128 + n, as in a shell.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import signal
 import subprocess
@@ -72,10 +71,14 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(function=_doctor)
 
     _add_trace(commands)
-    config = commands.add_parser("config", help="check a configuration, list its keys").add_subparsers(
-        required=True, metavar="COMMAND"
+    config = commands.add_parser(
+        "config", help="check a configuration, list its keys, print its schema"
+    ).add_subparsers(required=True, metavar="COMMAND")
+    check = config.add_parser(
+        "check",
+        help="check a JSON file",
+        description="Print it as it is read, and where each value comes from. Exit code 2 if it is refused.",
     )
-    check = config.add_parser("check", help="check a JSON file", description="Exit code 2 if it is refused.")
     check.add_argument("file", metavar="FILE")
     check.add_argument(
         "--world-size",
@@ -92,12 +95,18 @@ def _parser() -> argparse.ArgumentParser:
     check.add_argument(
         "--json",
         action="store_true",
-        help="print the configuration as resolved, as JSON",
+        help="print the configuration as resolved, and where each value comes from, as JSON",
     )
     check.set_defaults(function=_config_check)
     keys = config.add_parser("keys", help="every key of the dialect and what becomes of it")
     keys.add_argument("--json", action="store_true", help="print one JSON array")
     keys.set_defaults(function=_config_keys)
+    schema = config.add_parser(
+        "schema",
+        help="the JSON Schema of the dialect",
+        description='Write it to a file and name that in "$schema": editors then complete and check keys.',
+    )
+    schema.set_defaults(function=_config_schema)
     return parser
 
 
@@ -161,30 +170,21 @@ def _doctor(parsed: argparse.Namespace) -> int:
 
 
 def _config_check(parsed: argparse.Namespace) -> int:
-    from infinity.config import parse_config
-    from infinity.config.dialect import BY_PATH
+    from infinity.commands.config_command import check
 
-    config = parse_config(parsed.file, world_size=parsed.world_size, check_paths=not parsed.skip_paths)
-    if parsed.json:
-        print(config.model_dump_json(indent=2))
-        return EXIT_OK
-    print(f"{parsed.file}: every key is served")
-    print(
-        f"  batch: {config.train_batch_size} samples = {config.train_micro_batch_size_per_gpu} x "
-        f"{config.gradient_accumulation_steps} micro-batches x {parsed.world_size} ranks"
-    )
-    for note in config.notes:
-        print(f"  {note}")
-    for path in config.subsumed:
-        print(f"  {path} needs no setting: {BY_PATH[path].note}")
-    return EXIT_OK
+    return check(parsed.file, world_size=parsed.world_size, check_paths=not parsed.skip_paths, as_json=parsed.json)
 
 
 def _config_keys(parsed: argparse.Namespace) -> int:
-    from infinity.config.reference import as_markdown, as_rows
+    from infinity.commands.config_command import keys
 
-    print(json.dumps(as_rows(), indent=2) if parsed.json else as_markdown())
-    return EXIT_OK
+    return keys(as_json=parsed.json)
+
+
+def _config_schema(_parsed: argparse.Namespace) -> int:
+    from infinity.commands.config_command import schema
+
+    return schema()
 
 
 def _demo(words: list[str]) -> int:

@@ -21,6 +21,8 @@ from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
+SIBLINGS_LISTED_MAX = 12
+"""Where there are more keys than this, one that is like no other is told the closest instead of all."""
 _SHAPES: dict[Shape, tuple[type, ...]] = {
     "boolean": (bool,),
     "whole number": (int, float),
@@ -58,12 +60,13 @@ def resolve_config(
     subsumed = tuple(path for path in given.values if BY_PATH[path].standing is Standing.SUBSUMED)
     fields = _nested((path, value) for path, value in given.values.items() if path not in subsumed)
     for name in ("optimizer", "scheduler"):
-        if isinstance(raw.get(name), Mapping) and not any(path.startswith(f"{name}.") for path in given.unfilled):
-            fields.setdefault(name, {})  # an empty one still lacks its type
+        if isinstance(raw.get(name), Mapping):
+            # an empty one still lacks what it must have
+            fields.setdefault(name, {}).setdefault("params", {})
     derived = _resolve_batch(fields, world_size, complaints, may_lack=before_trainer)
     derived.update(_merge_aio(fields, complaints))
     fields.update(subsumed=subsumed, old_names=notes)
-    parsed = validated(fields, complaints, unfilled=given.unfilled)
+    parsed = validated(fields, complaints, silent=given.unfilled | derived.keys())
     for error in _unsupported(parsed):
         complaints.take(error)
     check_offload(parsed, complaints)
@@ -179,6 +182,8 @@ def _unknown(prefix: str, name: str) -> str:
         return f"unknown key; did you mean {prefix}{close[0]}?"
     if close := difflib.get_close_matches(name, sorted(everywhere), n=1, cutoff=0.8):
         return f"unknown key here; did you mean {everywhere[close[0]]}?"
+    if len(siblings) > SIBLINGS_LISTED_MAX:
+        return f"unknown key; the closest is {difflib.get_close_matches(name, sorted(siblings), n=1, cutoff=0.0)[0]}"
     return f"unknown key; known here: {', '.join(sorted(siblings))}"
 
 
@@ -249,7 +254,10 @@ def _resolve_batch(fields: Raw, world_size: int, complaints: Complaints, *, may_
             complaints.take(error)
     fields.update(zip(BATCH_KEYS, sizes, strict=True))
     known = [name for name, value in numbers.items() if value is not None]
-    return {name: f"{', '.join(known)}, world size {world_size}" for name in BATCH_KEYS if name not in known}
+    follow = [name for name in BATCH_KEYS[:2] if name not in known]
+    if train is not None and micro is not None and accumulation is None:
+        follow.append(BATCH_KEYS[2])  # else it is 1 by default
+    return {name: f"{', '.join(known)}, world size {world_size}" for name in follow if known}
 
 
 def _merge_aio(fields: Raw, complaints: Complaints) -> dict[str, str]:

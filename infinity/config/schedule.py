@@ -15,7 +15,7 @@ Momenta = Annotated[Beta | tuple[Beta, ...], BeforeValidator(as_tuple)]
 
 
 class ScheduleParams(Section):
-    last_batch_iteration: Annotated[int, BeforeValidator(whole), Field(ge=-1)] = -1
+    last_batch_iteration: Annotated[int, Field(ge=-1), BeforeValidator(whole)] = -1
     """Updates before the schedule's first step, less one: -1 begins it."""
 
 

@@ -32,14 +32,14 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
-Count = Annotated[int, BeforeValidator(whole), Field(ge=0)]
-Positive = Annotated[int, BeforeValidator(whole), Field(ge=1)]
+Count = Annotated[int, Field(ge=0), BeforeValidator(whole)]
+Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
 BlockBytes = Annotated[
     int,
-    BeforeValidator(whole),
     Field(ge=BLOCK_ALIGNMENT_BYTES, le=BLOCK_BYTES_MAX, multiple_of=BLOCK_ALIGNMENT_BYTES),
+    BeforeValidator(whole),
 ]
-QueueDepth = Annotated[int, BeforeValidator(whole), Field(ge=1, le=QUEUE_DEPTH_MAX)]
+QueueDepth = Annotated[int, Field(ge=1, le=QUEUE_DEPTH_MAX), BeforeValidator(whole)]
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 NonNegative = Annotated[float, Field(ge=0)]

@@ -90,8 +90,8 @@ class OffloadOptimizer(Section):
 class ZeroOptimization(Section):
     """Thresholds count elements, not bytes."""
 
-    stage: Annotated[int, BeforeValidator(whole), Field(ge=0, le=3)] = 0
-    sub_group_size: Annotated[int, BeforeValidator(whole), Field(ge=SUB_GROUP_NUMEL_MIN)] = 1_000_000_000
+    stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(whole)] = 0
+    sub_group_size: Annotated[int, Field(ge=SUB_GROUP_NUMEL_MIN), BeforeValidator(whole)] = 1_000_000_000
     stage3_prefetch_bucket_size: Count = 50_000_000
     stage3_param_persistence_threshold: Count = 100_000
     stage3_max_live_parameters: Count = 1_000_000_000
@@ -131,7 +131,7 @@ class Config(Section):
     gradient_accumulation_steps: Positive
     gradient_clipping: NonNegative = 0.0
     """Largest global gradient norm; 0 = off."""
-    steps_per_print: Annotated[int, BeforeValidator(never_is_zero), Field(ge=0)] = 10
+    steps_per_print: Annotated[int, Field(ge=0), BeforeValidator(never_is_zero)] = 10
     """0 = never."""
     communication_data_type: Literal["fp32", "bf16"] | None = None
     """dtype of the gradients' reduce-scatter; None = the dtype they have."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -13,10 +13,10 @@ from infinity.config.load import Raw
 from infinity.config.sections import Config
 
 
-def validated(fields: Raw, complaints: Complaints, *, unfilled: frozenset[str]) -> Config:
+def validated(fields: Raw, complaints: Complaints, *, silent: Container[str]) -> Config:
     """``fields`` as a ``Config``. What is wrong is complained of and left out, so that the rest can be judged, too.
 
-    ``unfilled``: paths that a trainer will fill in; that they are missing is no fault."""
+    ``silent``: paths of which nothing is said: a trainer will fill them in, or they follow from others."""
     while True:
         try:
             return Config.model_validate(fields)
@@ -29,7 +29,7 @@ def validated(fields: Raw, complaints: Complaints, *, unfilled: frozenset[str]) 
                 values[path] = value
             for path, told in remedies.items():
                 # of a list where a number may stand, what is wrong inside it says more
-                if path not in unfilled and not any(other.startswith(f"{path}.") for other in remedies):
+                if path not in silent and not any(other.startswith(f"{path}.") for other in remedies):
                     complaints.add(path, values[path], "; or ".join(dict.fromkeys(told)))
             _leave_out(fields, remedies)
 

@@ -27,7 +27,7 @@ class Init:
     """Context manager: every parameter created inside is sharded, and offloaded as the config says, as it is built.
 
     Args:
-        config_dict_or_path: the same configuration that ``initialize`` gets.
+        config_dict_or_path: the same configuration that ``initialize`` gets; a trainer may fill in "auto" later.
         process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
             RANK and WORLD_SIZE are set and nobody has.
 
@@ -47,7 +47,7 @@ class Init:
     def __enter__(self) -> Init:
         collectives = Collectives.join(self._process_group)
         try:
-            config = parse_config(self._config_source, world_size=collectives.world_size)
+            config = parse_config(self._config_source, world_size=collectives.world_size, before_trainer=True)
             self._area = StagingArea(config, collectives)
         except BaseException:
             collectives.close()

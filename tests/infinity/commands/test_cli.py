@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -34,7 +35,7 @@ def config_file(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "words", [["--help"], ["run", "--help"], ["doctor", "--help"], ["config", "--help"], ["config", "check", "--help"],
-              ["config", "keys", "--help"], ["demo", "--help"]],
+              ["config", "keys", "--help"], ["config", "schema", "--help"], ["demo", "--help"]],
     ids=" ".join,
 )  # fmt: skip
 def test_every_command_has_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -77,9 +78,47 @@ def test_config_check_says_what_it_found(config_file: Path, capsys: pytest.Captu
 
 def test_config_check_prints_the_resolved_configuration(config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["config", "check", str(config_file), "--json"]) == 0
-    resolved = json.loads(capsys.readouterr().out)
-    assert resolved["train_micro_batch_size_per_gpu"] == 8
-    assert resolved["zero_optimization"]["sub_group_size"] == 10**9
+    shown = json.loads(capsys.readouterr().out)
+    assert shown["config"]["train_micro_batch_size_per_gpu"] == 8
+    assert shown["config"]["zero_optimization"]["sub_group_size"] == 10**9
+    assert shown["origins"]["train_batch_size"] == {"origin": "given"}
+    assert shown["origins"]["train_micro_batch_size_per_gpu"]["origin"] == "derived"
+    assert set(shown["subsumed"]) == {"zero_optimization.overlap_comm"}
+
+
+def test_config_check_tells_where_each_value_comes_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    zero = {"stage": 3, "cpu_offload": True, "sub_group_size": "auto"}
+    file.write_text(json.dumps({**GOOD, "zero_optimization": zero, "gradient_clipping": 1.0}))
+    assert main(["config", "check", str(file), "--world-size", "2"]) == 0
+    lines = {tuple(re.split(" {2,}", line.strip())) for line in capsys.readouterr().out.splitlines()}
+    assert {
+        ("gradient_clipping = 1.0", "given"),
+        ("steps_per_print = 10", "default"),
+        ("zero_optimization.sub_group_size = 1000000000", 'default, "auto"'),
+        ("train_micro_batch_size_per_gpu = 4", "derived from train_batch_size, world size 2"),
+        ('zero_optimization.offload_optimizer.device = "cpu"', "mapped from zero_optimization.cpu_offload"),
+        ("zero_optimization.cpu_offload is an old name: write offload_optimizer: {device: cpu}",),
+    } <= lines
+
+
+def test_config_check_prints_all_complaints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**GOOD, "gradient_clipping": "1.0", "zero_optimization": True}))
+    assert main(["config", "check", str(file)]) == 2
+    assert "2 settings cannot work" in capsys.readouterr().err
+    assert main(["config", "check", str(file), "--json"]) == 2
+    shown = json.loads(capsys.readouterr().out)
+    assert [(each["key"], each["value"]) for each in shown["complaints"]] == [
+        ("gradient_clipping", "1.0"),
+        ("zero_optimization.stage", 1),
+    ]
+    assert all(each["remedy"] for each in shown["complaints"])
+
+
+def test_config_schema(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    assert json.loads(capsys.readouterr().out)["additionalProperties"] is False
 
 
 def test_config_check_refuses_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
