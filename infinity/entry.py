@@ -26,10 +26,11 @@ from infinity.observe.comms import CommsLog
 from infinity.observe.flops import FlopsOfAStep
 from infinity.observe.monitors import monitors_of
 from infinity.observe.observer import Observer, Observers
+from infinity.plan.leaves import mark_leaves
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
+from infinity.update.client_schedule import Client, choose_schedule
 from infinity.update.optimizer import ShardedAdam, adam_from_config, adam_from_torch, group_indices
-from infinity.update.schedules import build_schedule
 from infinity.weights.admission import refuse_owned
 from infinity.weights.heap import return_freed
 from infinity.weights.sharded_model import Layout
@@ -46,7 +47,7 @@ def initialize(
     config: Mapping[str, Any] | str | os.PathLike[str],
     model_parameters: Iterable[Any] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
-    lr_scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
+    lr_scheduler: Client | None = None,
     training_data: Dataset[Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
@@ -58,7 +59,7 @@ def initialize(
         config: DeepSpeed's JSON dialect, as a dict or a path; ``infinity config keys`` lists it.
         model_parameters: parameters, or dicts with their own hyper-parameters, for the optimizer of the config.
         optimizer: ``torch.optim.Adam`` or ``AdamW`` instead of the config's; its groups are taken over and shared.
-        lr_scheduler: a torch scheduler on ``optimizer``, or a function from the engine's optimizer to one.
+        lr_scheduler: a scheduler on ``optimizer``, or a function from the engine's optimizer to one.
         training_data: a dataset, to get a loader of micro-batches back.
         collate_fn: makes a micro-batch of its samples; by default torch's own.
         process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
@@ -73,19 +74,23 @@ def initialize(
     collectives = Collectives.join(process_group)
     with ExitStack() as cleanup:
         cleanup.callback(collectives.close)
-        areas = _staging_areas(model)
-        for area in areas:
-            cleanup.callback(area.close)
-            _check_same_ranks(area, collectives)
         parsed = parse_config(config, world_size=collectives.world_size)
         for note in parsed.notes if collectives.rank == 0 else ():
             _log.warning("%s", note)
         sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
-        _check_schedule(parsed, optimizer, lr_scheduler)
+        schedule = choose_schedule(parsed.scheduler, lr_scheduler, optimizer=sharded_optimizer, passed=optimizer)
+        # from here on a refusal costs what Init staged; what is wrong with the configuration alone is known by now
+        areas = _staging_areas(model)
+        for area in areas:
+            cleanup.callback(area.close)
+            _check_same_ranks(area, collectives)
         environment = read_environment()
         place = NodePlace.find(collectives, environment)
         device = _device(environment.local_rank if environment.launched else place.local_rank)
         refuse_owned(model.named_parameters(), lambda owner: isinstance(owner, StagingArea))
+        unmet = mark_leaves(model, parsed.zero_optimization.leaf_module)
+        for word in unmet if collectives.rank == 0 else ():
+            _log.warning("zero_optimization.leaf_module: %s means nothing in this model", word)
         layout = Layout.of(model, parsed, collectives.world_size)
         _check_same_model(layout, collectives)
         optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
@@ -113,7 +118,7 @@ def initialize(
         for area in areas:
             area.close_store()
         return_freed()
-        engine.lr_scheduler = _schedule(parsed, sharded_optimizer, lr_scheduler)
+        engine.lr_scheduler = schedule
         loader = _loader(parsed, training_data, collate_fn, collectives)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler
@@ -176,33 +181,6 @@ def _check_same_model(layout: Layout, collectives: Collectives) -> None:
 def _staging_areas(model: nn.Module) -> list[StagingArea]:
     staged = (staged_param(param) for param in model.parameters())
     return list(dict.fromkeys(s.area for s in staged if s is not None))
-
-
-def _check_schedule(
-    config: Config,
-    optimizer: torch.optim.Optimizer | None,
-    given: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
-) -> None:
-    if given is not None and config.scheduler is not None:
-        raise ConfigError("scheduler", config.scheduler.type, "a scheduler was passed too: remove one")
-    if isinstance(given, LRScheduler) and given.optimizer is not optimizer:
-        raise ConfigError(
-            "lr_scheduler",
-            type(given).__name__,
-            "it drives another optimizer than the one passed: pass both, or a function from optimizer to scheduler",
-        )
-
-
-def _schedule(
-    config: Config,
-    optimizer: ShardedAdam | None,
-    given: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None,
-) -> LRScheduler | None:
-    if optimizer is None:
-        return None
-    if given is not None:
-        return given if isinstance(given, LRScheduler) else given(optimizer)
-    return build_schedule(config.scheduler, optimizer) if config.scheduler is not None else None
 
 
 def _loader(

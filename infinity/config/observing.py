@@ -42,7 +42,7 @@ class FlopsProfiler(Section):
     enabled: bool = False
     profile_step: Positive = 1
     """The step, counted from 1, whose first forward is counted."""
-    module_depth: Annotated[int, BeforeValidator(whole), Field(ge=-1)] = -1
+    module_depth: Annotated[int, Field(ge=-1), BeforeValidator(whole)] = -1
     """Levels of modules in the table; -1 = all."""
     top_modules: Positive = 1
     """Modules named at every level, those with most operations first; ``detailed`` names all."""

@@ -9,7 +9,7 @@ from infinity.config.dialect import KEYS, Key, Standing
 
 def as_rows() -> list[dict[str, str]]:
     """One row per key, in the table's order."""
-    return [{"key": key.path, "standing": key.standing.value, "note": _note(key)} for key in KEYS]
+    return [{"key": key.path, "standing": key.standing.value, "note": note_of(key)} for key in KEYS]
 
 
 def as_markdown() -> str:
@@ -22,11 +22,12 @@ def as_markdown() -> str:
         "|---|---|---|",
     ]
     for standing in Standing:
-        lines += [f"| `{key.path}` | {standing.value} | {_note(key)} |" for key in KEYS if key.standing is standing]
+        lines += [f"| `{key.path}` | {standing.value} | {note_of(key)} |" for key in KEYS if key.standing is standing]
     return "\n".join(lines)
 
 
-def _note(key: Key) -> str:
+def note_of(key: Key) -> str:
+    """What the key does or why not, and what passes of one that is refused."""
     if key.switch:
         return f"{key.note}; passes with `{key.switch}: false`"
     if key.accepts:

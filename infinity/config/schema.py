@@ -13,7 +13,7 @@ from pydantic import BaseModel
 
 from infinity.config.dialect import KEYS, Key, Shape, Standing
 from infinity.config.old_names import OLD_NAMES, OldName
-from infinity.config.sections import Config
+from infinity.config.sections import OPTIMIZER_SPELLINGS, Config
 
 Schema = dict[str, Any]
 
@@ -55,6 +55,8 @@ def _of_key(key: Key) -> Schema:
     if key.standing is Standing.REFUSED:
         return {"type": "null", **described}
     value = _TYPES[key.shape] if key.standing is Standing.SUBSUMED else _any_of(list(_of_fields(Config, key.path)))
+    if key.path == "optimizer.type":
+        value = {"enum": [*value["enum"], *OPTIMIZER_SPELLINGS]}
     return {"anyOf": [value, {"type": "null"}, _AUTO], **described}
 
 

@@ -32,12 +32,20 @@ from io_daemon.config import EngineChoice
 Device = Literal["none", "cpu", "nvme"]
 
 SUB_GROUP_NUMEL_MIN: Final = 16_384
-_SPELLINGS = {"adam": "Adam", "adamw": "AdamW"}
+OPTIMIZER_SPELLINGS: Final = {"adam": "Adam", "adamw": "AdamW"}
+
+
+def _words(value: object) -> object:
+    """DeepSpeed takes one name without its list."""
+    return (value,) if isinstance(value, str) else as_tuple(value)
 
 
 def _spelt(value: object) -> object:
     """DeepSpeed takes optimizer names in any case."""
-    return _SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value
+    return OPTIMIZER_SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value
+
+
+Words = Annotated[tuple[NonEmpty, ...], BeforeValidator(_words)]
 
 
 class Bf16(Section):
@@ -87,6 +95,15 @@ class OffloadOptimizer(Section):
     pin_memory: bool = False
 
 
+class LeafModule(Section):
+    """Modules that are gathered and reduced as one, since the data decides what they call."""
+
+    classes: Words = ()
+    """A class's name, plain or with its module's."""
+    names: Words = ()
+    name_suffixes: Words = ()
+
+
 class ZeroOptimization(Section):
     """Thresholds count elements, not bytes."""
 
@@ -94,10 +111,15 @@ class ZeroOptimization(Section):
     sub_group_size: Annotated[int, Field(ge=SUB_GROUP_NUMEL_MIN), BeforeValidator(whole)] = 1_000_000_000
     stage3_prefetch_bucket_size: Count = 50_000_000
     stage3_param_persistence_threshold: Count = 100_000
+    stage3_model_persistence_threshold: Count | None = None
+    """Elements of all persistent parameters together; None = any number."""
     stage3_max_live_parameters: Count = 1_000_000_000
     stage3_max_reuse_distance: Count = 1_000_000_000
+    ignore_unused_parameters: bool = True
+    """False: a step in which a trainable parameter has no gradient ends with its name."""
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
+    leaf_module: LeafModule = LeafModule()
 
 
 class Aio(Section):

@@ -36,7 +36,7 @@ def validated(fields: Raw, complaints: Complaints, *, silent: Container[str]) ->
 
 def _told(problem: ErrorDetails, fields: Raw) -> tuple[str, object, str]:
     """(dotted path, value, remedy) of one of pydantic's problems."""
-    path, value = _located(problem["loc"], fields)
+    path, value = _located(problem["loc"], fields, is_missing=problem["type"] == "missing")
     match problem["type"]:
         case "missing":
             return path, None, "is required"
@@ -50,13 +50,15 @@ def _told(problem: ErrorDetails, fields: Raw) -> tuple[str, object, str]:
             return path, value, problem["msg"].replace("Input should be", "must be") + without_quotes(value)
 
 
-def _located(location: tuple[int | str, ...], fields: Raw) -> tuple[str, object]:
-    """Dotted path and value; pydantic's own names of union members stand in no JSON and are left out."""
+def _located(location: tuple[int | str, ...], fields: Raw, *, is_missing: bool) -> tuple[str, object]:
+    """Dotted path and value; pydantic's own names of union members stand in no JSON and are left out.
+
+    ``is_missing``: the last name is that of what is not there."""
     names: list[str] = []
     value: Any = fields
     for i, name in enumerate(location):
         if isinstance(value, Mapping):
-            if name not in value and i < len(location) - 1:
+            if name not in value and not (is_missing and i == len(location) - 1):
                 continue
             value = value.get(name)
         elif isinstance(value, list | tuple) and isinstance(name, int):
@@ -79,4 +81,4 @@ def _leave_out(fields: Raw, paths: Mapping[str, object]) -> None:
         if isinstance(inner, dict) and name in inner:
             del inner[name]
         else:
-            del fields[path.split(".")[0]]
+            fields.pop(path.split(".")[0], None)  # gone already if something else was missing there

@@ -118,6 +118,8 @@ class TrainingLoop:
     def run_update(self) -> None:
         """The update of every chunk; what the optimizer's own ``step`` calls."""
         update = self._trained("step")
+        if not self.config.zero_optimization.ignore_unused_parameters:
+            self._refuse_unused()
         self.runtime.begin_update()
         update.run(self.runtime.reducer.used)
         self.runtime.end_update()
@@ -158,6 +160,21 @@ class TrainingLoop:
                 "train_batch_size": micro_batch * accumulation * world_size,
             }
         )
+
+    def _refuse_unused(self) -> None:
+        layout = self._sharded.layout
+        used = self.runtime.reducer.used
+        unused = [
+            name
+            for name, param, flag in zip(layout.names, layout.params, used, strict=True)
+            if param.requires_grad > flag
+        ]
+        if unused:
+            raise WeightsError(
+                ", ".join(unused),
+                "had no gradient in this step, and ignore_unused_parameters is false",
+                "use every trainable parameter in the loss, freeze what is not used, or write true",
+            )
 
     def is_boundary(self) -> bool:
         """Whether the next call of ``step`` updates."""

@@ -28,15 +28,28 @@ class GroupMembers:
     persistent: bool
 
 
-def group_params(model: nn.Module, *, numel_max: int, persistent_numel_max: int) -> list[GroupMembers]:
-    """Every parameter of the model in exactly one group; a shared one belongs to the module that comes first."""
+def group_params(
+    model: nn.Module, *, numel_max: int, persistent_numel_max: int, persistent_total_max: int | None = None
+) -> list[GroupMembers]:
+    """Every parameter of the model in exactly one group; a shared one belongs to the module that comes first.
+
+    ``persistent_total_max`` bounds all persistent parameters together: what comes first and still fits is one."""
     seen: set[int] = set()
     names = {id(param): name for name, param in model.named_parameters()}
-    persistent = [p for p in model.parameters() if p.numel() <= persistent_numel_max]
+    persistent = _persistent(model, persistent_numel_max, persistent_total_max)
     seen.update(id(p) for p in persistent)
     groups = [g for anchor, params in _subtrees(model, numel_max, seen) for g in _by_training(params, anchor, names)]
     lay_out(model)
     return [*_by_training(persistent, None, names), *_with_choosers(model, groups)]
+
+
+def _persistent(model: nn.Module, numel_max: int, total_max: int | None) -> list[nn.Parameter]:
+    chosen, total = [], 0
+    for param in model.parameters():
+        if param.numel() <= numel_max and (total_max is None or total + param.numel() <= total_max):
+            chosen.append(param)
+            total += param.numel()
+    return chosen
 
 
 def common_name(names: Sequence[str]) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from infinity.config.sections import LeafModule
 from infinity.errors import ConfigError
 
 ModuleKind = type[nn.Module] | str | nn.Module
@@ -46,6 +47,34 @@ def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
     return [module for module in model.modules() if is_leaf(module)]
 
 
+def mark_leaves(model: nn.Module, section: LeafModule) -> list[str]:
+    """Mark what ``zero_optimization.leaf_module`` names: classes, modules by name, or by the end of their names.
+
+    Returns:
+        The words that mean nothing in this model: one configuration may serve several.
+
+    Raises:
+        ConfigError: none of them means anything.
+    """
+    found: list[nn.Module] = []
+    unmet = []
+    for kind, words in section.model_dump().items():
+        for word in words:
+            meant = [module for name, module in model.named_modules() if _is_meant(name, module, kind, word)]
+            found += meant
+            if not meant:
+                unmet.append(word)
+    if unmet and not found:
+        raise ConfigError(
+            "zero_optimization.leaf_module",
+            unmet,
+            f"means nothing in {type(model).__name__}: name its modules' classes",
+        )
+    if found:
+        set_leaf_modules(model, found)
+    return unmet
+
+
 def is_leaf(module: nn.Module) -> bool:
     return module in _marked
 
@@ -76,6 +105,12 @@ def _change(function: str, model: nn.Module, kinds: Sequence[ModuleKind], *, lea
         else:
             del _marked[module]
     return found if leaf else changed
+
+
+def _is_meant(name: str, module: nn.Module, kind: str, word: str) -> bool:
+    if kind == "classes":
+        return _is(module, word)
+    return name == word if kind == "names" else name.endswith(word)
 
 
 def _is(module: nn.Module, kind: ModuleKind) -> bool:

@@ -62,8 +62,8 @@ class StagePolicy:
 
     @classmethod
     def of(cls, zero: ZeroOptimization, world_size: int, *, reduce_scatter: bool = True) -> StagePolicy:
-        """The stage that ``zero_optimization`` names. ``reduce_scatter`` false asks for all-reduce where a stage has the
-        choice: stages 1 and 2, whose ranks then keep their shard of what they got."""
+        """The stage that ``zero_optimization`` names. ``reduce_scatter`` false asks for all-reduce where a stage has
+        the choice: stages 1 and 2, whose ranks then keep their shard of what they got."""
         stage = zero.stage
         if stage not in STAGES:
             raise ValueError(f"stage {stage} is none of {STAGES}")

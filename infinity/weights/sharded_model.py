@@ -64,6 +64,7 @@ class Layout:
             model,
             numel_max=min(zero.stage3_prefetch_bucket_size, max(zero.stage3_max_live_parameters, 1)),
             persistent_numel_max=zero.stage3_param_persistence_threshold,
+            persistent_total_max=zero.stage3_model_persistence_threshold,
         )
         placements = [
             place_group(

@@ -1,4 +1,4 @@
-"""As much of JSON Schema as our own schemas use: what of it a value breaks. A word that is not known here is an error."""
+"""As much of JSON Schema as our own schemas use. A word of it that is not known here is an error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,16 @@ TYPES: dict[str, tuple[type, ...]] = {
     "integer": (int, float),
     "null": (type(None),),
 }
-SILENT = {"$schema", "title", "description", "default", "deprecated", "properties", "additionalProperties", "prefixItems"}
+SILENT = {
+    "$schema",
+    "title",
+    "description",
+    "default",
+    "deprecated",
+    "properties",
+    "additionalProperties",
+    "prefixItems",
+}
 
 
 def problems(value: Any, schema: dict[str, Any], where: str = "") -> list[str]:

@@ -23,6 +23,7 @@ THRESHOLDS = tuple(
         ("sub_group_size", "largest number of elements updated at once, at least 16384"),
         ("stage3_prefetch_bucket_size", "elements gathered ahead of use"),
         ("stage3_param_persistence_threshold", "smaller parameters are never resharded"),
+        ("stage3_model_persistence_threshold", "elements of all that is never resharded; what comes first stays"),
         ("stage3_max_live_parameters", "elements unsharded at once; gates prefetch and retention"),
         ("stage3_max_reuse_distance", "keep what is used again within so many elements"),
     )
@@ -36,6 +37,21 @@ OFFLOAD = tuple(
         ("pin_memory", _PINNED),
     )
 )
+MODULES = (
+    works(
+        "zero_optimization.ignore_unused_parameters",
+        "false: a step in which a trainable parameter has no gradient on any rank ends with its name",
+        auto="default",
+    ),
+    *(
+        works(f"zero_optimization.leaf_module.{name}", f"modules that are gathered as one, by {what}", auto="default")
+        for name, what in (
+            ("classes", "their classes' names"),
+            ("names", "their names in the model"),
+            ("name_suffixes", "the ends of their names"),
+        )
+    ),
+)
 SWITCHES = tuple(
     subsumed(f"zero_optimization.{name}", "boolean", why)
     for name, why in (
@@ -44,7 +60,6 @@ SWITCHES = tuple(
         ("allgather_partitions", "shards are always all-gathered"),
         ("overlap_comm", "communication always overlaps with compute where the device has streams"),
         ("round_robin_gradients", "shards of gradients are equal by construction"),
-        ("ignore_unused_parameters", "unused parameters are found by an all-reduced bitmap"),
         ("use_multi_rank_bucket_allreduce", _NO_COLLECTIVE_BUCKETS),
         ("parameter_alignment", "shards are always cut at multiples of 64 elements"),
         ("compute_grad_norm", "the norm is computed where gradient_clipping asks for it"),
@@ -80,13 +95,6 @@ REFUSED = tuple(
         ("offload_optimizer.ratio", "the whole update runs where its chunks are", "write 1.0", (1.0,)),
         ("offload_optimizer.super_offload", "SuperOffload is not built", "write false", (False,)),
         ("offload_optimizer.cpuadam_cores_perc", "belongs to SuperOffload", "call torch.set_num_threads()", ()),
-        (
-            "stage3_model_persistence_threshold",
-            "persistent parameters are bounded one by one",
-            "lower stage3_param_persistence_threshold",
-            (),
-        ),
-        ("leaf_module", "param groups follow the modules", "call infinity.zero.set_leaf_modules()", ()),
         ("pipeline_loading_checkpoint", "there is no pipeline parallelism", "write false", (False,)),
         ("save_muon_momentum_buffer_in_memory", "Muon is not built", "write false", (False,)),
         ("load_from_fp32_weights", "checkpoints are not built yet", "remove it", (True,)),
@@ -103,4 +111,4 @@ REFUSED = tuple(
     )
 )
 
-TABLES = (STAGE, THRESHOLDS, OFFLOAD, SWITCHES, SIZES, REFUSED)
+TABLES = (STAGE, THRESHOLDS, OFFLOAD, MODULES, SWITCHES, SIZES, REFUSED)

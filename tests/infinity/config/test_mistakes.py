@@ -186,9 +186,7 @@ MISTAKES = {
         True,
         "communication is exact; write false",
     ),
-    "a monitor": Mistake(
-        {"tensorboard": {"enabled": True}}, "tensorboard.enabled", True, "log engine.io_report(); remove the section"
-    ),
+    "a monitor": Mistake({"comet": {"enabled": True}}, "comet.enabled", True, "remove the section"),
 }
 
 
@@ -273,6 +271,16 @@ def test_one_error_holds_all_of_them() -> None:
     first, *lines = str(error).splitlines()
     assert first == "2 settings cannot work:"
     assert [line.strip() for line in lines] == [str(each) for each in error.complaints]
+
+
+def test_all_that_is_missing_is_asked_for() -> None:
+    section = {"type": "OneCycle", "params": {"cycle_momentum": "yes"}}
+    complaints = _complaints({**_config(), "scheduler": section})
+    assert [(each.key, each.value) for each in complaints] == [
+        ("scheduler.params.cycle_min_lr", None),
+        ("scheduler.params.cycle_max_lr", None),
+        ("scheduler.params.cycle_momentum", "yes"),
+    ]
 
 
 def test_a_key_that_stands_twice_does_not_hide_the_rest(tmp_path: Path) -> None:

@@ -147,4 +147,4 @@ def test_what_a_trainer_filled_in_is_given() -> None:
     }
     config = parse_config(filled, world_size=2)
     assert config.scheduler is not None
-    assert (config.train_batch_size, config.scheduler.params.warmup_num_steps) == (16, 10)
+    assert (config.train_batch_size, config.scheduler.params.model_dump()["warmup_num_steps"]) == (16, 10)

@@ -71,3 +71,19 @@ def test_frozen_parameters_have_groups_of_their_own() -> None:
     groups = group_params(model, numel_max=10**9, persistent_numel_max=0)
     for group in groups:
         assert {p.requires_grad for p in group.params} == {group.trainable}
+
+
+def test_persistent_parameters_are_bounded_together() -> None:
+    """What comes first and still fits stays whole; a larger one is passed over."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2), nn.Linear(2, 1))  # 32, 4, 8, 2, 2, 1 elements
+
+    def chosen(total: int | None, numel_max: int = 10) -> list[int]:
+        groups = group_params(model, numel_max=10**9, persistent_numel_max=numel_max, persistent_total_max=total)
+        return [p.numel() for group in groups if group.persistent for p in group.params]
+
+    assert chosen(None) == chosen(17) == [4, 8, 2, 2, 1]
+    assert chosen(16) == [4, 8, 2, 2]
+    assert chosen(11) == [4, 2, 2, 1]
+    assert chosen(1) == [1]
+    assert chosen(0) == []
+    assert chosen(45, numel_max=40) == [32, 4, 8, 1]
