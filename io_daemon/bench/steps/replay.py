@@ -9,6 +9,7 @@ from typing import Final, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from io_daemon.bench.steps.other_ranks import OtherRanks
 from io_daemon.errors import WorldError
 from io_daemon.machine.cpu_load import Load
 from io_daemon.policy.step_trace import ACQUIRE, WAIT, StepTrace, Work, work_before
@@ -46,9 +47,12 @@ class _Moment(NamedTuple):
 
 
 class Replay:
-    """``client`` is connected; this attaches it, registers the trace's chunks and writes their initial contents."""
+    """``client`` is connected; this attaches it, registers the trace's chunks and writes their initial contents.
+    ``others``: likewise connected, for the round trips of the ranks that ``client`` stands for."""
 
-    def __init__(self, client: Client, trace: StepTrace, load: Load, swap_dirs: Sequence[str]) -> None:
+    def __init__(
+        self, client: Client, trace: StepTrace, load: Load, swap_dirs: Sequence[str], others: Sequence[Client] = ()
+    ) -> None:
         """Raises SwapSpaceError, BudgetError or ConfigError before anything is written."""
         self._client, self._trace, self._load = client, trace, load
         self._accesses = [Access(*row) for row in trace.accesses]
@@ -65,6 +69,7 @@ class Replay:
         if chunks != range(len(trace.chunks)):
             raise AssertionError(f"a fresh tenant's chunks are numbered {chunks}")
         self._told = False
+        self._others = OtherRanks(others)
         self._write_initial()
         self._stats = client.stats()
 
@@ -83,6 +88,7 @@ class Replay:
         views: list[Bytes] = []
         start = at_update = self._now()
         self._client.mark(TRACE_ID)
+        self._others.mark(TRACE_ID)
         for index, (op, lease) in enumerate(zip(trace.events.ops, trace.events.lease, strict=True)):
             self._do(self._work[index], views, trace.events.lease[index - 1])
             if index == self._first_update_event:
@@ -90,10 +96,13 @@ class Replay:
             if op == ACQUIRE:
                 read, write = leases.read[lease], leases.write[lease]
                 seqs[lease] = self._client.acquire(leases.chunk[lease], read=read, write=write)
+                self._others.acquire(lease)
             elif op == WAIT:
                 views = self._views(lease, self._client.wait(seqs[lease]).frames)
+                self._others.wait(lease)
             else:
                 self._client.release(seqs.pop(lease), dirty=leases.dirty[lease], dead=leases.dead[lease])
+                self._others.release(lease)
         self._do(self._work[-1], views, -1)
         if not self._told:
             self._client.upload_trace(TRACE_ID, self._accesses)
@@ -133,7 +142,7 @@ class Replay:
         return self._first_update_event < len(self._trace.events.ops)
 
     def _now(self) -> _Moment:
-        return _Moment(time.perf_counter(), self._client.stall_s)
+        return _Moment(time.perf_counter(), self._client.stall_s + self._others.stall_s)
 
     def _write_initial(self) -> None:
         """Write what ``initialize`` would, in bytes that no drive compresses."""

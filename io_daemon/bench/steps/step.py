@@ -1,11 +1,13 @@
 """``bench step``: the I/O of a real training step, through the daemon's own policy, with as much work beside it.
 
-A private daemon serves the directories as in training; one rank, which stands for all of the node, attaches with the
-arena of the trace's plan and takes its steps (``replay``). What was replayed at a scale is said for the full model.
+A private daemon serves the directories as in training; one rank, which moves what all of the node's would, attaches
+with the arena of the trace's plan and takes its steps (``replay``), the others' round trips beside it. What was
+replayed at a scale is said for the full model.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import statistics
 from collections.abc import Sequence
@@ -66,10 +68,14 @@ def run_step(settings: StepSettings, observer: Observer | None = None) -> StepRe
     with (
         CpuLoad(settings.threads or _threads_of(full)) as cpu,
         _daemon_for(settings, chosen) as daemon,
-        Client.connect(str(daemon.socket), job=f"bench-{os.getpid()}", rank=0) as client,
+        contextlib.ExitStack() as ranks,
     ):
         chosen = chosen._replace(engine=str(daemon.ready["engine"]))
-        replay = Replay(client, trace, _load_for(settings, trace, cpu), client.swap_dirs)
+        client, *others = (
+            ranks.enter_context(Client.connect(str(daemon.socket), job=f"bench-{os.getpid()}", rank=number))
+            for number in range(rank.ranks_per_node)
+        )
+        replay = Replay(client, trace, _load_for(settings, trace, cpu), client.swap_dirs, others)
         num_warm_up_steps = _settle(replay, observer)
         observer.phase("replaying steps", settings.steps)
         figures = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from io_daemon.bench.steps.step import advise_step, run_step, writes_expected
 from io_daemon.bench.steps.step_settings import StepSettings
 from io_daemon.errors import ConfigError
 from io_daemon.policy.step_trace import load, save
+from io_daemon.rank.client import Client
 from tests.support.daemon import DEADLINE_S, eventually
 from tests.support.signals import heed_signals
 from tests.support.small_step import FRAME_BYTES, STATE, small_step
@@ -86,6 +88,26 @@ def test_a_node_s_ranks_move_so_many_times_as_much(directory: Path, trace: Path,
         any("communication" in line for line in (*result.warnings, advise_step(result))) for result in (alone, node)
     ]
     assert warned == [False, True]
+
+
+def test_every_rank_of_a_node_has_its_round_trips(
+    directory: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "node.json.gz"
+    save(small_step().model_copy(update={"ranks_per_node": 3}), path)
+    asked: Counter[int] = Counter()
+    acquire = Client.acquire
+
+    def counted(self: Client, chunk: int, *, read: int = 0, write: int = 0) -> int:
+        asked[self._rank] += bool(read)  # initial contents are only written
+        return acquire(self, chunk, read=read, write=write)
+
+    monkeypatch.setattr(Client, "acquire", counted)
+    result = replay(directory, path)
+    num_reading = sum(map(bool, small_step().leases.read))
+    num_leases = len(small_step().leases.chunk)
+    num_steps = result.num_steps + result.num_warm_up_steps
+    assert asked == {0: num_steps * num_reading, 1: num_steps * num_leases, 2: num_steps * num_leases}
 
 
 def test_pinned_kinds_never_reach_the_disk(directory: Path, tmp_path: Path) -> None:
