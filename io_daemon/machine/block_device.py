@@ -19,6 +19,8 @@ SECTOR_BYTES: Final = 512
 """The unit of sysfs's sizes, whatever the device's own blocks are."""
 DEPTH_MAX: Final = 8
 """Devices lie upon devices no deeper: no machine has more, and a loop in a broken /sys ends."""
+KEYS: Final = ("wwid", "device/wwid", "device/serial", "serial", "dm/uuid", "md/uuid")
+"""Files of a device that tell it from all others, the best first."""
 MAPPER_KINDS: Final = {"CRYPT": "dm-crypt", "LVM": "LVM", "mpath": "multipath"}
 
 Kind = Literal["disk", "partition", "raid", "mapping", "loop"]
@@ -79,6 +81,25 @@ def find_block_device(mount: Mount, sys: Path) -> BlockDevice | None:
     else:
         return None
     return _describe(node.resolve(), depth=0)
+
+
+def device_key(directory: Path, sys: Path = Path("/sys")) -> str | None:
+    """Names the block device below ``directory`` so that it is known again after a reboot: its serial number or
+    unique id where the kernel has one, else its name, and its size, since virtual drives share serial numbers; the
+    filesystem's id where there is no block device; None if that says nothing either."""
+    number = directory.stat().st_dev
+    node = sys / "dev" / "block" / f"{os.major(number)}:{os.minor(number)}"
+    if not node.exists():
+        fsid = os.statvfs(directory).f_fsid
+        return f"fsid:{fsid:x}" if fsid else None
+    disk = node.resolve()
+    if (disk / "partition").exists():
+        disk = disk.parent
+    num_sectors = read_integer(disk / "size")
+    for name in KEYS:
+        if value := read_text(disk / name):
+            return f"{name.rpartition('/')[2]}:{value}:{num_sectors}"
+    return f"name:{disk.name}:{num_sectors}"
 
 
 def _describe(node: Path, depth: int) -> BlockDevice:

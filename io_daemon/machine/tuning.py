@@ -19,6 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from io_daemon._native import ENGINES, probe_engine
 from io_daemon.config import EngineName, state_dirs
+from io_daemon.machine.block_device import device_key
 from io_daemon.shared.protocol import PAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -112,29 +113,6 @@ def choose(directories: Sequence[Path], engine: str, block_bytes: int | None, qu
         and queue_depth in (None, found.queue_depth)
     )
     return found if agrees else defaults
-
-
-def device_key(directory: Path) -> str | None:
-    """Names the block device below ``directory`` so that it is known again after a reboot: its serial number or
-    unique id where sysfs has one, else its name, and its size, since virtual drives share serial numbers; the
-    filesystem's id where there is no block device; None if that says nothing either."""
-    number = directory.stat().st_dev
-    node = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}")
-    if not node.exists():
-        fsid = os.statvfs(directory).f_fsid
-        return f"fsid:{fsid:x}" if fsid else None
-    disk = node.resolve()
-    if (disk / "partition").exists():
-        disk = disk.parent
-    num_sectors = (disk / "size").read_text().strip()
-    for name in ("wwid", "device/wwid", "device/serial", "serial", "dm/uuid", "md/uuid"):
-        try:
-            value = (disk / name).read_text().strip()
-        except OSError:
-            continue
-        if value:
-            return f"{name.rpartition('/')[2]}:{value}:{num_sectors}"
-    return f"name:{disk.name}:{num_sectors}"
 
 
 def _load(path: Path) -> _Memory:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from io_daemon.machine import tuning
-from io_daemon.machine.tuning import Tuning, choose, device_key, recall, remember
+from io_daemon.machine.block_device import device_key
+from io_daemon.machine.tuning import Tuning, choose, recall, remember
 
 FOUND = Tuning(engine="posix", block_bytes=1 << 18, queue_depth=8)
 
