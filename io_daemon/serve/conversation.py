@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from io_daemon.errors import ProtocolError, WorldError
 from io_daemon.policy.trace import Trace
@@ -83,7 +83,7 @@ class Conversation:
     async def run(self) -> Ended | None:
         """Until the rank leaves, or must; what to tell it then."""
         try:
-            await asyncio.wait_for(self._greet(), HELLO_TIMEOUT_S)
+            await self._greet()
             while (item := await self._next_question()) is not None:
                 await self._answer(*item)
         except ProtocolError as error:
@@ -106,21 +106,9 @@ class Conversation:
 
     async def _next_question(self) -> tuple[Message, list[int]] | None:
         """None if the rank hung up or must go. Raises TimeoutError if it says nothing without having attached."""
-        receiving = asyncio.ensure_future(self._channel.receive(self._bytes_max()))
-        either: set[asyncio.Future[Any]] = {receiving, self._peer.departure}
-        timeout_s = None if self._peer.attached else IDLE_TIMEOUT_S
-        heard = False
-        try:
-            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-            heard = receiving.done() and not self._peer.departure.done()
-        finally:
-            if not heard:
-                await _stop_listening(receiving)
-        if heard:
-            return receiving.result()
-        if not self._peer.departure.done():
-            raise TimeoutError
-        return None
+        await asyncio.sleep(0)  # others have their turn, however many questions lie there
+        timeout_s = None if self._peer.attached else IDLE_TIMEOUT_S if self._greeted else HELLO_TIMEOUT_S
+        return await self._channel.receive(self._bytes_max(), timeout_s=timeout_s, unless=self._peer.departure)
 
     def _bytes_max(self) -> int:
         """The length of the longest message that may come now."""
@@ -135,13 +123,13 @@ class Conversation:
         if not isinstance(hello, Hello):
             raise ProtocolError("the first message must be hello")
         if hello.protocol_version != PROTOCOL_VERSION:
-            mismatch = ProtocolError(
+            mismatch = (
                 f"this daemon speaks protocol {PROTOCOL_VERSION}, the rank {hello.protocol_version}: "
                 "run the same version of infinity on both sides"
             )
-            await self._channel.send(Fault.of(mismatch))
-            raise mismatch
-        await self._channel.send(self._node.welcome())
+            await self._channel.send(Fault.of(ProtocolError(mismatch)), timeout_s=SEND_TIMEOUT_S)
+            raise ProtocolError(mismatch)
+        await self._channel.send(self._node.welcome(), timeout_s=SEND_TIMEOUT_S)
         self._greeted = True
 
     async def _answer(self, message: Message, fds: Sequence[int]) -> None:
@@ -158,7 +146,7 @@ class Conversation:
             answer = Fault.of(error)
         finally:
             close_all(fds)
-        await asyncio.wait_for(self._channel.send(answer, answer_fds), SEND_TIMEOUT_S)
+        await self._channel.send(answer, answer_fds, timeout_s=SEND_TIMEOUT_S)
 
     async def _attach(self, request: Attach, fds: Sequence[int]) -> tuple[Attached, list[int]]:
         if self._tenant is not None or len(fds) != 1:
@@ -193,14 +181,6 @@ class Conversation:
                 return Done()
             case _:
                 raise ProtocolError(f"{type(message).__name__.lower()} is nothing that a rank says")
-
-
-async def _stop_listening(receiving: asyncio.Future[tuple[Message, list[int]] | None]) -> None:
-    """Before the socket is closed, or the loop would watch whoever has its number next."""
-    receiving.cancel()
-    with contextlib.suppress(asyncio.CancelledError, OSError, ProtocolError):
-        if (item := await receiving) is not None:
-            close_all(item[1])
 
 
 def _bulk(fds: Sequence[int], num_bytes: int) -> bytes:

@@ -93,9 +93,11 @@ class Rings:
             raise ProtocolError("completion ring: the room that was kept is gone, so its head was tampered with")
 
     def close(self) -> None:
+        """The mapping goes as well, whoever still holds this object."""
         os.close(self.fd)
         self._wake.close()
         self.rank_wake.close()
+        del self.sq, self.cq
 
 
 @dataclass(eq=False)

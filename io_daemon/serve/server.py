@@ -173,7 +173,7 @@ class Server:
                 if ended.by_fault:
                     log.warning("process %d: ended: %s", peer.pid, ended.reason)
                 with contextlib.suppress(OSError, TimeoutError):
-                    await asyncio.wait_for(channel.send(ended), LAST_WORDS_TIMEOUT_S)
+                    await channel.send(ended, timeout_s=LAST_WORDS_TIMEOUT_S)
             channel.close()
         except Exception:
             log.exception("process %d: the conversation failed", peer.pid)

@@ -14,7 +14,7 @@ import os
 import socket
 import struct
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
@@ -310,13 +310,9 @@ class Channel:
         self.socket.close()
 
 
-def _resolve(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
-
-
 class AsyncChannel:
-    """The daemon's end of one connection, on the running loop."""
+    """The daemon's end of one connection, on the running loop. No wait of it is a task or a future that could carry an
+    exception: its frames would hold what a departed rank had, and it the frames."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
@@ -324,39 +320,68 @@ class AsyncChannel:
         self._assembler = Assembler()
         self._loop = asyncio.get_running_loop()
 
-    async def send(self, message: Message, fds: Sequence[int] = ()) -> None:
-        """Raises OSError if the rank is gone. The fds stay the caller's."""
-        data = encode(message)
-        if fds:
-            # fds go only with the short answer to an attach, on a socket whose buffer is then empty
-            sent = socket.send_fds(self.socket, [data], list(fds), socket.MSG_NOSIGNAL)
-            data = data[sent:]
-        if data:
-            await self._loop.sock_sendall(self.socket, data)
+    async def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
+        """Raises TimeoutError, or OSError if the rank is gone. The fds stay the caller's."""
+        data, left = encode(message), list(fds)
+        until_s = self._loop.time() + timeout_s
+        while data:
+            try:
+                sent = socket.send_fds(self.socket, [data], left, socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                await self._wait(self._loop.add_writer, self._loop.remove_writer, until_s)
+            else:
+                data, left = data[sent:], []  # they go with its first byte
 
-    async def receive(self, bytes_max: int) -> tuple[Message, list[int]] | None:
-        """The next message, however long it takes to begin; None at the end of the stream. Raises ProtocolError,
-        OSError, or TimeoutError if it has begun and is not whole in time."""
-        begun_s: float | None = None
-        while (item := self._assembler.take(bytes_max)) is None:
+    async def receive(
+        self, bytes_max: int, *, timeout_s: float | None = None, unless: asyncio.Future[Any] | None = None
+    ) -> tuple[Message, list[int]] | None:
+        """The next message; None at the end of the stream, or when ``unless`` is done. Raises ProtocolError, OSError,
+        or TimeoutError if it is not there within ``timeout_s``, or has begun and is not whole in time."""
+        until_s = None if timeout_s is None else self._loop.time() + timeout_s
+        begun = False
+        while unless is None or not unless.done():
+            if (item := self._assembler.take(bytes_max)) is not None:
+                return item
             try:
                 if not _receive(self.socket, self._assembler):
                     return None
             except BlockingIOError:
-                if self._assembler.is_empty:
-                    await self._readable()
-                    continue
-                begun_s = self._loop.time() if begun_s is None else begun_s
-                await asyncio.wait_for(self._readable(), begun_s + MESSAGE_TIMEOUT_S - self._loop.time())
-        return item
+                if not (begun or self._assembler.is_empty):
+                    begun = True
+                    whole_s = self._loop.time() + MESSAGE_TIMEOUT_S
+                    until_s = whole_s if until_s is None else min(until_s, whole_s)
+                await self._wait(self._loop.add_reader, self._loop.remove_reader, until_s, unless)
+        return None
 
-    async def _readable(self) -> None:
-        ready: asyncio.Future[None] = self._loop.create_future()
-        self._loop.add_reader(self.socket, _resolve, ready)
+    async def _wait(
+        self,
+        watch: Callable[..., None],
+        unwatch: Callable[[socket.socket], object],
+        until_s: float | None,
+        unless: asyncio.Future[Any] | None = None,
+    ) -> None:
+        """Until the socket is ready, or the time has come, or ``unless`` is done. Raises TimeoutError if the time had
+        come before."""
+        if until_s is not None and self._loop.time() >= until_s:
+            raise TimeoutError
+        woken: asyncio.Future[None] = self._loop.create_future()
+
+        def wake(_: object = None) -> None:
+            if not woken.done():
+                woken.set_result(None)
+
+        timer = None if until_s is None else self._loop.call_at(until_s, wake)
+        watch(self.socket, wake)
+        if unless is not None:
+            unless.add_done_callback(wake)
         try:
-            await ready
+            await woken
         finally:
-            self._loop.remove_reader(self.socket)
+            unwatch(self.socket)  # before it is closed, or the loop would watch whoever has its number next
+            if timer is not None:
+                timer.cancel()
+            if unless is not None:
+                unless.remove_done_callback(wake)
 
     def close(self) -> None:
         self._assembler.close()

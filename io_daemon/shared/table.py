@@ -125,7 +125,9 @@ class Table:
         return self.geometry.checksums_offset + checksum_index * CHECKSUM_BYTES
 
     def close(self) -> None:
+        """The mapping goes as well, whoever still holds this object."""
         os.close(self.fd)
+        del self.region, self._bytes
 
     def _write_header(self, job: str, rank: int) -> None:
         geometry = self.geometry

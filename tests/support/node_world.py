@@ -64,6 +64,15 @@ class InlinePlanner(Planner):
         dump(plan(load(asked)), answered)
 
 
+def open_files() -> set[tuple[str, str]]:
+    """(number, what it is) of this process's descriptors, so that what others close meanwhile does not count."""
+    found: set[tuple[str, str]] = set()
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):
+            found.add((name, os.readlink(f"/proc/self/fd/{name}")))
+    return found
+
+
 class World:
     MEETS: Final = (
         *("drains", "leaves", "dies", "vandalises", "is refused", "lease refused", "lease failed", "register refused"),
@@ -89,14 +98,14 @@ class World:
         gc.collect()  # what earlier tests left, which must not go in between
         gc.disable()  # as the daemon runs: what departed tenants held is given back without it
         logging.disable()  # whoever keeps records keeps tenants
-        num_fds = len(os.listdir("/proc/self/fd"))
+        before = open_files()
         try:
             with self._in_place():
                 run(self._live(), self.rng)
         finally:
             logging.disable(logging.NOTSET)
             gc.enable()
-        check(len(os.listdir("/proc/self/fd")) <= num_fds, "descriptors are left")
+        check(not (left := open_files() - before), f"descriptors are left: {left}")
 
     def note(self, what: str) -> None:
         self.log.append((asyncio.get_running_loop().time(), what))
