@@ -79,3 +79,8 @@ class EvictionOrder:
         live = [entry[3] for entry in self._heap if entry[2] == entry[3].stamp]
         self._heap = [(-rank_of(item), item.object_id, item.stamp, item) for item in live]
         heapify(self._heap)
+
+    def dismantle(self) -> None:
+        """Let go of all objects, one by one: in one go a large arena's would hold up all threads."""
+        while self._heap:
+            self._heap.pop()

@@ -65,10 +65,10 @@ class HostTier:
             self._rewind(self._cursor.tick)
             self._rebuild()
 
-    def forget_plan(self, plan: Plan) -> None:
-        """``plan`` is void."""
-        if self._cursor.plan is plan:
-            self.start_pass(None)
+    @property
+    def plan(self) -> Plan | None:
+        """The plan that is followed now."""
+        return self._cursor.plan
 
     def note_access(self, lease: Lease) -> None:
         """A lease was asked for: move the cursor, predict next uses, count hits."""
@@ -211,6 +211,10 @@ class HostTier:
     def stop_working_ahead(self) -> None:
         """Move nothing any more but what leases ask for."""
         self._working_ahead = False
+
+    def dismantle(self) -> None:
+        """Let go of all objects, when nothing is asked of them any more."""
+        self._order.dismantle()
 
     # Private.
 

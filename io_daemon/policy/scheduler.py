@@ -1,19 +1,6 @@
 """The policy of one tenant: submission entries and I/O completions in, actions out. Pure: no I/O, clock or threads.
 
-**Who may have a lease when.** Leases on one object are granted in order of issue, except that readers share it: a
-lease waits for every earlier outstanding lease on the object if either of the two writes. A write lease also waits
-for the end of a swap-out of its object (the kernel is reading those bytes); a read lease does not.
-
-**Who gets frames when.** Leases take hold of frames in order of issue. The one at the head of the queue takes what
-is free as it comes; nobody behind it takes a free frame. A lease whose objects are all resident may overtake, as long
-as the frames held by overtakers leave enough for the largest lease that waits.
-
-**Why nothing waits for ever.** Let H be the head of the queue. Frames that it cannot have are held by leases issued
-before H, by overtakers, or by I/O. I/O ends. Overtakers leave H's demand untouched. An earlier lease is either
-granted, and then its rank can finish with it, or it holds all its frames and waits for I/O or for leases issued
-before itself: by induction it is granted. Registering refuses chunks whose demand set and all pinned frames
-together exceed the arena, so that is enough. What a rank must not do is wait for a later lease while it keeps an
-earlier one that stands in the later one's way.
+Who may have a lease when, and who gets frames when, is decided in ``lease_queue``.
 
 **What a release means.** Dirty kinds are the new contents. Dead kinds have none any more: they are born again (dead
 wins over dirty). Write-only kinds that are not dirty go back to what they were: to the version on disk if there is
@@ -24,8 +11,8 @@ because the two may cross on the rings.
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Sequence, Set
 from dataclasses import replace
 from typing import Final
 
@@ -36,23 +23,20 @@ from io_daemon.policy.catalog import Catalog, Chunk
 from io_daemon.policy.counters import StepCounters
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.host_tier import HostTier
+from io_daemon.policy.lease_queue import LeaseQueue
 from io_daemon.policy.leases import Lease, LeaseState
 from io_daemon.policy.residency import Plan, PlanRequest
-from io_daemon.policy.swap_object import SwapObject
 from io_daemon.policy.trace import Geometry, Trace
 from io_daemon.policy.transfers import Transfer
 from io_daemon.policy.window import frames_to_plan
 from io_daemon.shared.protocol import Access, ChunkSpec, Opcode, Status
-from io_daemon.shared.states import ObjectFlags, ObjectState
+from io_daemon.shared.states import ObjectFlags
 
 LEASES_MAX: Final = 4096
 """Outstanding leases of one tenant; also how many failed ones are remembered."""
 TRACES_MAX: Final = 16
 
-_ABSENT, _RESIDENT, _SWAPPING_OUT = ObjectState.ABSENT, ObjectState.RESIDENT, ObjectState.SWAPPING_OUT
-_BORN, _DYING = ObjectFlags.BORN, ObjectFlags.DYING
-_PINNED, _UNFILLED = ObjectFlags.PINNED, ObjectFlags.UNFILLED
-_QUEUED, _HELD, _GRANTED, _GONE = LeaseState.QUEUED, LeaseState.HELD, LeaseState.GRANTED, LeaseState.GONE
+_PINNED = ObjectFlags.PINNED
 
 
 class TenantScheduler:
@@ -97,10 +81,7 @@ class TenantScheduler:
             self._catalog, block_bytes, table, verify=verify, in_flight_frames_max=in_flight_frames_max
         )
         self._plans: dict[int, Plan] = {}
-        self._trace_id: int | None = None
-        self._leases: dict[int, Lease] = {}
-        self._queue: deque[Lease] = deque()
-        self._overtaken_frames = 0
+        self._leases = LeaseQueue(self._catalog, self._tier)
         self._failed: OrderedDict[int, bool] = OrderedDict()
         self._last_seq = -1
         self._write_failure: Complete | None = None
@@ -194,7 +175,7 @@ class TenantScheduler:
         if chunk.retired:
             self._retire(chunk)
         else:
-            self._settle(transfer.item)
+            self._leases.settle(transfer.item)
         return self._finish_event()
 
     def plan_request(self, accesses: Sequence[Access]) -> PlanRequest:
@@ -212,15 +193,13 @@ class TenantScheduler:
         return PlanRequest(trace, object_frames, shared_frames)
 
     def adopt_plan(self, trace_id: int, plan: Plan) -> list[Action]:
-        """Follow ``plan`` in passes marked ``trace_id``. If the last MARK named it, the next access is taken to be its
-        first. ValueError if it does not fit the registered chunks, or there are too many traces."""
+        """Follow ``plan`` from the next MARK of ``trace_id`` on. ValueError if it does not fit the registered chunks,
+        or there are too many traces."""
         no_deaths = np.zeros_like(plan.read_mask)
         Trace(plan.chunk, plan.read_mask, plan.write_mask, no_deaths).validate(self._catalog.kind_masks())
         if trace_id not in self._plans and len(self._plans) >= TRACES_MAX:
             raise ValueError(f"more than {TRACES_MAX} traces")
         self._plans[trace_id] = plan
-        if trace_id == self._trace_id:
-            self._tier.start_pass(plan)
         return self._finish_event()
 
     def drain(self) -> list[Action]:
@@ -228,19 +207,24 @@ class TenantScheduler:
         refused with SHUTTING_DOWN. When ``idle`` is true after this, no frame and no extent is being touched."""
         self._draining = True
         self._tier.stop_working_ahead()
-        self._fail(list(self._queue), Complete(0, Status.SHUTTING_DOWN))
+        self._fail(self._leases.waiting(), Complete(0, Status.SHUTTING_DOWN))
         return self._finish_event()
 
     def dismantle(self) -> None:
         """Let go of everything, piece by piece, when nothing is asked of it any more: freed in one go, a large tenant
         would hold up all threads."""
-        self._leases.clear()
-        self._queue.clear()
+        self._leases.dismantle()
         self._plans.clear()
+        self._tier.dismantle()
         while self._catalog.chunks:
             self._catalog.chunks.popitem()
 
     # What it came to.
+
+    @property
+    def traces(self) -> Set[int]:
+        """Those that have a plan."""
+        return self._plans.keys()
 
     @property
     def idle(self) -> bool:
@@ -285,21 +269,7 @@ class TenantScheduler:
             return True
         objects = chunk.select(mask)
         num_frames = sum([item.num_frames for item in objects if not item.flags & _PINNED])
-        lease = Lease(seq, chunk, read_mask, write_mask, objects, num_frames)
-        self._leases[seq] = lease
-        for item in objects:
-            item.claims[seq] = bool(write_mask >> item.kind & 1)
-        self._tier.note_access(lease)
-        if self._queue and self._may_overtake(lease):
-            lease.overtook = True
-            self._overtaken_frames += num_frames
-            self._take_frames(lease)
-            self._advance(lease)
-            return True
-        self._queue.append(lease)
-        self._serve_queue()
-        if lease.state is _QUEUED:
-            self._tier.counters.totals.waits += 1
+        self._leases.ask(Lease(seq, chunk, read_mask, write_mask, objects, num_frames))
         return True
 
     def _release(self, chunk_id: int, seq: int, dirty_mask: int, dead_mask: int) -> bool:
@@ -310,113 +280,23 @@ class TenantScheduler:
             return False
         if dead_mask & ~(lease.read_mask | lease.write_mask):
             return False
-        if lease.state is not _GRANTED and dirty_mask | dead_mask:
+        if lease.state is not LeaseState.GRANTED and dirty_mask | dead_mask:
             return False
-        self._detach(lease, dirty_mask, dead_mask)
+        self._leases.end(lease, dirty_mask, dead_mask)
         for item in lease.objects:
-            self._settle(item)
+            self._leases.settle(item)
         return True
 
     def _mark(self, trace_id: int) -> None:
-        self._trace_id = trace_id
         self._tier.counters.roll_over()
         self._tier.start_pass(self._plans.get(trace_id))
 
-    # Private: leases.
-
     def _finish_event(self) -> list[Action]:
-        self._serve_queue()
-        self._tier.work_ahead(prefetch=not self._queue)
-        actions: list[Action] = [*self._tier.take_started(), *self._completions]
+        self._leases.serve()
+        self._tier.work_ahead(prefetch=not self._leases.are_short_of_frames)
+        actions: list[Action] = [*self._tier.take_started(), *self._completions, *self._leases.take_granted()]
         self._completions.clear()
         return actions
-
-    def _serve_queue(self) -> None:
-        while self._queue:
-            lease = self._queue[0]
-            complete = self._take_frames(lease)
-            if complete:
-                self._queue.popleft()
-            self._advance(lease)
-            if not complete:
-                return
-
-    def _may_overtake(self, lease: Lease) -> bool:
-        for item in lease.objects:
-            if item.state is _ABSENT or lease.blocked_on(item):
-                return False
-        largest = max(waiting.num_frames for waiting in self._queue)
-        return self._overtaken_frames + lease.num_frames + largest <= self._catalog.usable_frames
-
-    def _take_frames(self, lease: Lease) -> bool:
-        """Hold the objects that have frames, or for which enough are free; make room for the others. True: all."""
-        while True:
-            missing_frames = 0
-            for item in lease.objects:
-                bit = 1 << item.kind
-                if lease.held_mask & bit:
-                    continue
-                if self._tier.hold(item):
-                    lease.held_mask |= bit
-                else:
-                    missing_frames += item.num_frames
-            if missing_frames == 0:
-                lease.state = _HELD
-                return True
-            if not self._tier.reclaim(missing_frames):
-                return False
-
-    def _advance(self, lease: Lease) -> None:
-        """Start every swap-in that the lease can use now; grant it if nothing is left to wait for."""
-        ready = lease.state is _HELD
-        for item in lease.objects:
-            bit = 1 << item.kind
-            if not lease.held_mask & bit or item.flags & _DYING or lease.blocked_on(item):
-                ready = False
-            elif item.state is _RESIDENT:
-                if lease.read_mask & bit and item.flags & _UNFILLED and not item.flags & _BORN:
-                    self._tier.fill(item)
-                    ready = False
-            elif item.state is not _SWAPPING_OUT or lease.write_mask & bit:
-                ready = False
-        if ready:
-            self._grant(lease)
-
-    def _grant(self, lease: Lease) -> None:
-        lease.state = _GRANTED
-        born_mask = 0
-        for item in lease.objects:
-            bit = 1 << item.kind
-            if lease.read_mask & bit and item.flags & _BORN:
-                born_mask |= bit
-            self._tier.lend(item, lease.seq, reads=bool(lease.read_mask & bit), writes=bool(lease.write_mask & bit))
-        self._completions.append(Complete(lease.seq, Status.OK, chunk=lease.chunk.chunk_id, born_mask=born_mask))
-
-    def _detach(self, lease: Lease, dirty_mask: int = 0, dead_mask: int = 0) -> None:
-        """The lease is over. Its objects are to be settled next."""
-        if lease.state is _QUEUED:
-            self._queue.remove(lease)
-        granted = lease.state is _GRANTED
-        lease.state = _GONE
-        del self._leases[lease.seq]
-        if lease.overtook:
-            self._overtaken_frames -= lease.num_frames
-        for item in lease.objects:
-            bit = 1 << item.kind
-            del item.claims[lease.seq]
-            if lease.held_mask & bit:
-                self._tier.let_go(item)
-            if granted:
-                writes = bool(lease.write_mask & bit)
-                self._tier.take_back(item, writes=writes, dirty=dirty_mask & bit, dead=dead_mask & bit)
-
-    def _settle(self, item: SwapObject) -> None:
-        """A lease on the object or its I/O has ended: see who can go on."""
-        self._tier.settle(item)
-        for seq in tuple(item.claims):
-            lease = self._leases[seq]
-            if lease.state is not _GRANTED:
-                self._advance(lease)
 
     # Private: failures and departures.
 
@@ -428,10 +308,10 @@ class TenantScheduler:
         if transfer.write:
             self._write_failure = self._write_failure or transfer.failure
             self._tier.stop_working_ahead()
-            return list(self._queue)
+            return self._leases.waiting()
         stricken: list[Lease] = []
         for seq, writes in item.claims.items():
-            lease = self._leases[seq]
+            lease = self._leases.outstanding(seq)
             if (lease.read_mask & lease.held_mask) >> item.kind & 1:
                 stricken.append(lease)
             if writes:
@@ -440,11 +320,11 @@ class TenantScheduler:
 
     def _fail(self, leases: Sequence[Lease], failure: Complete) -> None:
         for lease in leases:
-            self._detach(lease)
+            self._leases.end(lease)
             self._answer(lease.seq, failure)
         for lease in leases:
             for item in lease.objects:
-                self._settle(item)
+                self._leases.settle(item)
 
     def _answer(self, seq: int, failure: Complete) -> None:
         """A lease ends with an error."""
@@ -454,11 +334,14 @@ class TenantScheduler:
             self._failed.popitem(last=False)
 
     def _drop_plans(self, chunks: range) -> None:
-        """Forget the plans that name one of ``chunks``."""
-        for trace_id, each in list(self._plans.items()):
-            if bool(((each.chunk >= chunks.start) & (each.chunk < chunks.stop)).any()):
-                del self._plans[trace_id]
-                self._tier.forget_plan(each)
+        """Forget the plans that name one of ``chunks``, also one that is still followed and has a successor."""
+
+        def is_void(plan: Plan) -> bool:
+            return bool(((plan.chunk >= chunks.start) & (plan.chunk < chunks.stop)).any())
+
+        self._plans = {trace_id: each for trace_id, each in self._plans.items() if not is_void(each)}
+        if (followed := self._tier.plan) is not None and is_void(followed):
+            self._tier.start_pass(None)
 
     def _retire(self, chunk: Chunk) -> None:
         """Free what is not in I/O; the chunk itself when nothing is."""

@@ -14,12 +14,13 @@ import os
 import pickle
 import struct
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from io_daemon.errors import WorldError
 from io_daemon.policy.residency import Plan, PlanRequest, plan
+from io_daemon.serve.threads import in_thread
 from io_daemon.shared.protocol import align_up
 
 PLAN_TIMEOUT_S: Final = 60.0
@@ -28,8 +29,6 @@ PROCESSES_MAX: Final = 2
 NICENESS: Final = 10
 """A plan is wanted soon, the training beside it now."""
 ALIGNMENT: Final = 64
-
-T = TypeVar("T")
 
 _COUNT: Final = struct.Struct("<Q")
 
@@ -45,9 +44,9 @@ class Planner:
         """Raises WorldError if the process fails or takes longer than PLAN_TIMEOUT_S. Cancelling ends it."""
         async with self._turns:
             with _memfd() as asked, _memfd() as answered:
-                await _in_thread(lambda: dump(request, asked))
+                await in_thread(lambda: dump(request, asked))
                 await self._run(asked, answered, len(request.trace))
-                made = await _in_thread(lambda: load(answered))
+                made = await in_thread(lambda: load(answered))
         if not isinstance(made, Plan):
             raise WorldError("the planner answered with something that is no plan")
         return made
@@ -57,7 +56,8 @@ class Planner:
             sys.executable, "-P", "-m", __name__, stdin=asked, stdout=answered
         )
         try:
-            await asyncio.wait_for(process.wait(), PLAN_TIMEOUT_S)
+            async with asyncio.timeout(PLAN_TIMEOUT_S):
+                await process.wait()
         except TimeoutError as error:
             raise WorldError(f"no plan for {num_accesses} accesses within {PLAN_TIMEOUT_S:g} s") from error
         finally:
@@ -66,17 +66,6 @@ class Planner:
                 await process.wait()
         if process.returncode != 0:
             raise WorldError(f"the planner ended with status {process.returncode}")
-
-
-async def _in_thread(work: Callable[[], T]) -> T:
-    """Whoever is cancelled goes on when the thread has ended: the descriptors that it works on may not be closed, and
-    their numbers given to other files, before."""
-    working = asyncio.ensure_future(asyncio.to_thread(work))
-    try:
-        return await asyncio.shield(working)
-    except asyncio.CancelledError:
-        await asyncio.gather(working, return_exceptions=True)
-        raise
 
 
 @contextmanager

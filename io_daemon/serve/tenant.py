@@ -20,13 +20,14 @@ from io_daemon.errors import ProtocolError, SwapSpaceError, WorldError
 from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
 from io_daemon.policy.counters import Counters
 from io_daemon.policy.extents import ExtentAllocator
-from io_daemon.policy.residency import Plan, PlanRequest
+from io_daemon.policy.residency import PlanRequest
 from io_daemon.policy.scheduler import TRACES_MAX, TenantScheduler
 from io_daemon.policy.trace import Trace
 from io_daemon.policy.window import ahead_bytes, window_frames
 from io_daemon.serve.holdings import NUM_CQES, NUM_SQES, Holdings
 from io_daemon.serve.planner import Planner
 from io_daemon.serve.swap_device import SwapDevice
+from io_daemon.serve.threads import in_thread
 from io_daemon.shared.arena import arena_bytes
 from io_daemon.shared.control import Attach, Attached, Ended
 from io_daemon.shared.metrics import IoTotals, TenantStats
@@ -74,8 +75,6 @@ class Tenant:
         self._num_chunks = 0
         self._planner = planner
         self._planning: dict[int, asyncio.Task[None]] = {}
-        self._plans: dict[int, Plan] = {}
-        """Plans that were made and are not yet followed."""
         self._num_plans = 0
         self._plan_turn = asyncio.Lock()
         self._scheduler_turn = asyncio.Lock()
@@ -191,10 +190,10 @@ class Tenant:
     async def set_trace(self, trace_id: int, read: Callable[[], Trace]) -> None:
         """Have a plan made for passes marked ``trace_id``; it is followed from the first of them that begins when it
         is there. ``read``, called in a thread, gives the trace. Raises ValueError for a trace that does not fit the
-        chunks, or for too many traces that wait."""
-        waiting = self._planning.keys() | self._plans.keys()
-        if trace_id not in waiting and len(waiting) >= TRACES_MAX:
-            raise ValueError(f"{TRACES_MAX} traces wait for their plan or for their pass already")
+        chunks, or for too many traces."""
+        known = self._planning.keys() | self._scheduler.traces
+        if trace_id not in known and len(known) >= TRACES_MAX:
+            raise ValueError(f"{TRACES_MAX} traces wait for their plan or have one already")
         request = await self._apart(lambda: (self._scheduler.plan_request(read()), ()))
         if (earlier := self._planning.pop(trace_id, None)) is not None:
             await _end([earlier])
@@ -204,31 +203,27 @@ class Tenant:
         try:
             async with self._plan_turn:
                 plan = await self._planner.plan(request)
-        except (WorldError, OSError) as error:
-            log.warning("%s: goes on without a plan for trace %d: %s", self, trace_id, error)
-        else:
-            self._plans[trace_id] = plan
+            await self._apart(lambda: (None, self._scheduler.adopt_plan(trace_id, plan)))
             self._num_plans += 1
-        del self._planning[trace_id]
+        except (WorldError, OSError, ValueError) as error:  # chunks may have gone since it was asked for
+            log.warning("%s: goes on without a plan for trace %d: %s", self, trace_id, error)
+        finally:
+            if self._planning.get(trace_id) is asyncio.current_task():
+                del self._planning[trace_id]
 
     async def _apart(self, work: Callable[[], tuple[T, Sequence[Action]]]) -> T:
         """Have ``work`` done on the scheduler in a thread, since it may take seconds. This tenant's submissions and the
         ends of its I/O wait meanwhile; everybody else's go on. Its second result are actions to perform."""
         async with self._scheduler_turn:
             self._is_apart = True
-            # cancelled, the thread goes on: then nothing may touch the scheduler any more
-            (outcome,) = await asyncio.gather(asyncio.to_thread(work), return_exceptions=True)
-            self._is_apart = False
-            if isinstance(outcome, BaseException):
+            actions: Sequence[Action] = ()
+            try:
+                result, actions = await in_thread(work)
+                return result
+            finally:
+                self._is_apart = False
+                self._perform(actions)
                 self._catch_up()
-                try:
-                    raise outcome
-                finally:
-                    del outcome  # else it would hold this frame, and the frame it, and both this tenant
-            result, actions = outcome
-            self._perform(actions)
-            self._catch_up()
-            return result
 
     def _catch_up(self) -> None:
         """Do what had to wait for ``_apart``."""
@@ -309,18 +304,9 @@ class Tenant:
             self._unanswered.discard(arg)
         elif opcode == Opcode.MARK:
             self._clock.mark()
-            self._adopt_plan(arg)
         self._perform(
             self._scheduler.on_sqe(seq, opcode, flags, read_mask, write_mask, chunk, arg, dirty_mask, dead_mask)
         )
-
-    def _adopt_plan(self, trace_id: int) -> None:
-        plan = self._plans.pop(trace_id, None)
-        if plan is not None:
-            try:
-                self._perform(self._scheduler.adopt_plan(trace_id, plan))
-            except ValueError as error:  # chunks have come or gone since it was asked for
-                log.warning("%s: the plan for trace %d fits no longer: %s", self, trace_id, error)
 
     def _perform(self, actions: Sequence[Action]) -> None:
         devices: dict[SwapDevice, None] = {}  # in order: what is done is a function of what was asked
@@ -383,13 +369,14 @@ class Tenant:
             return
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.GONE)
         self._stop_listening()
-        self.unlink_files()
         for seat in self.seats:
             self._count_in_flight(-seat.device.forget(self.tenant_id))
+        await asyncio.to_thread(self.unlink_files)  # a journal may have to be waited for
         await _end(self._planning.values())
         self._planning.clear()  # a task that was cancelled holds its frames, and they this tenant and its descriptors
         await self._quiet.wait()
-        await asyncio.to_thread(self._give_back)
+        async with self._scheduler_turn:  # a plan that was cancelled may still be looked at in a thread
+            await asyncio.to_thread(self._give_back)
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.RECLAIMED)
 
     def _give_back(self) -> None:
