@@ -36,6 +36,7 @@ from infinity.weights.saved_tensors import SavedTensors, hooks_are_allowed
 from infinity.weights.sharded_model import ShardedModel
 from infinity.weights.state_dicts import StateDictHook
 from infinity.weights.structure import Structure
+from io_daemon.shared.protocol import ObjectKind
 
 TRAIN_TRACE, EVAL_TRACE = 0, 1
 
@@ -62,7 +63,7 @@ class Runtime(owners.Owner):
         num_params = len(sharded.params)
         self.gradients = GradientChunks(self.store, sharded.chunks, num_params)
         self.reducer = Reducer(sharded.groups, self.gradients, collectives, num_params)
-        io = StateIO(sharded, collectives)
+        self._io = io = StateIO(sharded, collectives)
         self._gathering = Gathering(
             sharded,
             io,
@@ -223,6 +224,13 @@ class Runtime(owners.Owner):
             in_pass=self._phases.in_training_pass or self._num_calls > 0,
             modifier_rank=modifier_rank,
         )
+
+    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
+        self.refuse_over("ds_tensor")
+        return self._io.read_own(self._param_of[id(param)], ObjectKind.WEIGHT).to(param.dtype)
+
+    def is_persistent(self, param: nn.Parameter) -> bool:
+        return self._group_of[self._param_of[id(param)].index].persistent
 
     def sharded_param(self, param: torch.Tensor) -> ShardedParam:
         return self._param_of[id(param)]

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from infinity.weights.ds_names import DsNames, ZeroParamStatus
 from infinity.weights.owners import (
     Owner,
     known_owner_of,
@@ -101,7 +102,7 @@ def drop_gradient(param: nn.Parameter) -> None:
         _set_grad(param, None)
 
 
-class OwnedParameter(nn.Parameter):
+class OwnedParameter(DsNames):
     """What holds wherever the weights are: a copy of the parameter would not be it."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -113,6 +114,11 @@ class OwnedParameter(nn.Parameter):
 
 class UnshardedParameter(OwnedParameter):
     """The weights are here, for the length of a module's call, or for good."""
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """The weights are in memory now."""
+        return ZeroParamStatus.AVAILABLE
 
     @property
     def data(self) -> torch.Tensor:

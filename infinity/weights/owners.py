@@ -37,6 +37,14 @@ class Owner(ABC):
         if it is None nothing may be written. Collective."""
 
     @abstractmethod
+    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
+        """This rank's part of the weights, 1-D, on the CPU; a copy."""
+
+    @abstractmethod
+    def is_persistent(self, param: nn.Parameter) -> bool:
+        """Whether the weights stay in memory between uses."""
+
+    @abstractmethod
     def layout_of(self, param: nn.Parameter) -> torch.Tensor:
         """A tensor on the meta device that lies as the weights do."""
 

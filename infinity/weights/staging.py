@@ -125,6 +125,14 @@ class StagingArea(owners.Owner):
                 what = f"share the changes of {self.staged(param).name}"
                 self.collectives.broadcast(values, what, source=modifier_rank or 0)
 
+    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
+        staged = self.staged(param)
+        numel = max(0, min(staged.shard_numel, staged.numel - staged.start))
+        return staged.read(staged.start, numel)
+
+    def is_persistent(self, param: nn.Parameter) -> bool:
+        return False
+
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         """While the model is being made, a constructor's own: what it keeps of a parameter keeps that in memory."""
         if not self.is_building:

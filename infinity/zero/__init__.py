@@ -1,6 +1,7 @@
 """What models may be told about sharding, and how sharded weights are reached: ``infinity.zero``."""
 
 from infinity.plan.leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
+from infinity.weights.ds_names import ZeroParamStatus
 from infinity.weights.init_context import Init
 from infinity.zero.estimates import (
     estimate_zero2_model_states_mem_needs_all_cold,
@@ -17,6 +18,7 @@ __all__ = [
     "Init",
     "TiledLinear",
     "TiledLinearReturnBias",
+    "ZeroParamStatus",
     "estimate_zero2_model_states_mem_needs_all_cold",
     "estimate_zero2_model_states_mem_needs_all_live",
     "estimate_zero3_model_states_mem_needs_all_cold",

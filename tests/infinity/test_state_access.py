@@ -12,10 +12,12 @@ import infinity
 from infinity import utils
 from infinity.engine import Engine
 from infinity.errors import ConfigError, EngineStateError, WeightsError
+from infinity.weights.ds_names import DsNames
 from infinity.zero import (
     GatheredParameters,
     TiledLinear,
     TiledLinearReturnBias,
+    ZeroParamStatus,
     register_external_parameter,
     unregister_external_parameter,
 )
@@ -98,6 +100,43 @@ def test_between_init_and_initialize(tmp_path: Path) -> None:
     full = engine.full_state_dict()
     assert bool((full["0.weight"] == 0.5).all())
     assert bool((full["3.bias"] == 0.25).all())
+
+
+def test_parameters_have_the_dialects_attributes(engine: Engine) -> None:
+    weight, bias = engine.module.get_parameter("0.weight"), engine.module.get_parameter("0.bias")
+    assert isinstance(weight, DsNames)
+    assert isinstance(bias, DsNames)
+    assert weight.ds_id != bias.ds_id
+    assert (weight.ds_numel, tuple(weight.ds_shape)) == (24 * 50, (50, 24))
+    assert (weight.ds_status, bias.ds_status) == (ZeroParamStatus.NOT_AVAILABLE, ZeroParamStatus.AVAILABLE)
+    assert (weight.ds_persist, bias.ds_persist) == (False, True)
+    assert weight.ds_summary()["shape"] == (50, 24)
+    expected = build().get_parameter("0.weight").detach()
+    assert torch.equal(weight.ds_tensor, expected.flatten())
+    weight.all_gather()
+    weight.all_gather([weight, bias, nn.Parameter(torch.zeros(1))])
+    weight.partition([weight, bias])
+    assert weight.ds_summary()["status"] == "AVAILABLE"
+    with torch.no_grad():
+        weight.mul_(2)
+    weight.partition(has_been_updated=True)
+    weight.partition()
+    assert weight.ds_summary()["status"] == "NOT_AVAILABLE"
+    assert torch.equal(weight.ds_tensor, 2 * expected.flatten())
+    assert not hasattr(nn.Parameter(torch.zeros(1)), "ds_id")
+
+
+def test_staged_parameters_have_them_too(tmp_path: Path) -> None:
+    with infinity.Init(config_dict_or_path=config("cpu", str(tmp_path), bf16=False)):
+        model = build()
+    weight = model.get_parameter("0.weight")
+    assert isinstance(weight, DsNames)
+    assert torch.equal(weight.ds_tensor, build().get_parameter("0.weight").detach().flatten())
+    assert (weight.ds_status, weight.ds_persist) == (ZeroParamStatus.NOT_AVAILABLE, False)
+    with pytest.raises(WeightsError, match="GatheredParameters"):
+        weight.all_gather()
+    assert torch.equal(weight.ds_tensor, build().get_parameter("0.weight").detach().flatten())
+    assert not hasattr(nn.Linear(1, 1).weight, "ds_numel")
 
 
 def test_a_loss_of_gathered_weights_gives_their_gradients(engine: Engine) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from infinity.errors import ConfigError
-from infinity.weights import access
+from infinity.weights import owners
 from infinity.weights.admission import admit, refuse_owned
 
 
@@ -273,8 +273,8 @@ def test_a_tensor_of_the_models_own_is_named_without_a_dot() -> None:
 
 def test_what_somebody_owns_is_not_looked_at_and_refused_unless_it_is_staged() -> None:
     model = with_weight(torch.ones(3).expand(2, 3))
-    owner = cast(access.Owner, object())
-    access.adopt(model.weight_of(1), owner)
+    owner = cast(owners.Owner, object())
+    owners.adopt(model.weight_of(1), owner)
     try:
         admit(model, torch.float32)
         asked: list[Any] = []
@@ -288,4 +288,4 @@ def test_what_somebody_owns_is_not_looked_at_and_refused_unless_it_is_staged() -
         with pytest.raises(ConfigError, match=r"model\.1\.weight = '?sharded"):
             refuse_owned(list(model.named_parameters()), lambda _owner: False)
     finally:
-        access.disown(model.weight_of(1))
+        owners.disown(model.weight_of(1))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.weights import access
+from infinity.weights import access, owners
 from infinity.weights.param import ShardedParam, flattened, memory_order
 
 CPU = torch.device("cpu")
@@ -39,13 +39,13 @@ def values(request: pytest.FixtureRequest) -> torch.Tensor:
 def sharded(values: torch.Tensor) -> Iterator[ShardedParam]:
     made = make(values)
     yield made
-    access.disown(made.param)
+    owners.disown(made.param)
 
 
 def make(values: torch.Tensor, resident: dict[int, ShardedParam] | None = None) -> ShardedParam:
     param = nn.Parameter(values.clone(memory_format=torch.preserve_format))
     owner: Any = object()
-    access.adopt(param, cast(access.Owner, owner))
+    owners.adopt(param, cast(owners.Owner, owner))
     sharded = ShardedParam(3, "p", param, torch.float32, CPU, resident)
     access.hide(param, sharded.placeholder)
     return sharded

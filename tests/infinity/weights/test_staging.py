@@ -61,11 +61,11 @@ def test_what_was_touched_last_stays_within_the_bucket() -> None:
     third = area.add(1)
     assert area.is_staged(first, second, third) == [True, False, False]
     assert type(first) is access.ShardedParameter
-    assert access.owner_of(first) is area.area
+    assert owners.owner_of(first) is area.area
     assert torch.equal(values(first), torch.arange(1.0, 401))
     assert area.is_staged(first, second, third) == [False, True, False], "it was touched last"
     assert type(first).__name__ == "Parameter", "the user's own again"
-    assert access.owner_of(first) is None
+    assert owners.owner_of(first) is None
     large = area.add(5000)
     assert area.is_staged(first, second, third, large) == [True, True, True, False], "the one that came stays"
     area.area.stage_everything()

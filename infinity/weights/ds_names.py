@@ -1,0 +1,128 @@
+"""The dialect's attributes of sharded parameters: ``ds_id``, ``ds_shape``, ``all_gather`` … A parameter that nobody
+shards has none of them, which is how scripts tell the two apart."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from contextlib import ExitStack
+from enum import Enum
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.errors import WeightsError
+from infinity.weights.owners import known_owner_of
+
+
+class ZeroParamStatus(Enum):
+    """Whether a parameter's weights are in memory now."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+    INFLIGHT = 3
+
+
+_ids: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_next_id: Final = itertools.count()
+_held: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""What ``all_gather`` opened and ``partition`` closes, by parameter."""
+
+
+class DsNames(nn.Parameter):
+    """A parameter with the dialect's attributes, which its owner answers."""
+
+    @property
+    def ds_id(self) -> int:
+        """A number of this parameter's own."""
+        if self not in _ids:
+            _ids[self] = next(_next_id)
+        return int(_ids[self])
+
+    @property
+    def ds_numel(self) -> int:
+        """Elements of the whole parameter."""
+        return self.numel()
+
+    @property
+    def ds_shape(self) -> torch.Size:
+        """Shape of the whole parameter."""
+        return self.shape
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """Whether the weights are in memory now."""
+        return ZeroParamStatus.NOT_AVAILABLE
+
+    @property
+    def ds_tensor(self) -> torch.Tensor:
+        """This rank's part of the weights, 1-D, on the CPU; a copy, read from the store."""
+        return known_owner_of(self).shard_of(self)
+
+    @property
+    def ds_persist(self) -> bool:
+        """Whether the weights stay in memory between uses."""
+        return known_owner_of(self).is_persistent(self)
+
+    def ds_summary(self, slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
+        """The above in one dict; the arguments are the dialect's and change nothing."""
+        return {
+            "id": self.ds_id,
+            "status": self.ds_status.name,
+            "numel": self.ds_numel,
+            "shape": tuple(self.ds_shape),
+            "requires_grad": self.requires_grad,
+            "persist": self.ds_persist,
+        }
+
+    def all_gather(
+        self, param_list: Sequence[nn.Parameter] | None = None, async_op: bool = False, hierarchy: int = 0
+    ) -> None:
+        """Have the weights in memory until ``partition``. Collective.
+
+        Args:
+            param_list: the parameters; by default this one.
+            async_op: taken for the dialect's sake, the weights are there on return.
+            hierarchy: taken for the dialect's sake.
+
+        Raises:
+            WeightsError: the parameter is still being made, under ``Init``.
+        """
+        for param in _these(self, param_list):
+            if isinstance(param, DsNames):
+                opened = ExitStack()
+                opened.enter_context(known_owner_of(param).gathered([param], 0))
+                if type(param) is nn.Parameter:  # what Init has staged is the user's own while it is here
+                    opened.close()
+                    raise WeightsError(
+                        f"a parameter of shape {tuple(param.shape)}",
+                        "is no engine's yet, and all_gather() holds what an engine shards",
+                        "use infinity.zero.GatheredParameters between Init and initialize",
+                    )
+                _held.setdefault(param, []).append(opened)  # type: ignore[no-untyped-call]
+
+    def partition(
+        self,
+        param_list: Sequence[nn.Parameter] | None = None,
+        hierarchy: int = 0,
+        has_been_updated: bool = False,
+    ) -> None:
+        """The counterpart of ``all_gather``: what rank 0 has changed since is kept, on all ranks. Collective.
+
+        Args:
+            param_list: the parameters; by default this one.
+            hierarchy: taken for the dialect's sake.
+            has_been_updated: taken for the dialect's sake, changes are noticed.
+        """
+        for param in _these(self, param_list):
+            if param in _held:
+                stack = _held[param].pop()
+                if not _held[param]:
+                    del _held[param]
+                stack.close()
+
+
+def _these(param: nn.Parameter, params: Sequence[nn.Parameter] | None) -> Sequence[nn.Parameter]:
+    return [param] if params is None else params
