@@ -32,6 +32,7 @@ from io_daemon.config import EngineChoice
 Device = Literal["none", "cpu", "nvme"]
 
 SUB_GROUP_NUMEL_MIN: Final = 16_384
+"""The elements that a norm is taken of at once: what is updated together is never less."""
 OPTIMIZER_SPELLINGS: Final = {"adam": "Adam", "adamw": "AdamW"}
 
 
@@ -108,7 +109,8 @@ class ZeroOptimization(Section):
     """Thresholds count elements, not bytes."""
 
     stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(whole)] = 0
-    sub_group_size: Annotated[int, Field(ge=SUB_GROUP_NUMEL_MIN), BeforeValidator(whole)] = 1_000_000_000
+    sub_group_size: Count = 1_000_000_000
+    """Below ``SUB_GROUP_NUMEL_MIN`` it is that."""
     stage3_prefetch_bucket_size: Count = 50_000_000
     stage3_param_persistence_threshold: Count = 100_000
     stage3_model_persistence_threshold: Count | None = None
@@ -151,6 +153,8 @@ class Config(Section):
     train_batch_size: Positive
     train_micro_batch_size_per_gpu: Positive
     gradient_accumulation_steps: Positive
+    managed_gradient_accumulation: bool = True
+    """False: every ``step()`` updates, whatever was accumulated before it."""
     gradient_clipping: NonNegative = 0.0
     """Largest global gradient norm; 0 = off."""
     steps_per_print: Annotated[int, Field(ge=0), BeforeValidator(never_is_zero)] = 10
@@ -189,6 +193,11 @@ class Config(Section):
         return zero.offload_param.device != "none" or zero.offload_optimizer.device != "none"
 
     @property
+    def accumulates(self) -> bool:
+        """Whether an update may be of several micro-batches."""
+        return self.gradient_accumulation_steps > 1 or not self.managed_gradient_accumulation
+
+    @property
     def pin_memory(self) -> bool:
         zero = self.zero_optimization
         return zero.offload_param.pin_memory or zero.offload_optimizer.pin_memory
@@ -206,11 +215,14 @@ class Config(Section):
     @property
     def notes(self) -> tuple[str, ...]:
         """What to tell the writer once: old names, and what has no effect here (a path beside every device)."""
-        return self.old_names + tuple(
+        unused = (
             f"{key} = {path!r} is not used: device is {device}"
             for key, device, path in self._nvme_paths()
             if device != "nvme"
         )
+        size = self.zero_optimization.sub_group_size
+        small = [f"zero_optimization.sub_group_size = {size} is taken as {SUB_GROUP_NUMEL_MIN}, the least that works"]
+        return (*self.old_names, *unused, *(small if size < SUB_GROUP_NUMEL_MIN else ()))
 
     def _nvme_paths(self) -> list[tuple[str, str, str]]:
         """(dotted key, device beside it, path as written) of those that are written."""

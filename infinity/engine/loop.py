@@ -58,6 +58,7 @@ class TrainingLoop:
         self._sharded: ShardedModel = runtime.sharded
         self._times = self._last_times = StepTimes()
         self._stall_seconds_before = 0.0
+        self._num_backwards = 0
         self._traffic: TierTraffic | None = None
         self._last_traffic: TierTraffic | None = None
         self._followed_buffers = FollowedBuffers(runtime.module, runtime.collectives)
@@ -88,6 +89,7 @@ class TrainingLoop:
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()
             self._observers.after_backward(loss)
+        self._num_backwards += 1
         return scaled.detach()
 
     def step(self) -> None:
@@ -106,7 +108,7 @@ class TrainingLoop:
             self.lr_scheduler.step()
         self.global_steps += 1
         self.was_step_applied = True
-        self.global_samples += self.config.train_batch_size
+        self.global_samples += self._samples_of_update()
         self._tell_observers()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.runtime.collectives.rank == 0:
@@ -114,6 +116,14 @@ class TrainingLoop:
             _log.info("step %d, lr %s, %.3f s", self.global_steps, rates, self._times.seconds)
         self._last_times = self._close_times()
         self._close_traffic()
+
+    def _samples_of_update(self) -> int:
+        """The configuration's, or what was really accumulated where the user decides on that."""
+        num_backwards, self._num_backwards = self._num_backwards, 0
+        config = self.config
+        if config.managed_gradient_accumulation:
+            return config.train_batch_size
+        return config.train_batch_size // config.gradient_accumulation_steps * num_backwards
 
     def run_update(self) -> None:
         """The update of every chunk; what the optimizer's own ``step`` calls."""
@@ -180,7 +190,8 @@ class TrainingLoop:
         """Whether the next call of ``step`` updates."""
         if self.boundary is not None:
             return self.boundary
-        return self.micro_steps >= self.config.gradient_accumulation_steps - 1
+        managed = self.config.managed_gradient_accumulation
+        return not managed or self.micro_steps >= self.config.gradient_accumulation_steps - 1
 
     def zero_grad(self) -> None:
         self.runtime.reducer.clear()

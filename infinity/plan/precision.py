@@ -34,8 +34,9 @@ class Precision:
     def of(cls, config: Config) -> Precision:
         weight = torch.bfloat16 if config.bf16.enabled else FP32
         reduce = _COMMUNICATION[config.communication_data_type] if config.communication_data_type else weight
-        accumulates = config.gradient_accumulation_steps > 1
-        return cls(weight=weight, reduce=reduce, gradient=FP32 if accumulates else reduce, master=weight is not FP32)
+        return cls(
+            weight=weight, reduce=reduce, gradient=FP32 if config.accumulates else reduce, master=weight is not FP32
+        )
 
     def dtypes(self, *, trainable: bool) -> dict[int, torch.dtype]:
         """dtype by object kind of a chunk whose parameters are trainable, or frozen."""

@@ -219,6 +219,15 @@ def test_an_old_name_is_warned_of_once(caplog: pytest.LogCaptureFixture) -> None
     ]
 
 
+def test_a_sub_group_smaller_than_what_works_is_that_with_a_note(caplog: pytest.LogCaptureFixture) -> None:
+    zero = {**BASE["zero_optimization"], "sub_group_size": 100}
+    with _engine(_config(zero_optimization=zero)) as (engine, _):
+        small = _train(engine)
+    assert "zero_optimization.sub_group_size = 100 is taken as 16384, the least that works" in caplog.text
+    with _engine(_config()) as (engine, _):
+        assert _same_bits(small, _train(engine))
+
+
 # --- a trainer's files
 
 
@@ -245,6 +254,33 @@ def test_init_sees_autos_that_a_trainer_fills_in_before_initialize() -> None:
         ours = _train(engine)
     with _engine(filled) as (engine, _):
         assert _same_bits(ours, _train(engine))
+
+
+# --- whose accumulation
+
+
+@pytest.mark.parametrize("clipping", [0.0, 0.1])
+def test_whoever_manages_accumulation_updates_with_each_step(clipping: float) -> None:
+    """One update of one backward, one of three."""
+    module = _model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+    config = _config(managed_gradient_accumulation=False, gradient_clipping=clipping)
+    with _engine(config) as (engine, _):
+        for batches in ([0], [1, 2, 3], [4, 5]):
+            for batch in batches:
+                engine.backward(_loss(engine, batch))
+                _loss(module, batch).backward()  # type: ignore[no-untyped-call]
+            engine.step()
+            if clipping:
+                torch.nn.utils.clip_grad_norm_(module.parameters(), clipping)
+            optimizer.step()
+            optimizer.zero_grad()
+        assert (engine.global_steps, engine.global_samples) == (3, 6 * 4)
+        ours = engine.full_state_dict()
+    if clipping:
+        assert all(torch.allclose(ours[name], value, rtol=1e-5) for name, value in module.state_dict().items())
+    else:
+        assert _same_bits(ours, dict(module.state_dict()))
 
 
 # --- which parameters
@@ -322,6 +358,7 @@ def test_leaf_modules_that_mean_nothing_are_refused() -> None:
         ({"bf16": {"enabled": True}, "communication_data_type": "fp32"}, torch.float32, torch.float32),
         ({"communication_data_type": "bf16"}, torch.bfloat16, torch.bfloat16),
         ({"communication_data_type": "bf16", "gradient_accumulation_steps": 2}, torch.bfloat16, torch.float32),
+        ({"communication_data_type": "bf16", "managed_gradient_accumulation": False}, torch.bfloat16, torch.float32),
     ],
     ids=str,
 )

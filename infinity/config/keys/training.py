@@ -25,7 +25,7 @@ LOOP: tuple[Key, ...] = (
     refused("gradient_allreduce_op", "gradients are averaged over ranks", 'write "mean"', accepts=("mean",)),
     refused("sparse_gradients", "embedding gradients are dense", "write false", accepts=(False,)),
     refused("disable_allgather", "stage 3 cannot do without all-gather", "write false", accepts=(False,)),
-    refused("managed_gradient_accumulation", "the engine counts micro-batches", "write true", accepts=(True,)),
+    works("managed_gradient_accumulation", "false: every step() updates with what was accumulated before it"),
     works("wall_clock_breakdown", "times of forward, backward and update in the log, every steps_per_print steps"),
     works("memory_breakdown", "memory of process, node and device in the log, every steps_per_print steps"),
     works("dump_state", "the resolved configuration in the log at initialize"),

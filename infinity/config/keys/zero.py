@@ -20,7 +20,7 @@ STAGE = (
 THRESHOLDS = tuple(
     works(f"zero_optimization.{name}", note, auto="default")
     for name, note in (
-        ("sub_group_size", "largest number of elements updated at once, at least 16384"),
+        ("sub_group_size", "largest number of elements updated at once; 16384 where it says less"),
         ("stage3_prefetch_bucket_size", "elements gathered ahead of use"),
         ("stage3_param_persistence_threshold", "smaller parameters are never resharded"),
         ("stage3_model_persistence_threshold", "elements of all that is never resharded; what comes first stays"),

@@ -57,6 +57,9 @@ _TOP = {
     "train_batch_size": Example(8, _BATCH),
     "train_micro_batch_size_per_gpu": Example(8, _BATCH),
     "gradient_accumulation_steps": Example(1, _CELL),
+    "managed_gradient_accumulation": Example(
+        False, f"{_SETTINGS}::test_whoever_manages_accumulation_updates_with_each_step"
+    ),
     "gradient_clipping": Example(1.0, _CELL),
     "steps_per_print": Example(100, f"{_SETTINGS}::test_progress_is_printed_every_so_many_steps"),
     **{name: Example(True, _BREAKDOWNS) for name in ("wall_clock_breakdown", "memory_breakdown", "dump_state")},

@@ -152,11 +152,8 @@ MISTAKES = {
         1.0,
         "WarmupLR takes no such parameter",
     ),
-    "sub-groups smaller than a norm's block": Mistake(
-        {"zero_optimization.sub_group_size": 1000},
-        "zero_optimization.sub_group_size",
-        1000,
-        "greater than or equal to 16384",
+    "negative sub-groups": Mistake(
+        {"zero_optimization.sub_group_size": -1}, "zero_optimization.sub_group_size", -1, "greater than or equal to 0"
     ),
     "a block size that no drive takes": Mistake({"aio.block_size": 5000}, "aio.block_size", 5000, "multiple of 4096"),
     "two queue depths": Mistake(
