@@ -12,7 +12,7 @@ from torch import nn
 from infinity.config import parse_config
 from infinity.errors import BudgetError, WeightsError
 from infinity.tiers.collectives import Collectives
-from infinity.weights import access, staging
+from infinity.weights import access, owners, staging
 from infinity.weights.staging import StagedParam, StagingArea, budget_beside, staged_param, staging_plan
 from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind
 from tests.support.strict_store import StrictStore
