@@ -85,6 +85,8 @@ class Plan:
     """Of the rooms before."""
     known: Mapping[tuple[str, str, str, str], Outcome]
     """What an earlier run has killed."""
+    num_judges: int | None
+    """How many of a file's tests judge, nearest first; None: all."""
 
 
 def write_outcomes(path: Path | None, outcomes: Sequence[Outcome]) -> None:
@@ -145,7 +147,7 @@ class Campaign:
         if outcome.key in plan.known:
             return replace(plan.known[outcome.key], line=outcome.line)
         start = time.monotonic()
-        result, reason = slot.test(mutant)
+        result, reason = slot.test(mutant, self._room.tests(mutant.path)[: plan.num_judges])
         return replace(outcome, result=result, reason=reason, seconds=round(time.monotonic() - start, 1))
 
 
@@ -188,6 +190,9 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.9, help="killed share below which the exit code is 1 (0.9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every mutant and what became of it")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON of an earlier run, whose killed stay killed")
+    parser.add_argument(
+        "--judges", type=int, metavar="N", help="only the N files of tests nearest to each source (all)"
+    )
     options = parser.parse_args()
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
@@ -196,7 +201,7 @@ def main() -> int:
     with contextlib.ExitStack() as stack:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutations-")))
         for name in options.room or ROOMS:
-            plan = Plan(options.mutants, options.jobs, options.minutes, options.json, outcomes, known)
+            plan = Plan(options.mutants, options.jobs, options.minutes, options.json, outcomes, known, options.judges)
             with Progress(*columns, console=console) as progress:
                 found = Campaign(name, options.seed).run(plan, directory, progress)
             report(Console(), name, found)

@@ -61,7 +61,7 @@ POLICY: Final = Room(
         "extents.py": [P + "test_extents.py"],
         "fair_queue.py": [P + "test_fair_queue.py"],
         "residency.py": [P + "test_residency.py", P + "test_simulation.py"],
-        "step_trace.py": [P + "test_step_trace.py"],
+        "step_trace.py": [P + "test_step_trace_figures.py", P + "test_step_trace.py"],
         "swap_object.py": [P + "test_residency.py", *SCHEDULING],
         "trace.py": [P + "test_trace.py", *SCHEDULING],
         "window.py": [P + "test_window.py"],
@@ -113,40 +113,40 @@ TORCH: Final = ("numpy", "hypothesis", "torch", "torch.distributed", "torch._dyn
 PROGRAMS: Final = "tests/mutations/slot/programs.py"
 """The programs of tests/fuzz/test_fuzz.py, without a Python of their own."""
 RANKS: Final = [T + "test_ranks.py", T + "test_diverging_ranks.py"]
-TRAINING: Final = [T + "test_odd_uses.py", PROGRAMS, T + "test_training_loop.py"]
+TRAINING: Final = [PROGRAMS, T + "test_odd_uses.py", T + "test_training_loop.py"]
 UPDATE: Final = Room(
     directory="infinity/update",
     suffixes=(".py",),
     usual=TRAINING,
     nearest={
         "gradients.py": [U + "test_gradients.py", *TRAINING, *RANKS],
-        "optimizer.py": [U + "test_optimizer.py", T + "test_refusals.py", *TRAINING, *RANKS],
-        "reducer.py": [U + "test_reducer.py", T + "test_odd_uses.py", PROGRAMS, *RANKS, T + "test_training_loop.py"],
+        "optimizer.py": [U + "test_optimizer.py", *TRAINING, T + "test_refusals.py", *RANKS],
+        "reducer.py": [U + "test_reducer.py", *TRAINING, *RANKS],
         "schedules.py": [U + "test_schedules.py"],
         "sub_group.py": [U + "test_sub_group.py", *TRAINING],
     },
     warm=TORCH,
 )
-USES: Final = [T + "test_odd_uses.py", PROGRAMS, T + "test_refusals.py"]
+USES: Final = [PROGRAMS, T + "test_odd_uses.py", T + "test_refusals.py"]
 WEIGHTS: Final = Room(
     directory="infinity/weights",
     suffixes=(".py",),
     usual=[*USES, T + "test_training_loop.py"],
     nearest={
-        "access.py": [*USES, ODD + "test_weights_elsewhere.py", ODD + "test_state_dicts.py"],
-        "admission.py": [W + "test_admission.py", T + "test_refusals.py", PROGRAMS, ODD + "test_dtypes.py"],
+        "access.py": [W + "test_access.py", *USES, ODD + "test_weights_elsewhere.py", ODD + "test_state_dicts.py"],
+        "admission.py": [W + "test_admission.py", PROGRAMS, T + "test_refusals.py", ODD + "test_dtypes.py"],
         "autocast.py": [*USES, ODD + "test_dtypes.py"],
         "buffers.py": [W + "test_buffers.py", T + "test_ranks.py"],
         "heap.py": [W + "test_heap.py", *USES],
-        "holding.py": [*USES, ODD + "test_engines.py", ODD + "test_saved_activations.py"],
-        "init_context.py": [*USES, T + "test_training_loop.py"],
-        "leaf.py": [T + "test_diverging_ranks.py"],
-        "live_set.py": [W + "test_live_set.py", W + "test_live_set_rules.py", *USES],
+        "holding.py": [W + "test_holding.py", *USES, ODD + "test_engines.py", ODD + "test_saved_activations.py"],
+        "init_context.py": [W + "test_staging.py", *USES, T + "test_training_loop.py"],
+        "leaf.py": [W + "test_leaf.py", T + "test_diverging_ranks.py"],
+        "live_set.py": [W + "test_live_set_rules.py", W + "test_live_set.py", *USES],
         "param.py": [W + "test_param.py", *USES, ODD + "test_weights_elsewhere.py"],
         "param_group.py": [W + "test_param_group.py", *USES, *RANKS, T + "test_training_loop.py"],
-        "saved_tensors.py": [*USES, ODD + "test_saved_activations.py"],
-        "sharded_model.py": [*USES, T + "test_training_loop.py", T + "test_ranks.py"],
-        "staging.py": [*USES, T + "test_training_loop.py", T + "test_ranks.py"],
+        "saved_tensors.py": [W + "test_saved_tensors.py", *USES, ODD + "test_saved_activations.py"],
+        "sharded_model.py": [W + "test_sharded_model.py", *USES, T + "test_training_loop.py", T + "test_ranks.py"],
+        "staging.py": [W + "test_staging.py", *USES, T + "test_training_loop.py", T + "test_ranks.py"],
         "state_dicts.py": [T + "test_refusals.py", PROGRAMS, ODD + "test_state_dicts.py"],
         "streams.py": [W + "test_streams.py", *USES],
         "structure.py": [W + "test_structure.py", *USES, ODD + "test_weights_elsewhere.py"],

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Final
 
@@ -72,10 +72,9 @@ class SlotTree:
         """What the last run of pytest printed."""
         return (self.tree.parent / "log").read_text(errors="replace")
 
-    def test(self, mutant: Mutant) -> tuple[str, str]:
+    def test(self, mutant: Mutant, tests: Sequence[str]) -> tuple[str, str]:
         """What became of it ("killed", "timeout", "survived"; "stillborn" if it does not compile, "equivalent" if it
         compiles to the same), and by which test, or why."""
-        tests = self._room.tests(mutant.path)
         if self._room.compiled:
             for test in tests:
                 self._measure(test)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from infinity.plan.sharding import NORM_BLOCK, Segment
+from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, Segment
 from infinity.update.gradients import LEASES_AHEAD, GradientChunks
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
@@ -91,6 +91,26 @@ def test_a_cleared_step_is_forgotten() -> None:
     fixture.add(again)
     assert torch.equal(fixture.held(0), again[0])
     assert float(fixture.gradients.square_sum()) == pytest.approx(float(again[0].double().square().sum()), rel=1e-6)
+
+
+def test_a_gradient_is_replaced_by_given_values_and_added_to_from_there() -> None:
+    """This rank's part of it, which begins at any element of the parameter."""
+    fixture = Fixture()
+    first = gradients_of(range(4))
+    fixture.add(first)
+    num_leases = len(fixture.store.acquired())
+    values = torch.arange(30_000.0)
+    fixture.gradients.replace(0, 0, values)
+    assert [chunk for chunk, _, _ in fixture.store.acquired()[num_leases:]] == [0, 1]
+    assert torch.equal(fixture.held(0), values)
+    assert all(torch.equal(fixture.held(param), first[param]) for param in (1, 2, 3))
+    fixture.add({0: first[0]})
+    assert torch.equal(fixture.held(0), values + first[0])
+    (chunk, placement) = next((i, each) for i, each in enumerate(fixture.shards.chunks) if i == 1)
+    begin = next(segment.param_offset for segment in placement.segments if segment.param == 0)
+    gradients = GradientChunks(fixture.store, [*[ChunkPlacement(group=0, start=0, numel=0, segments=())], placement], 4)
+    gradients.replace(0, begin, torch.full((30_000 - begin,), 7.0))
+    assert torch.equal(fixture.held(0)[begin:], torch.full((30_000 - begin,), 7.0)), f"of chunk {chunk} alone"
 
 
 def test_only_chunks_of_what_has_a_gradient_are_leased_read_only_to_add() -> None:

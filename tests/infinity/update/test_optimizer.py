@@ -201,6 +201,14 @@ def test_one_step_may_be_clipped_by_hand(configured: float) -> None:
     assert fixture.clips[6:] == [1.0 if configured else None] * 6, "and only that one"
 
 
+def test_a_clip_of_gradients_that_are_dropped_is_forgotten() -> None:
+    fixture = Fixture()
+    fixture.update.clip_once(2.0)
+    fixture.update.forget_clipping()
+    fixture.update.run(ALL)
+    assert fixture.clips == [None] * 6
+
+
 def test_a_clip_to_nothing_is_one() -> None:
     fixture = Fixture()
     fixture.update.clip_once(0.0)

@@ -118,6 +118,15 @@ def test_a_cleared_reducer_holds_nothing() -> None:
     assert own.held(2) == ramp(5.0, 64), "copied, not added"
 
 
+def test_a_gradient_that_no_backward_gave_is_noted_until_the_step_ends() -> None:
+    own = OneRank()
+    own.reducer.note(3)
+    assert own.reducer.used == [False, False, False, True, False]
+    assert own.reducer.holds(3)
+    own.reducer.clear()
+    assert not own.reducer.holds(3)
+
+
 def on_two(work: Callable[[OneRank], Any]) -> list[OneRank]:
     def run(collectives: ThreadedCollectives) -> OneRank:
         own = OneRank(collectives)

@@ -161,6 +161,18 @@ def test_prefetch_stays_within_its_window(window: int) -> None:
     assert totals(tenant).prefetch_hits >= 12 - 6
 
 
+@pytest.mark.parametrize("window", [1, 2, 3, 5])
+def test_prefetch_uses_the_whole_window_where_frames_are_free(window: int) -> None:
+    tenant = tenant_of(8, *[ONE] * 8, ChunkSpec((PAGE_BYTES,) * 8), window=window)
+    for chunk in range(8):
+        use(tenant, chunk, write=1)
+    use(tenant, 8, write=255, dead=255)
+    assert tenant.scheduler.num_free_frames == 8
+    follow(tenant, [Access(chunk, 1, 0, 0) for chunk in range(8)])
+    assert [action.object_id // KINDS_MAX for action in in_flight(tenant)] == list(range(window))
+    assert not any(action.demand for action in in_flight(tenant))
+
+
 def test_prefetched_contents_that_nobody_has_asked_for_count_once() -> None:
     tenant = written_chunks(8, 4, 2)
     follow(tenant, [Access(chunk, 1, 0, 0) for chunk in range(8)])
