@@ -13,12 +13,12 @@ import torch
 from torch import nn
 
 from infinity.errors import WeightsError
-from infinity.weights import access
+from infinity.weights import access, owners
 
 VALUES = torch.arange(6.0).view(2, 3)
 
 
-class NotedOwner(access.Owner):
+class NotedOwner(owners.Owner):
     """Has the weights of some parameters."""
 
     def __init__(self, *, keeps_writes: bool = False) -> None:
@@ -30,7 +30,7 @@ class NotedOwner(access.Owner):
     def make(self, values: torch.Tensor = VALUES) -> nn.Parameter:
         param = nn.Parameter(values.clone())
         self.weights[id(param)] = values.clone()
-        access.adopt(param, self)
+        owners.adopt(param, self)
         self.hide(param)
         return param
 
@@ -52,6 +52,15 @@ class NotedOwner(access.Owner):
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
         with self.borrow(params):
             yield
+
+    def alias(self, param: nn.Parameter) -> torch.Tensor:
+        return access.ShardedAlias.of(param)
+
+    def shard_of(self, param: nn.Parameter) -> torch.Tensor:
+        return self.weights[id(param)].flatten()[:2].clone()
+
+    def is_persistent(self, param: nn.Parameter) -> bool:
+        return False
 
     def layout_of(self, param: nn.Parameter) -> torch.Tensor:
         return torch.empty(3, 2, device="meta").t()
@@ -88,14 +97,14 @@ def state(param: nn.Parameter) -> str:
 
 def test_a_parameter_changes_hands_and_stays_the_same_object(owner: NotedOwner) -> None:
     param = owner.make()
-    assert [state(param), access.owner_of(param)] == ["ShardedParameter", owner]
+    assert [state(param), owners.owner_of(param)] == ["ShardedParameter", owner]
     assert isinstance(param, nn.Parameter)
     access.show(param, VALUES.clone())
     assert state(param) == "UnshardedParameter"
-    access.disown(param)
-    assert [state(param), access.owner_of(param)] == ["Parameter", None]
-    assert access.owner_of(nn.Parameter(VALUES)) is None
-    access.disown(param)  # nobody's already
+    owners.disown(param)
+    assert [state(param), owners.owner_of(param)] == ["Parameter", None]
+    assert owners.owner_of(nn.Parameter(VALUES)) is None
+    owners.disown(param)  # nobody's already
 
 
 def test_facts_are_answered_without_a_loan(owner: NotedOwner) -> None:
@@ -234,6 +243,31 @@ def test_copies_are_the_owners_and_pickles_are_refused(owner: NotedOwner) -> Non
     for tensor in (param, param.detach()):
         with pytest.raises(WeightsError, match=r"pickled.*full_state_dict"):
             pickle.dumps(tensor)
+
+
+def test_the_dialects_attributes_are_the_owners_answers(owner: NotedOwner) -> None:
+    param, other = owner.make(), owner.make()
+    assert isinstance(param, access.ShardedParameter)
+    assert (param.ds_shape, param.ds_numel, param.ds_persist) == ((2, 3), 6, False)
+    assert param.ds_tensor.tolist() == [0, 1]
+    assert param.ds_id == param.ds_id != other.ds_id  # type: ignore[attr-defined]
+    assert param.ds_status.name == "NOT_AVAILABLE"
+    with owner.borrow([param]):
+        assert param.ds_status.name == "AVAILABLE"
+    assert param.ds_summary()["shape"] == (2, 3)
+    assert not hasattr(nn.Parameter(VALUES), "ds_id")
+
+
+def test_weights_stay_until_they_are_given_up_as_often_as_they_were_asked_for(owner: NotedOwner) -> None:
+    param, other = owner.make(), owner.make()
+    assert isinstance(param, access.ShardedParameter)
+    param.partition()
+    param.all_gather([param, other, nn.Parameter(VALUES)])
+    assert [state(param), state(other)] == ["UnshardedParameter"] * 2
+    param.partition()
+    assert [state(param), state(other)] == ["ShardedParameter", "UnshardedParameter"]
+    param.partition([param, other])
+    assert [state(param), state(other)] == ["ShardedParameter"] * 2
 
 
 # Aliases.

@@ -18,7 +18,7 @@ from infinity.tiers.base import HostStore
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.layers import PoisonStore, SplitStore
 from infinity.tiers.memory import MemoryStore
-from infinity.weights import access
+from infinity.weights import access, owners
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.sharded_model import LEASE_SHARE, SUB_GROUPS_AHEAD_MAX, Layout, ShardedModel
 from io_daemon.shared.protocol import ObjectKind
@@ -120,7 +120,7 @@ class Fixture:
     def write(self) -> None:
         self.sharded.write_initial(lambda param, first, numel: param.own_values(first, numel))
         for param in self.sharded.params:
-            access.disown(param.param)
+            owners.disown(param.param)
 
 
 def group_of(fixture: Fixture, name: str) -> Any:
