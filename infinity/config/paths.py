@@ -16,6 +16,12 @@ SOCKET_PATH_BYTES_MAX: Final = 107
 def check_offload(config: Config, complaints: Complaints) -> None:
     """What can be said without looking at the machine."""
     zero = config.zero_optimization
+    if zero.stage < 3 and zero.offload_param.device != "none":
+        complaints.add(
+            "zero_optimization.offload_param.device",
+            zero.offload_param.device,
+            f"weights stay whole at stage {zero.stage}: write stage 3, or offload_optimizer instead",
+        )
     for name, offload in (("offload_param", zero.offload_param), ("offload_optimizer", zero.offload_optimizer)):
         if offload.device == "nvme" and not config.swap_dirs:
             complaints.add(

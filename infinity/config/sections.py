@@ -7,6 +7,7 @@ see ``dialect.py``.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
@@ -111,6 +112,8 @@ class ZeroOptimization(Section):
     stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(whole)] = 0
     sub_group_size: Count = 1_000_000_000
     """Below ``SUB_GROUP_NUMEL_MIN`` it is that."""
+    reduce_bucket_size: Count = 500_000_000
+    """Elements of whole weights whose gradients are reduced together; a larger parameter is a bucket of its own."""
     stage3_prefetch_bucket_size: Count = 50_000_000
     stage3_param_persistence_threshold: Count = 100_000
     stage3_model_persistence_threshold: Count | None = None
@@ -214,15 +217,25 @@ class Config(Section):
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What to tell the writer once: old names, and what has no effect here (a path beside every device)."""
+        """What to tell the writer once: old names, and what is not taken as it was written."""
         unused = (
             f"{key} = {path!r} is not used: device is {device}"
             for key, device, path in self._nvme_paths()
             if device != "nvme"
         )
-        size = self.zero_optimization.sub_group_size
-        small = [f"zero_optimization.sub_group_size = {size} is taken as {SUB_GROUP_NUMEL_MIN}, the least that works"]
-        return (*self.old_names, *unused, *(small if size < SUB_GROUP_NUMEL_MIN else ()))
+        return (*self.old_names, *unused, *self._taken_as_another())
+
+    def _taken_as_another(self) -> Iterator[str]:
+        zero = self.zero_optimization
+        if zero.sub_group_size < SUB_GROUP_NUMEL_MIN:
+            taken = f"is taken as {SUB_GROUP_NUMEL_MIN}, the least that works"
+            yield f"zero_optimization.sub_group_size = {zero.sub_group_size} {taken}"
+        micro_batches = self.train_micro_batch_size_per_gpu * self.gradient_accumulation_steps
+        if zero.stage < 2 and self.train_batch_size > micro_batches:
+            yield (
+                f"zero_optimization.stage = {zero.stage} runs as stage 2: the same results in less memory, with a "
+                "reduction every micro-batch"
+            )
 
     def _nvme_paths(self) -> list[tuple[str, str, str]]:
         """(dotted key, device beside it, path as written) of those that are written."""

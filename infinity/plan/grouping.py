@@ -29,27 +29,54 @@ class GroupMembers:
 
 
 def group_params(
-    model: nn.Module, *, numel_max: int, persistent_numel_max: int, persistent_total_max: int | None = None
+    model: nn.Module,
+    *,
+    numel_max: int,
+    persistent_numel_max: int | None,
+    persistent_total_max: int | None = None,
+    bucket_numel: int | None = None,
 ) -> list[GroupMembers]:
     """Every parameter of the model in exactly one group; a shared one belongs to the module that comes first.
 
-    ``persistent_total_max`` bounds all persistent parameters together: what comes first and still fits is one."""
+    Args:
+        numel_max: of a group that comes and goes.
+        persistent_numel_max: of a persistent parameter; None = all are.
+        persistent_total_max: bounds all persistent parameters together: what comes first and still fits is one.
+        bucket_numel: of a group of persistent parameters, if it is more than one; these are reduced together.
+    """
     seen: set[int] = set()
     names = {id(param): name for name, param in model.named_parameters()}
     persistent = _persistent(model, persistent_numel_max, persistent_total_max)
     seen.update(id(p) for p in persistent)
     groups = [g for anchor, params in _subtrees(model, numel_max, seen) for g in _by_training(params, anchor, names)]
     lay_out(model)
-    return [*_by_training(persistent, None, names), *_with_choosers(model, groups)]
+    buckets = [g for bucket in _buckets(persistent, bucket_numel) for g in _by_training(bucket, None, names)]
+    return [*buckets, *_with_choosers(model, groups)]
 
 
-def _persistent(model: nn.Module, numel_max: int, total_max: int | None) -> list[nn.Parameter]:
+def _persistent(model: nn.Module, numel_max: int | None, total_max: int | None) -> list[nn.Parameter]:
     chosen, total = [], 0
     for param in model.parameters():
-        if param.numel() <= numel_max and (total_max is None or total + param.numel() <= total_max):
+        if (numel_max is None or param.numel() <= numel_max) and (
+            total_max is None or total + param.numel() <= total_max
+        ):
             chosen.append(param)
             total += param.numel()
     return chosen
+
+
+def _buckets(params: list[nn.Parameter], numel_max: int | None) -> Iterator[list[nn.Parameter]]:
+    """``params`` in their order, cut so that backward completes one bucket after the other. Trainable and frozen ones
+    are cut apart, so that what is frozen changes no bucket of what is trained."""
+    for trainable in (True, False):
+        bucket: list[nn.Parameter] = []
+        for param in (p for p in params if p.requires_grad is trainable):
+            if bucket and numel_max is not None and sum(p.numel() for p in (*bucket, param)) > numel_max:
+                yield bucket
+                bucket = []
+            bucket.append(param)
+        if bucket:
+            yield bucket
 
 
 def common_name(names: Sequence[str]) -> str:

@@ -18,6 +18,7 @@ from infinity.plan.leaves import is_leaf
 from infinity.plan.memory_plan import MemoryPlan, StateShape, plan_memory
 from infinity.plan.precision import FP32, Precision, Tiers
 from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
+from infinity.plan.stage import StagePolicy
 from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, spans
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
@@ -57,14 +58,16 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module, config: Config, world_size: int) -> Layout:
         zero = config.zero_optimization
+        policy = StagePolicy.of(zero, world_size)
         admit(model, Precision.of(config).weight)
         named = list(model.named_parameters())
         index_of = {id(param): index for index, (_, param) in enumerate(named)}
         members = group_params(
             model,
             numel_max=min(zero.stage3_prefetch_bucket_size, max(zero.stage3_max_live_parameters, 1)),
-            persistent_numel_max=zero.stage3_param_persistence_threshold,
-            persistent_total_max=zero.stage3_model_persistence_threshold,
+            persistent_numel_max=zero.stage3_param_persistence_threshold if policy.shards_weights else None,
+            persistent_total_max=zero.stage3_model_persistence_threshold if policy.shards_weights else None,
+            bucket_numel=zero.reduce_bucket_size,
         )
         placements = [
             place_group(

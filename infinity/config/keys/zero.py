@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from infinity.config.keys.key import refused, subsumed, works
 
-_ONLY_ZERO3 = "the engine runs stage 3; stages 0, 1 and 2 are not built yet"
 _NO_COLLECTIVE_BUCKETS = "parameters and gradients communicate per param group, so there is no bucket to size"
 _FRAMES = "the arena is made of equal frames within io_daemon.host_budget_bytes"
 _PINNED = "refuse to run where the arena cannot be page-locked"
@@ -12,15 +11,15 @@ _PINNED = "refuse to run where the arena cannot be page-locked"
 STAGE = (
     works(
         "zero_optimization.stage",
-        _ONLY_ZERO3,
-        accepts=(3,),
-        remedy="write 3 (without the key the stage is 0, as in DeepSpeed)",
+        "3: weights, gradients and states are sharded; 2: weights stay whole; 1 and 0 (without the key, as in "
+        "DeepSpeed) run as 2: the same results in less memory",
     ),
 )
 THRESHOLDS = tuple(
     works(f"zero_optimization.{name}", note, auto="default")
     for name, note in (
         ("sub_group_size", "largest number of elements updated at once; 16384 where it says less"),
+        ("reduce_bucket_size", "elements of whole weights whose gradients are reduced together"),
         ("stage3_prefetch_bucket_size", "elements gathered ahead of use"),
         ("stage3_param_persistence_threshold", "smaller parameters are never resharded"),
         ("stage3_model_persistence_threshold", "elements of all that is never resharded; what comes first stays"),
@@ -79,7 +78,6 @@ SWITCHES = tuple(
 SIZES = tuple(
     subsumed(f"zero_optimization.{name}", "whole number", why)
     for name, why in (
-        ("reduce_bucket_size", _NO_COLLECTIVE_BUCKETS),
         ("allgather_bucket_size", _NO_COLLECTIVE_BUCKETS),
         ("stage3_module_granularity_threshold", "small modules always travel together, as one param group"),
         ("stage3_partition_stream_chunk_size", "Init always stages parameters out piece by piece"),
@@ -99,7 +97,7 @@ REFUSED = tuple(
         ("save_muon_momentum_buffer_in_memory", "Muon is not built", "write false", (False,)),
         ("load_from_fp32_weights", "checkpoints are not built yet", "remove it", (True,)),
         ("elastic_checkpoint", "checkpoints are not built yet", "write false", (False,)),
-        ("legacy_stage1", _ONLY_ZERO3, "write false", (False,)),
+        ("legacy_stage1", "there is one stage 1", "write false", (False,)),
         ("zero_hpz_partition_size", "ZeRO++ is not built", "write 1", (1,)),
         ("zero_quantized_weights", "communication is exact", "write false", (False,)),
         ("zero_quantized_nontrainable_weights", "communication is exact", "write false", (False,)),

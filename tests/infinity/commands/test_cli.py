@@ -104,14 +104,14 @@ def test_config_check_tells_where_each_value_comes_from(tmp_path: Path, capsys: 
 
 def test_config_check_prints_all_complaints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.json"
-    file.write_text(json.dumps({**GOOD, "gradient_clipping": "1.0", "zero_optimization": True}))
+    file.write_text(json.dumps({**GOOD, "gradient_clipping": "1.0", "zero_optimization": {"stage": 4}}))
     assert main(["config", "check", str(file)]) == 2
     assert "2 settings cannot work" in capsys.readouterr().err
     assert main(["config", "check", str(file), "--json"]) == 2
     shown = json.loads(capsys.readouterr().out)
     assert [(each["key"], each["value"]) for each in shown["complaints"]] == [
         ("gradient_clipping", "1.0"),
-        ("zero_optimization.stage", 1),
+        ("zero_optimization.stage", 4),
     ]
     assert all(each["remedy"] for each in shown["complaints"])
 

@@ -113,7 +113,10 @@ _SCHEDULES = {
     ),
 }
 _ZERO = {
-    "stage": Example(3, _CELL),
+    "stage": Example(3, "infinity/test_stages.py::test_every_stage_gives_the_bits_of_stage_3"),
+    "reduce_bucket_size": Example(
+        5e8, "infinity/plan/test_grouping.py::test_persistent_parameters_are_cut_into_buckets"
+    ),
     "sub_group_size": Example(1e8, "infinity/plan/test_memory_plan.py::test_a_chunk_never_exceeds_the_sub_group"),
     "stage3_prefetch_bucket_size": Example(1e6, f"{_RULES}::test_the_next_groups_are_leased_ahead_within_the_bucket"),
     "stage3_param_persistence_threshold": Example(

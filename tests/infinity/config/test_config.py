@@ -162,9 +162,6 @@ def test_true_is_not_one_and_false_is_not_zero() -> None:
     ("path", "value", "words"),
     [
         ("fp16.enabled", True, "bf16"),
-        ("zero_optimization.stage", 0, "stage 3"),
-        ("zero_optimization.stage", 1, "stage 3"),
-        ("zero_optimization.stage", 2, "stage 3"),
         ("io_daemon.commit_every_n_steps", 5, "starts anew"),
         ("io_daemon.update_in_backward", True, "after backward"),
         ("zero_optimization.zero_quantized_weights", True, "exact"),
@@ -177,10 +174,24 @@ def test_what_is_not_built_yet_is_refused(path: str, value: object, words: str) 
     assert words in str(error)
 
 
-def test_a_missing_stage_is_stage_0_as_in_deepspeed_and_refused() -> None:
-    error = _refusal({"train_batch_size": 8})
-    assert (error.key, error.value) == ("zero_optimization.stage", 0)
-    assert "write 3" in error.remedy
+def test_a_missing_stage_is_stage_0_as_in_deepspeed() -> None:
+    assert parse_config({"train_batch_size": 8}).zero_optimization.stage == 0
+
+
+@pytest.mark.parametrize(("stage", "world_size", "told"), [(0, 2, True), (1, 2, True), (2, 2, False), (1, 1, False)])
+def test_a_stage_that_runs_as_another_is_told(stage: int, world_size: int, told: bool) -> None:
+    config = parse_config({"train_batch_size": 8, "zero_optimization": {"stage": stage}}, world_size=world_size)
+    assert any("runs as stage 2" in note for note in config.notes) is told
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_weights_are_offloaded_at_stage_3_only(stage: int, device: str, tmp_path: Path) -> None:
+    offload = {"device": device, "nvme_path": str(tmp_path)}
+    error = _refusal({"train_batch_size": 8, "zero_optimization": {"stage": stage, "offload_param": offload}})
+    assert (error.key, error.value) == ("zero_optimization.offload_param.device", device)
+    assert "write stage 3, or offload_optimizer" in error.remedy
+    parse_config({"train_batch_size": 8, "zero_optimization": {"stage": stage, "offload_optimizer": offload}})
 
 
 def test_refuse_unsupported_also_judges_a_configuration_built_by_hand() -> None:
@@ -505,10 +516,10 @@ def test_the_callers_dict_is_left_as_it_was() -> None:
 
 
 def test_subsumed_keys_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    config = _with("zero_optimization.round_robin_gradients", True, _with("zero_optimization.reduce_bucket_size", 7))
+    config = _with("zero_optimization.round_robin_gradients", True, _with("zero_optimization.allgather_bucket_size", 7))
     with caplog.at_level(logging.INFO, logger="infinity.config.parse"):
         parse_config(config)
         parse_config(config)
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
-    assert any("reduce_bucket_size needs no setting" in message for message in messages)
+    assert any("allgather_bucket_size needs no setting" in message for message in messages)

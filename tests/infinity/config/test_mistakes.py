@@ -91,8 +91,13 @@ MISTAKES = {
     "a stage that is not there": Mistake(
         {"zero_optimization.stage": 4}, "zero_optimization.stage", 4, "less than or equal to 3"
     ),
-    "stage 2": Mistake({"zero_optimization.stage": 2}, "zero_optimization.stage", 2, "write 3"),
-    "no stage, which is stage 0": Mistake({"zero_optimization": None}, "zero_optimization.stage", 0, "write 3"),
+    "weights offloaded at stage 2": Mistake(
+        {"zero_optimization.stage": 2, "zero_optimization.offload_param.device": "cpu"},
+        "zero_optimization.offload_param.device",
+        "cpu",
+        "weights stay whole at stage 2: write stage 3",
+    ),
+    "a stage in words": Mistake({"zero_optimization.stage": "3"}, "zero_optimization.stage", "3", "write 3 without"),
     "auto without a trainer": Mistake({"gradient_clipping": "auto"}, "gradient_clipping", "auto", "only a trainer"),
     "an auto learning rate": Mistake({"optimizer.params.lr": "auto"}, "optimizer.params.lr", "auto", "write a value"),
     "a disk as a device": Mistake(
@@ -241,7 +246,7 @@ def test_everything_that_is_wrong_is_told_at_once() -> None:
             "a switch instead of its section",
             "a key that is misspelt",
             "aio inside zero_optimization, as old documents have it",
-            "stage 2",
+            "a stage that is not there",
             "an auto learning rate",
             "a disk as a device",
             "nvme without a path",
@@ -290,6 +295,6 @@ def test_a_key_that_stands_twice_does_not_hide_the_rest(tmp_path: Path) -> None:
 
 def test_the_same_mistakes_in_a_file(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
-    config = _config(MISTAKES["5e8 in quotes"], MISTAKES["true in quotes"], MISTAKES["stage 2"])
+    config = _config(MISTAKES["5e8 in quotes"], MISTAKES["true in quotes"], MISTAKES["a stage that is not there"])
     file.write_text(json.dumps(config))
     assert [str(each) for each in _complaints(file)] == [str(each) for each in _complaints(config)]

@@ -98,11 +98,16 @@ def test_an_old_name_is_no_key_and_names_one(old: OldName) -> None:
 
 @pytest.mark.parametrize(("value", "stage"), [(True, 1), (False, 0)])
 def test_a_boolean_zero_optimization_is_a_stage(value: bool, stage: int) -> None:
-    """Stages below 3 are refused for now, in the writer's own words."""
+    config = parse_config({"train_batch_size": 8, "zero_optimization": value, "allgather_size": 5e8})
+    assert config.zero_optimization.stage == stage
+    assert [note.split(" is an old")[0] for note in config.old_names] == ["zero_optimization", "allgather_size"]
+
+
+def test_a_complaint_about_what_an_old_name_gave_names_the_old_one() -> None:
     with pytest.raises(ConfigError) as caught:
-        parse_config({"train_batch_size": 8, "zero_optimization": value})
-    assert (caught.value.key, caught.value.value) == ("zero_optimization.stage", stage)
-    assert "zero_optimization says so" in caught.value.remedy
+        parse_config({"train_batch_size": 8, "zero_optimization": {"stage": 1, "cpu_offload_param": True}})
+    assert (caught.value.key, caught.value.value) == ("zero_optimization.offload_param.device", "cpu")
+    assert "zero_optimization.cpu_offload_param says so" in caught.value.remedy
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ SEVERAL_VALUES = {
     "a batch that does not divide",
     "three batch sizes that contradict",
     "no batch size",
-    "no stage, which is stage 0",
+    "weights offloaded at stage 2",
     "nvme without a path",
     "a path that is not there",
     "an optimizer without its type",

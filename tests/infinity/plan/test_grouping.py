@@ -87,3 +87,18 @@ def test_persistent_parameters_are_bounded_together() -> None:
     assert chosen(1) == [1]
     assert chosen(0) == []
     assert chosen(45, numel_max=40) == [32, 4, 8, 1]
+
+
+def test_persistent_parameters_are_cut_into_buckets() -> None:
+    """In their order, so that backward completes one after the other; a larger parameter is a bucket of its own."""
+    model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2), nn.Linear(2, 1))  # 32, 4, 8, 2, 2, 1 elements
+    model[1].bias.requires_grad_(False)
+
+    def buckets(numel: int | None) -> list[list[int]]:
+        groups = group_params(model, numel_max=1, persistent_numel_max=None, bucket_numel=numel)
+        assert all(group.persistent for group in groups)
+        return [[p.numel() for p in group.params] for group in groups]
+
+    assert buckets(None) == buckets(47) == [[32, 4, 8, 2, 1], [2]]
+    assert buckets(12) == [[32], [4, 8], [2, 1], [2]]
+    assert buckets(1) == buckets(0) == [[32], [4], [8], [2], [1], [2]]
