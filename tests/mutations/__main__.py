@@ -28,7 +28,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tests.mutations.cpp_operators import cpp_mutants
 from tests.mutations.mutant import Mutant, read_equivalents
 from tests.mutations.python_operators import python_mutants
-from tests.mutations.rooms import ROOMS, ROOT, Room
+from tests.mutations.rooms import ROOMS, Room
 from tests.mutations.slot_tree import SlotTree
 
 EQUIVALENTS: Final = Path(__file__).parent / "equivalent.toml"
@@ -52,14 +52,14 @@ class Outcome:
         return self.room, self.path, self.before, self.after
 
 
-def draw(room: Room, num_mutants: int, seed: int) -> list[Mutant]:
-    """Evenly over the files, no two of one place; a long file gets more, but not all.
+def draw(room: Room, tree: Path, num_mutants: int, seed: int) -> list[Mutant]:
+    """Of the sources in ``tree``: evenly over the files, no two of one place; a long file gets more, but not all.
 
     A mutant's place in the order depends on the seed and on its own line, so that most of those drawn stay the same
     when the code is changed elsewhere."""
     ranked: list[tuple[float, Mutant]] = []
-    for path in room.paths:
-        source = (ROOT / path).read_bytes()
+    for path in room.paths(tree):
+        source = (tree / path).read_bytes()
         made = cpp_mutants(path, source) if room.compiled else python_mutants(path, source)
         by_chance = sorted(made, key=lambda mutant: _chance(seed, path, *mutant.diff(source)))
         pile = list({mutant.start: mutant for mutant in reversed(by_chance)}.values())[::-1]
@@ -108,14 +108,14 @@ class Campaign:
         self._equivalents = read_equivalents(EQUIVALENTS)
 
     def run(self, plan: Plan, directory: Path, progress: Progress) -> list[Outcome]:
-        mutants = draw(self._room, plan.num_mutants, self._seed)
-        task = progress.add_task(f"{self._name}: preparing", total=len(mutants))
+        task = progress.add_task(f"{self._name}: preparing", total=plan.num_mutants)
         outcomes: list[Outcome] = []
         with ThreadPoolExecutor(plan.num_jobs) as pool:
             slots = list(
                 pool.map(lambda i: SlotTree(directory / f"{self._name}-{i}", self._room), range(plan.num_jobs))
             )
-            progress.update(task, description=self._name)
+            mutants = draw(self._room, slots[0].tree, plan.num_mutants, self._seed)
+            progress.update(task, description=self._name, total=len(mutants))
             deadline_s = time.monotonic() + 60 * plan.minutes
             waiting = iter(mutants)  # whoever is free takes the next
 
@@ -132,16 +132,15 @@ class Campaign:
                 slot.close()
         return outcomes
 
-    def _before(self, mutant: Mutant) -> Outcome:
+    def _before(self, mutant: Mutant, source: bytes) -> Outcome:
         """What is known of the mutant without a test."""
-        source = (ROOT / mutant.path).read_bytes()
         before, after = mutant.diff(source)
         reason = self._equivalents.get((mutant.path, before, after), "")
         result = "equivalent" if reason else "unknown"
         return Outcome(self._name, mutant.path, mutant.line(source), mutant.what, before, after, result, reason)
 
     def _test(self, mutant: Mutant, slot: SlotTree, plan: Plan) -> Outcome:
-        outcome = self._before(mutant)
+        outcome = self._before(mutant, (slot.tree / mutant.path).read_bytes())
         if outcome.reason:
             return outcome
         if outcome.key in plan.known:

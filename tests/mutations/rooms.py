@@ -33,11 +33,10 @@ class Room:
     """Modules that every run needs, imported once before it forks. Never one that is mutated."""
     compiled: bool = False
 
-    @property
-    def paths(self) -> tuple[str, ...]:
+    def paths(self, tree: Path = ROOT) -> tuple[str, ...]:
         """Every source of the room."""
-        found = (path for path in (ROOT / self.directory).iterdir() if path.suffix in self.suffixes)
-        return tuple(sorted(str(path.relative_to(ROOT)) for path in found))
+        found = (path for path in (tree / self.directory).iterdir() if path.suffix in self.suffixes)
+        return tuple(sorted(str(path.relative_to(tree)) for path in found))
 
     def tests(self, path: str) -> Sequence[str]:
         return self.nearest.get(Path(path).name, self.usual)

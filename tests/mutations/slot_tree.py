@@ -32,9 +32,12 @@ class SlotTree:
         self._room = room
         self._build = directory / "build"
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
-        for name in filter(None, tracked.stdout.split("\0")):
-            if (ROOT / name).is_file():  # not what was deleted and not committed yet
-                _copy_if_changed(ROOT / name, self.tree / name)
+        names = [name for name in filter(None, tracked.stdout.split("\0")) if (ROOT / name).is_file()]
+        for name in names:
+            _copy_if_changed(ROOT / name, self.tree / name)
+        for path in (self.tree / room.directory).iterdir():
+            if path.suffix in room.suffixes and str(path.relative_to(self.tree)) not in names:
+                path.unlink()  # of an earlier copy
         if room.compiled:
             self._configure()
             self._compile(check=True)

@@ -31,15 +31,15 @@ def test_every_source_of_a_room_is_mutated_and_judged(name: str) -> None:
         if Path(path).suffix in (".py", ".cpp", ".hpp") and "/tests/" not in path and (ROOT / path).is_file()
     }
     assert sources
-    assert sources <= set(room.paths)
-    assert {path for path in room.paths if not room.tests(path)} == set()
-    assert {Path(path).name for path in room.paths} >= set(room.nearest), "a judged file has gone or was renamed"
+    assert sources <= set(room.paths())
+    assert {path for path in room.paths() if not room.tests(path)} == set()
+    assert {Path(path).name for path in room.paths()} >= set(room.nearest), "a judged file has gone or was renamed"
 
 
 @pytest.mark.parametrize("name", ROOMS)
 def test_every_judge_exists_and_none_is_named_twice(name: str) -> None:
     room = ROOMS[name]
-    for path in room.paths:
+    for path in room.paths():
         judges = room.tests(path)
         assert len(set(judges)) == len(judges), path
         assert [judge for judge in judges if not (ROOT / judge).is_file()] == []
@@ -51,7 +51,7 @@ def test_no_equivalent_mutant_has_gone() -> None:
     made = {
         (path, *mutant.diff(source))
         for room in ROOMS.values()
-        for path in room.paths
+        for path in room.paths()
         for source in [(ROOT / path).read_bytes()]
         for mutant in (cpp_mutants(path, source) if room.compiled else python_mutants(path, source))
     }
