@@ -349,6 +349,20 @@ void test_queued_at_stop() {
   CHECK(equal(bytes, found));
 }
 
+// The smallest read that moves anything is flipped, too.
+void test_flip_of_one_byte() {
+  const Descriptor file = make_memory(0);
+  CHECK(::pwrite(file.get(), "a", 1, 0) == 1);
+  const auto engine = make_faulty_engine(make_engine("posix", 1), {{"flip_read", 0, 0}});
+  std::byte found{0};
+  const Io io{.fd = file.get(), .data = &found, .num_bytes = 1, .token = 5};
+  CHECK(engine->submit({&io, 1}) == 1);
+  IoResult result;
+  while (engine->reap({&result, 1}) == 0) engine->wait(1000);
+  CHECK(result.token == 5 && result.result == 1);
+  CHECK(found == static_cast<std::byte>('a' ^ 1));
+}
+
 // An engine that fails as a whole: what ended before is reported, what is in flight is not, and its
 // memory stays where it is.
 void test_breakdown(const std::string& engine) {
@@ -391,6 +405,7 @@ int main() {
   test_ring();
   test_registered_pieces();
   test_queued_at_stop();
+  test_flip_of_one_byte();
   for (const std::string& engine : engine_names()) {
     if (const auto why_not = probe_engine(engine)) {
       std::printf("core_test: %s left out: %s\n", engine.c_str(), why_not->c_str());
