@@ -52,6 +52,7 @@ class NotedOwner(owners.Owner):
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
         with self.borrow(params):
             yield
+        self.log.append(("kept", *params))  # not where it is only dropped
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         return access.ShardedAlias.of(param)
@@ -266,8 +267,10 @@ def test_weights_stay_until_they_are_given_up_as_often_as_they_were_asked_for(ow
     assert [state(param), state(other)] == ["UnshardedParameter"] * 2
     param.partition()
     assert [state(param), state(other)] == ["ShardedParameter", "UnshardedParameter"]
+    assert owner.log[-1] == ("kept", param)
     param.partition([param, other])
     assert [state(param), state(other)] == ["ShardedParameter"] * 2
+    assert owner.log[-1] == ("kept", other)
 
 
 # Aliases.
