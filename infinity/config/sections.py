@@ -111,7 +111,7 @@ class ZeroOptimization(Section):
 
     stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(whole)] = 0
     sub_group_size: Count = 1_000_000_000
-    """Below ``SUB_GROUP_NUMEL_MIN`` it is that."""
+    """A smaller one than ``SUB_GROUP_NUMEL_MIN`` is taken as that."""
     reduce_bucket_size: Count = 500_000_000
     """Elements of whole weights whose gradients are reduced together; a larger parameter is a bucket of its own."""
     stage3_prefetch_bucket_size: Count = 50_000_000

@@ -129,8 +129,8 @@ class Engine(nn.Module):
     def no_sync(self) -> AbstractContextManager[None]:
         """Raises EngineStateError: sharded gradients have no place where one rank could keep all of its own."""
         raise EngineStateError(
-            "no_sync() keeps whole gradients on every rank, and here they are sharded at every stage: leave it out, and "
-            "write gradient_accumulation_steps into the configuration; micro-batches are reduced while backward goes on"
+            "no_sync() keeps whole gradients on every rank, and here they are sharded: leave it out, and write "
+            "gradient_accumulation_steps into the configuration; micro-batches are reduced while backward goes on"
         )
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:

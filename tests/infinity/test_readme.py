@@ -96,7 +96,7 @@ def example() -> str:
     """The code of README's section "Use"."""
     text = (REPOSITORY / "README.md").read_text()
     section = text.split("\n## Use\n", 1)[1].split("\n## ", 1)[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    code = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
     assert "MyModel()" in code
     assert "in batches" in code
     return str(code)
