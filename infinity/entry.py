@@ -27,16 +27,17 @@ from infinity.observe.flops import FlopsOfAStep
 from infinity.observe.monitors import monitors_of
 from infinity.observe.observer import Observer, Observers
 from infinity.plan.leaves import mark_leaves
+from infinity.plan.precision import Precision
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.update.client_schedule import Client, choose_schedule
-from infinity.update.optimizer import ShardedAdam, adam_from_config, adam_from_torch, group_indices
+from infinity.update.optimizer import ShardedOptimizer, group_indices, sharded_from_config, sharded_from_torch
 from infinity.weights.admission import refuse_owned
 from infinity.weights.heap import return_freed
 from infinity.weights.sharded_model import Layout
 from infinity.weights.staging import StagingArea, budget_beside, staged_param
 
-Initialized = tuple[Engine, ShardedAdam | None, "DataLoader[Any] | None", LRScheduler | None]
+Initialized = tuple[Engine, ShardedOptimizer | None, "DataLoader[Any] | None", LRScheduler | None]
 
 _log = logging.getLogger(__name__)
 
@@ -58,7 +59,8 @@ def initialize(
         model: built plainly or under ``Init``. Its parameters are sharded in place; rank 0's values are everyone's.
         config: DeepSpeed's JSON dialect, as a dict or a path; ``infinity config keys`` lists it.
         model_parameters: parameters, or dicts with their own hyper-parameters, for the optimizer of the config.
-        optimizer: ``torch.optim.Adam`` or ``AdamW`` instead of the config's; its groups are taken over and shared.
+        optimizer: a torch optimizer instead of the config's, any that treats each element by itself; its groups are
+            taken over and shared.
         lr_scheduler: a scheduler on ``optimizer``, or a function from the engine's optimizer to one.
         training_data: a dataset, to get a loader of micro-batches back.
         collate_fn: makes a micro-batch of its samples; by default torch's own.
@@ -126,8 +128,9 @@ def initialize(
 
 def _optimizer(
     model: nn.Module, config: Config, model_parameters: Iterable[Any] | None, optimizer: torch.optim.Optimizer | None
-) -> ShardedAdam | None:
+) -> ShardedOptimizer | None:
     """None where nothing trains: a teacher, a reference model."""
+    dtype = Precision.of(config).update
     if optimizer is None and not any(param.requires_grad for param in model.parameters()):
         return None
     if optimizer is not None:
@@ -135,7 +138,7 @@ def _optimizer(
             raise ConfigError("optimizer", config.optimizer.type, "an optimizer object was passed too: remove one")
         if model_parameters is not None:
             raise ConfigError("model_parameters", "given", "the optimizer object has groups already: remove one")
-        return adam_from_torch(optimizer)
+        return sharded_from_torch(optimizer, dtype=dtype)
     if config.optimizer is None:
         raise ConfigError("optimizer", None, 'write {"type": "AdamW", "params": {"lr": ...}}, or pass an optimizer')
     params = list(model_parameters) if model_parameters is not None else list(model.parameters())
@@ -143,7 +146,7 @@ def _optimizer(
         params = [param for param in params if param.requires_grad]
     if not params:
         raise ConfigError("model_parameters", [], "no parameter is trainable: there is nothing to optimize")
-    return adam_from_config(config.optimizer, params)
+    return sharded_from_config(config.optimizer, params, dtype=dtype)
 
 
 def _device(index: int) -> torch.device:

@@ -23,6 +23,7 @@ __all__ = [
     "DeviceIOError",
     "EngineStateError",
     "IntegrityError",
+    "LossScaleError",
     "ProtocolError",
     "SwapSpaceError",
     "WeightsError",
@@ -50,3 +51,14 @@ class WeightsError(RuntimeError):
     def __init__(self, name: str, problem: str, remedy: str) -> None:
         self.name, self.problem, self.remedy = name, problem, remedy
         super().__init__(f"{name} {problem}: {remedy}")
+
+
+class LossScaleError(RuntimeError):
+    """A gradient overflowed at the least loss scale: no smaller one is allowed. The step was not applied."""
+
+    def __init__(self, scale: float) -> None:
+        self.scale = scale
+        super().__init__(
+            f"a gradient is not finite at the least loss scale, {scale:g}: training has diverged, or the model needs "
+            "more range than fp16 has: use bf16, lower the learning rate, or write a smaller fp16.min_loss_scale"
+        )

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from io_daemon.shared.metrics import IoTotals, TenantStats
 from io_daemon.shared.protocol import ObjectKind
 
+KindLabels = Mapping[ObjectKind, str]
+"""What a report calls each kind that the model has."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class TierTraffic:
-    """Bytes between NVMe and the host arena, per object kind (``weight``, ``grad``, ``master``, ``exp_avg``, …)."""
+    """Bytes between NVMe and the host arena, per object kind (``weight``, ``grad``, ``master``, and the optimizer's
+    states under its own names: ``exp_avg``, …)."""
 
     bytes_read: dict[str, int]
     bytes_written: dict[str, int]
@@ -22,10 +27,10 @@ class TierTraffic:
     """The time in which at least one request was under way."""
 
     @classmethod
-    def of(cls, totals: IoTotals) -> TierTraffic:
+    def of(cls, totals: IoTotals, labels: KindLabels) -> TierTraffic:
         return cls(
-            bytes_read=_by_kind(totals.bytes_read),
-            bytes_written=_by_kind(totals.bytes_written),
+            bytes_read=_by_kind(totals.bytes_read, labels),
+            bytes_written=_by_kind(totals.bytes_written, labels),
             hits=totals.hits + totals.prefetch_hits,
             misses=totals.misses,
             io_seconds=totals.io_s,
@@ -109,6 +114,7 @@ class IoReport:
         live_numel_peak: int,
         last_step: TierTraffic | None,
         tenant: TenantStats | None,
+        labels: KindLabels,
     ) -> IoReport:
         if tenant is None:
             return cls(step=step, times=times, nvme=None, nvme_total=None, live_numel_peak=live_numel_peak)
@@ -116,8 +122,8 @@ class IoReport:
             step=step,
             times=times,
             nvme=last_step,
-            nvme_total=TierTraffic.of(tenant.total),
-            resident_bytes=_by_kind(tenant.resident_bytes),
+            nvme_total=TierTraffic.of(tenant.total, labels),
+            resident_bytes=_by_kind(tenant.resident_bytes, labels),
             arena_bytes=tenant.arena_bytes,
             swap_bytes=tenant.swap_bytes,
             page_locked=tenant.page_locked,
@@ -125,5 +131,11 @@ class IoReport:
         )
 
 
-def _by_kind(values: tuple[int, ...]) -> dict[str, int]:
-    return {kind.name.lower(): values[kind] for kind in ObjectKind if kind < len(values)}
+def kind_labels(states: Mapping[str, ObjectKind]) -> KindLabels:
+    """``states``: the kinds of the optimizer's states, by what it calls them."""
+    own = {kind: kind.name.lower() for kind in (ObjectKind.WEIGHT, ObjectKind.GRAD, ObjectKind.MASTER)}
+    return own | {kind: label for label, kind in states.items()}
+
+
+def _by_kind(values: tuple[int, ...], labels: KindLabels) -> dict[str, int]:
+    return {label: values[kind] for kind, label in labels.items()}

@@ -19,7 +19,8 @@ from tests.support.parity import CLIPPED_ERROR_MAX, Verdict, launch
 
 
 def selection(name: str) -> list[Cell]:
-    """``full``, ``pairwise``, or ``short``: one cell of each dtype and world size that streams everything."""
+    """``full``, ``pairwise``, or ``short``: one cell of each dtype and world size that streams everything, and one of
+    each optimizer that the matrix has not."""
     match name:
         case "full":
             return full_matrix()
@@ -27,8 +28,13 @@ def selection(name: str) -> list[Cell]:
             return pairwise(full_matrix())
         case _:
             return [
-                Cell("nvme", "nvme", dtype, accumulation, False, "least", num_ranks)
-                for dtype, accumulation, num_ranks in (("fp32", 4, 1), ("bf16", 1, 1), ("fp32", 1, 2))
+                Cell("nvme", "nvme", dtype, accumulation, False, "least", num_ranks, optimizer)
+                for dtype, accumulation, num_ranks, optimizer in (
+                    ("fp32", 4, 1, "AdamW"),
+                    ("bf16", 1, 1, "RMSprop"),
+                    ("fp32", 1, 2, "AdamW"),
+                    ("fp16", 1, 2, "Lion"),
+                )
             ]
 
 
@@ -44,7 +50,7 @@ def judged(cells: Sequence[Cell], *, num_steps: int, python_flags: Sequence[str]
 
 def new_table(num_steps: int) -> Table:
     table = Table(title=f"Parity over {num_steps} steps: differing bits against the same engine in memory / plain loop")
-    for column in ("param", "optimizer", "dtype", "acc", "clip", "budget", "ranks"):
+    for column in ("param", "optimizer", "dtype", "acc", "clip", "budget", "ranks", "rule"):
         table.add_column(column)
     for column in ("losses", "weights", "plain losses", "plain weights", "plain error", "s"):
         table.add_column(column, justify="right")
@@ -63,6 +69,7 @@ def add_row(table: Table, verdict: Verdict) -> None:
         "on" if cell.clipping else "off",
         "–" if cell.in_memory else cell.budget,
         str(cell.num_ranks),
+        cell.optimizer,
         str(verdict.oracle_loss_bits),
         str(verdict.oracle_weight_bits),
         *plain,

@@ -34,10 +34,11 @@ from infinity.config import Config, parse_config
 from infinity.engine.build import build_engine
 from infinity.engine.runtime import TRAIN_TRACE
 from infinity.errors import ConfigError
+from infinity.plan.precision import Precision
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.daemon import chunk_spec
 from infinity.tiers.recording import RecordingTier, StepRecorder
-from infinity.update.optimizer import adam_from_config, group_indices
+from infinity.update.optimizer import group_indices, sharded_from_config
 from infinity.weights.sharded_model import Layout
 from infinity.weights.staging import budget_beside, staging_plan
 from io_daemon.machine.cpu_load import CpuLoad
@@ -87,7 +88,8 @@ class StepOfModel:
         self.subject, self.config, self.world = subject, config, world
         model = subject.model
         self.num_params = sum(param.numel() for param in model.parameters())
-        optimizer = adam_from_config(config.optimizer, [p for p in model.parameters() if p.requires_grad])
+        trained = [p for p in model.parameters() if p.requires_grad]
+        optimizer = sharded_from_config(config.optimizer, trained, dtype=Precision.of(config).update)
         collectives = AbsentPeers(world.num_ranks)
         layout = Layout.of(model, config, collectives.world_size)
         optimizer_groups = group_indices(optimizer, layout.index_of, layout.params)

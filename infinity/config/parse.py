@@ -15,6 +15,7 @@ from infinity.config.load import Raw, Source, load
 from infinity.config.old_names import OLD_NAMES, modernise
 from infinity.config.origins import Resolved, trace_origins
 from infinity.config.paths import check_offload, check_swap_dirs
+from infinity.config.precision import check_precision
 from infinity.config.sections import Config
 from infinity.config.validation import validated
 from infinity.errors import ConfigError
@@ -69,6 +70,7 @@ def resolve_config(
     parsed = validated(fields, complaints, silent=given.unfilled | derived.keys())
     for error in _unsupported(parsed):
         complaints.take(error)
+    check_precision(parsed, complaints)
     check_offload(parsed, complaints)
     if check_paths:
         check_swap_dirs(parsed, complaints)

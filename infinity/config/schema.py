@@ -13,7 +13,8 @@ from pydantic import BaseModel
 
 from infinity.config.dialect import KEYS, Key, Shape, Standing
 from infinity.config.old_names import OLD_NAMES, OldName
-from infinity.config.sections import OPTIMIZER_SPELLINGS, Config
+from infinity.config.optimizer import SPELLINGS
+from infinity.config.sections import Config
 
 Schema = dict[str, Any]
 
@@ -56,7 +57,7 @@ def _of_key(key: Key) -> Schema:
         return {"type": "null", **described}
     value = _TYPES[key.shape] if key.standing is Standing.SUBSUMED else _any_of(list(_of_fields(Config, key.path)))
     if key.path == "optimizer.type":
-        value = {"enum": [*value["enum"], *OPTIMIZER_SPELLINGS]}
+        value = {"enum": [*value["enum"], *SPELLINGS]}
     return {"anyOf": [value, {"type": "null"}, _AUTO], **described}
 
 
@@ -93,8 +94,8 @@ def _models(annotation: Any) -> Iterator[type[BaseModel]]:
 
 def _any_of(schemas: list[Schema]) -> Schema:
     """One schema of several variants; constants of a discriminator become one list."""
-    if all("const" in schema for schema in schemas):
-        return {"enum": [schema["const"] for schema in schemas]}
+    if len(schemas) > 1 and all("const" in schema or "enum" in schema for schema in schemas):
+        return {"enum": [word for schema in schemas for word in schema.get("enum", [schema.get("const")])]}
     different = [schema for i, schema in enumerate(schemas) if schema not in schemas[:i]]
     return different[0] if len(different) == 1 else {"anyOf": different}
 

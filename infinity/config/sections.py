@@ -14,9 +14,9 @@ from typing import Annotated, Final, Literal
 from pydantic import BeforeValidator, Field
 
 from infinity.config.observing import CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
+from infinity.config.optimizer import Optimizer
 from infinity.config.schedule import Scheduler
 from infinity.config.section import (
-    Beta,
     BlockBytes,
     Count,
     NonEmpty,
@@ -34,7 +34,7 @@ Device = Literal["none", "cpu", "nvme"]
 
 SUB_GROUP_NUMEL_MIN: Final = 16_384
 """The elements that a norm is taken of at once: what is updated together is never less."""
-OPTIMIZER_SPELLINGS: Final = {"adam": "Adam", "adamw": "AdamW"}
+_DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "half": "fp16"}
 
 
 def _words(value: object) -> object:
@@ -42,42 +42,48 @@ def _words(value: object) -> object:
     return (value,) if isinstance(value, str) else as_tuple(value)
 
 
-def _spelt(value: object) -> object:
-    """DeepSpeed takes optimizer names in any case."""
-    return OPTIMIZER_SPELLINGS.get(value.lower(), value) if isinstance(value, str) else value
+def _short(dtype: object) -> object:
+    """DeepSpeed takes torch's names of dtypes, too."""
+    return _DTYPES.get(dtype, dtype) if isinstance(dtype, str) else dtype
 
 
 Words = Annotated[tuple[NonEmpty, ...], BeforeValidator(_words)]
+DtypeName = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_short)]
 
 
 class Bf16(Section):
     """16-bit weights with fp32 master weights and moments."""
 
     enabled: bool = False
+    check_grad_overflow: bool = False
+    """A step whose gradients are not all finite is skipped."""
+    bf16_master_weights_and_grads: bool = False
+    """There are no fp32 master weights: the weights themselves are stepped. Loses bits."""
+    bf16_optimizer_states: bool = False
+    """The optimizer's states are bf16, too. Loses bits."""
 
 
 class Fp16(Section):
+    """16-bit weights with fp32 master weights and moments, and a loss scaled so that small gradients survive."""
+
     enabled: bool = False
+    auto_cast: bool = False
+    """Floating-point inputs of forward are cast to fp16."""
+    loss_scale: NonNegative = 0.0
+    """0 = dynamic."""
+    initial_scale_power: Annotated[int, Field(ge=0, le=127), BeforeValidator(whole)] = 16
+    """The dynamic scale begins at 2 to this power."""
+    loss_scale_window: Positive = 1000
+    hysteresis: Positive = 2
+    consecutive_hysteresis: bool = False
+    min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
 
 
-class AdamParams(Section):
-    """Defaults are those of DeepSpeed's Adam (weight decay 0, not torch's 0.01)."""
-
-    lr: NonNegative = 1e-3
-    betas: Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)] = (0.9, 0.999)
-    eps: NonNegative = 1e-8
-    weight_decay: NonNegative = 0.0
-    adam_w_mode: bool = True
-
-
-class Optimizer(Section):
-    type: Annotated[Literal["Adam", "AdamW"], BeforeValidator(_spelt)]
-    params: AdamParams = AdamParams()
-
-    @property
-    def decoupled_weight_decay(self) -> bool:
-        """AdamW's decay. As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false."""
-        return self.type == "AdamW" or self.params.adam_w_mode
+class DataTypes(Section):
+    grad_accum_dtype: DtypeName | None = None
+    """dtype of the gradients kept until the update; None = the narrowest that loses nothing."""
+    keep_in_fp32_modules: Literal["auto"] | Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = "auto"
+    """Patterns of names of buffers that stay fp32 in 16-bit training; "auto": the model's own, if it has any."""
 
 
 class OffloadParam(Section):
@@ -162,10 +168,11 @@ class Config(Section):
     """Largest global gradient norm; 0 = off."""
     steps_per_print: Annotated[int, Field(ge=0), BeforeValidator(never_is_zero)] = 10
     """0 = never."""
-    communication_data_type: Literal["fp32", "bf16"] | None = None
+    communication_data_type: DtypeName | None = None
     """dtype of the gradients' reduce-scatter; None = the dtype they have."""
     bf16: Bf16 = Bf16()
     fp16: Fp16 = Fp16()
+    data_types: DataTypes = DataTypes()
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
     zero_optimization: ZeroOptimization = ZeroOptimization()

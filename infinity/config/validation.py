@@ -10,6 +10,7 @@ from pydantic_core import ErrorDetails
 
 from infinity.config.complaints import Complaints, without_quotes
 from infinity.config.load import Raw
+from infinity.config.optimizer import reason_against
 from infinity.config.sections import Config
 
 
@@ -43,9 +44,11 @@ def _told(problem: ErrorDetails, fields: Raw) -> tuple[str, object, str]:
         case "union_tag_not_found":
             return f"{path}.type", None, "is required"
         case "union_tag_invalid":
-            return f"{path}.type", problem["ctx"]["tag"], f"must be one of {problem['ctx']['expected_tags']}"
+            tag = problem["ctx"]["tag"]
+            why = f"; {reason_against(tag)}" if path == "optimizer" else ""
+            return f"{path}.type", tag, f"must be one of {problem['ctx']['expected_tags']}{why}"
         case "extra_forbidden":
-            return path, value, f"{fields['scheduler']['type']} takes no such parameter"
+            return path, value, f"{fields[path.split('.')[0]]['type']} takes no such parameter"
         case _:
             return path, value, problem["msg"].replace("Input should be", "must be") + without_quotes(value)
 

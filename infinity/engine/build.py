@@ -14,7 +14,8 @@ from infinity.plan.precision import Precision
 from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
-from infinity.update.optimizer import ShardedAdam
+from infinity.update.optimizer import ShardedOptimizer
+from infinity.weights.buffers import move_buffers
 from infinity.weights.param import ShardedParam, flattened, memory_order
 from infinity.weights.sharded_model import Layout, ShardedModel
 from infinity.weights.staging import staged_param
@@ -23,7 +24,7 @@ from infinity.weights.staging import staged_param
 def build_engine(
     model: nn.Module,
     layout: Layout,
-    optimizer: ShardedAdam | None,
+    optimizer: ShardedOptimizer | None,
     optimizer_groups: Sequence[int],
     *,
     config: Config,
@@ -42,10 +43,11 @@ def build_engine(
 
     Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
     """
+    precision = Precision.of(config, None if optimizer is None else optimizer.rule.states)
     sharded = ShardedModel(
         layout,
         config=config,
-        precision=Precision.of(config),
+        precision=precision,
         collectives=collectives,
         device=device,
         place=place,
@@ -59,7 +61,7 @@ def build_engine(
         for param in layout.params:
             if (staged := staged_param(param)) is not None:
                 staged.discard()
-        _move_buffers(model, device, sharded.precision.weight)
+        move_buffers(model, device, precision.weight, kept=config.data_types.keep_in_fp32_modules)
         return Engine(
             model,
             sharded,
@@ -90,9 +92,3 @@ def _values_of(param: ShardedParam, first: int, numel: int) -> torch.Tensor:
     if staged is not None and staged.is_staged:
         return staged.read(first, numel)
     return param.own_values(first, numel)
-
-
-def _move_buffers(model: nn.Module, device: torch.device, dtype: torch.dtype) -> None:
-    """Buffers stay whole on every rank; those in fp32 take the weights' dtype, others keep what they were made with."""
-    for buffer in model.buffers():
-        buffer.data = buffer.data.to(device, dtype if buffer.dtype is torch.float32 else buffer.dtype)

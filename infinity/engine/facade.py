@@ -23,7 +23,7 @@ from infinity.observe.observer import Observers
 from infinity.report import IoReport
 from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
-from infinity.update.optimizer import ShardedAdam
+from infinity.update.optimizer import ShardedOptimizer
 from infinity.weights.sharded_model import ShardedModel
 
 
@@ -39,7 +39,7 @@ class Engine(nn.Module):
         self,
         module: nn.Module,
         sharded: ShardedModel,
-        optimizer: ShardedAdam | None,
+        optimizer: ShardedOptimizer | None,
         optimizer_groups: Sequence[int],
         *,
         config: Config,
@@ -87,7 +87,7 @@ class Engine(nn.Module):
         *,
         create_graph: bool = False,
     ) -> torch.Tensor:
-        """Accumulate the gradients of ``loss / gradient_accumulation_steps``.
+        """Accumulate the gradients of ``loss / gradient_accumulation_steps``, in fp16 times the loss scale.
 
         An error leaves the step unapplied, its accumulated gradients dropped: repeat it from its first micro-batch.
 
@@ -224,7 +224,7 @@ class Engine(nn.Module):
 
     @property
     def global_steps(self) -> int:
-        """Optimizer steps done."""
+        """Optimizer steps done, those that were skipped included."""
         return self._loop.global_steps
 
     @property
@@ -241,6 +241,23 @@ class Engine(nn.Module):
     def world_size(self) -> int:
         """Ranks that share the model."""
         return self._runtime.collectives.world_size
+
+    @property
+    def skipped_steps(self) -> int:
+        """Those steps that changed nothing, because a gradient was not finite."""
+        return self._loop.skipped_steps
+
+    @property
+    def cur_scale(self) -> float:
+        """What the next backward multiplies its loss by; 1 without fp16."""
+        return 1.0 if self.optimizer is None else self.optimizer.loss_scale
+
+    def loss_scale(self) -> float:
+        """The fixed loss scale of the configuration; 0 where it is dynamic."""
+        return self.config.fp16.loss_scale
+
+    def dynamic_loss_scale(self) -> bool:
+        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
 
     @property
     def micro_steps(self) -> int:
@@ -302,8 +319,8 @@ class Engine(nn.Module):
         return [] if self.optimizer is None else [group["lr"] for group in self.optimizer.param_groups]
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of the last step, before clipping. Without ``gradient_clipping`` the first call asks for it: it is
-        known from the next step on."""
+        """The norm of the last step, before clipping and without the loss scale; not finite where the step was skipped.
+        Without ``gradient_clipping`` the first call asks for it: it is known from the next step on."""
         return self._loop.grad_norm()
 
     def io_report(self) -> IoReport:

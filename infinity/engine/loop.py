@@ -12,17 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._pytree import tree_map_only
 
 from infinity.config import Config
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.errors import DaemonLostError, EngineStateError, WeightsError
 from infinity.observe.observer import Observers, StepFacts
-from infinity.report import IoReport, StepTimes, TierTraffic
+from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
-from infinity.update.optimizer import ShardedAdam, Update
+from infinity.update.loss_scale import loss_scale_of
+from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.sub_group import SubGroup
+from infinity.update.update import Outcome, Update
 from infinity.weights.buffers import FollowedBuffers
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.metrics import TenantStats
@@ -37,7 +40,7 @@ class TrainingLoop:
         self,
         runtime: Runtime,
         phases: Phases,
-        optimizer: ShardedAdam | None,
+        optimizer: ShardedOptimizer | None,
         optimizer_groups: Sequence[int],
         *,
         config: Config,
@@ -48,14 +51,17 @@ class TrainingLoop:
         self.lr_scheduler: LRScheduler | None = None
         self.global_steps = 0
         self.micro_steps = 0
+        self.skipped_steps = 0
+        self._casts_inputs = config.fp16.enabled and config.fp16.auto_cast
         self.tier = tier
         self.global_samples = 0
         self.was_step_applied = False
-        """Whether the last call of ``step`` has updated."""
+        """Whether the last call of ``step`` has changed the weights."""
         self.boundary: bool | None = None
         """What the user says the next ``step`` is; None: the number of micro-batches decides."""
         self._observers = observers
         self._sharded: ShardedModel = runtime.sharded
+        self._labels = kind_labels(self._sharded.precision.state_kinds)
         self._times = self._last_times = StepTimes()
         self._stall_seconds_before = 0.0
         self._num_backwards = 0
@@ -65,7 +71,7 @@ class TrainingLoop:
         self._update: Update | None = None
         if optimizer is not None:
             self._update = self._build_update(optimizer, optimizer_groups)
-            optimizer.bind(self.run_update)
+            optimizer.bind(self.run_update, self._update.scale)
         self._close_traffic()
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -73,6 +79,8 @@ class TrainingLoop:
         with self._phase_of(StepPhase.FORWARD):
             self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
             self._followed_buffers.before_forward()
+            if self._casts_inputs:
+                args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
             with self._observers.around_forward(self.global_steps + 1):
                 return module(*args, **kwargs)
 
@@ -84,7 +92,9 @@ class TrainingLoop:
             reducer.norms = update.wants_norms and self.is_boundary()
             accumulated = self.config.gradient_accumulation_steps
             scaled = loss / accumulated if scale and accumulated > 1 else loss
-            scaled.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
+            loss_scale = update.scale.value
+            differentiated = scaled if loss_scale == 1.0 else scaled.float() * loss_scale
+            differentiated.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
             reducer.finish()
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()
@@ -104,11 +114,14 @@ class TrainingLoop:
             raise AssertionError("an update without an optimizer")
         with self._phase_of(StepPhase.OPTIMIZER):
             self.optimizer.step()
-        if self.lr_scheduler is not None:
-            self.lr_scheduler.step()
         self.global_steps += 1
-        self.was_step_applied = True
         self.global_samples += self._samples_of_update()
+        if self.was_step_applied:
+            if self.lr_scheduler is not None:
+                self.lr_scheduler.step()
+        else:
+            self.skipped_steps += 1
+            self._log_skipped(self.optimizer.loss_scale)
         self._tell_observers()
         every = self.config.steps_per_print
         if every and self.global_steps % every == 0 and self.runtime.collectives.rank == 0:
@@ -130,9 +143,15 @@ class TrainingLoop:
         update = self._trained("step")
         if not self.config.zero_optimization.ignore_unused_parameters:
             self._refuse_unused()
-        self.runtime.begin_update()
-        update.run(self.runtime.reducer.used)
-        self.runtime.end_update()
+        self.runtime.check_update()
+        if update.begin(self.runtime.reducer.used) is Outcome.APPLIED:
+            self.runtime.begin_update()
+            update.apply_all()
+        self.was_step_applied = update.finish() is Outcome.APPLIED
+        if self.was_step_applied:
+            self.runtime.end_update()
+        else:
+            self.runtime.skip_update()
         self.micro_steps = 0
 
     def _tell_observers(self) -> None:
@@ -145,7 +164,7 @@ class TrainingLoop:
                 samples=self.global_samples,
                 loss=self._observers.take_loss(),
                 learning_rates=tuple(group["lr"] for group in optimizer.param_groups),
-                loss_scale=1.0,
+                loss_scale=optimizer.loss_scale,
                 grad_norm=update.grad_norm,
                 forward_s=self._times.forward_seconds,
                 backward_s=self._times.backward_seconds,
@@ -213,6 +232,7 @@ class TrainingLoop:
             live_numel_peak=self.runtime.live_set.live_numel_peak,
             last_step=self._last_traffic,
             tenant=self._tenant_stats(),
+            labels=self._labels,
         )
 
     def close(self) -> None:
@@ -231,10 +251,10 @@ class TrainingLoop:
             raise WeightsError("the model", "has nothing to train", f"{call}() needs a parameter that requires_grad")
         return self._update
 
-    def _build_update(self, optimizer: ShardedAdam, optimizer_groups: Sequence[int]) -> Update:
+    def _build_update(self, optimizer: ShardedOptimizer, optimizer_groups: Sequence[int]) -> Update:
         sharded = self._sharded
         sub_groups = [
-            SubGroup(chunk_id, chunk, master=sharded.precision.master, group_of=optimizer_groups)
+            SubGroup(chunk_id, chunk, rule=optimizer.rule, precision=sharded.precision, group_of=optimizer_groups)
             for chunk_id, chunk in enumerate(sharded.chunks)
             if sharded.layout.placements[chunk.group].trainable
         ]
@@ -245,10 +265,15 @@ class TrainingLoop:
             self.runtime.gradients,
             store=sharded.store,
             collectives=self.runtime.collectives,
+            scale=loss_scale_of(self.config),
             num_params=len(sharded.params),
             max_norm=self.config.gradient_clipping,
             sub_groups_ahead=sharded.sub_groups_ahead,
         )
+
+    def _log_skipped(self, scale: float) -> None:
+        if self.runtime.collectives.rank == 0:
+            _log.info("step %d was skipped: a gradient is not finite; loss scale %g", self.global_steps, scale)
 
     @contextmanager
     def _phase_of(self, phase: StepPhase) -> Iterator[None]:
@@ -288,10 +313,14 @@ class TrainingLoop:
     def _close_traffic(self) -> None:
         tenant = self._tenant_stats()
         if tenant is not None:
-            total = TierTraffic.of(tenant.total)
+            total = TierTraffic.of(tenant.total, self._labels)
             self._last_traffic = None if self._traffic is None else total.since(self._traffic)
             self._traffic = total
 
     def _tenant_stats(self) -> TenantStats | None:
         host = self._sharded.host_store
         return None if host is None else host.tenant_stats()
+
+
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half() if tensor.is_floating_point() else tensor

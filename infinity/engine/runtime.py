@@ -311,12 +311,15 @@ class Runtime(owners.Owner):
                     if not param.is_shown:
                         param.show()
 
-    def begin_update(self) -> None:
-        """Nothing is in use any more. Raises WeightsError, before anything changes, for what an update would break."""
+    def check_update(self) -> None:
+        """Raises WeightsError, before anything changes, for what an update would break."""
         for param in self.sharded.params:
             if param.is_changed:
                 owners.refuse_write(self, param.param)
             self._refuse_views(param)
+
+    def begin_update(self) -> None:
+        """Nothing is in use any more."""
         self.live_set.reshard_all(persistent=True)
 
     def _refuse_views(self, param: ShardedParam) -> None:
@@ -333,6 +336,16 @@ class Runtime(owners.Owner):
         for param in self.sharded.params:
             param.count_update()
         self.store.complete()
+        self._end_training_pass()
+
+    def skip_update(self) -> None:
+        """The weights stay as they are. The next passes will not be like this one, which has no update."""
+        self.reducer.clear()
+        self.live_set.reshard_all()
+        self.store.abandon()
+        self._end_training_pass()
+
+    def _end_training_pass(self) -> None:
         self.return_freed()
         self._phases.in_training_pass = False
 

@@ -7,7 +7,6 @@ store; 16-bit weights follow their master weights, and so do weights that are on
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Final
 
 import torch
 
@@ -20,9 +19,6 @@ from infinity.update.reducer import Reducer
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.protocol import ObjectKind
-
-OPTIMIZER_STATES: Final = {"exp_avg": ObjectKind.EXP_AVG, "exp_avg_sq": ObjectKind.EXP_AVG_SQ}
-"""The optimizer's states by the names that torch's has for them."""
 
 
 class StateAccess:
@@ -39,7 +35,7 @@ class StateAccess:
         begin_write: Callable[[ShardedParam], None],
         refresh: Callable[[ShardedParam], None],
     ) -> None:
-        self._stepped = sharded.precision.stepped
+        self._stepped, self._states = sharded.precision.stepped, sharded.precision.state_kinds
         self._io, self._phases = io, phases
         self._reducer, self._gradients = reducer, gradients
         self._begin_write, self._refresh = begin_write, refresh
@@ -48,9 +44,9 @@ class StateAccess:
         """The kind of the optimizer's ``state``, by name; None means the fp32 weights."""
         if state is None:
             return self._stepped
-        if state not in OPTIMIZER_STATES:
-            raise KeyError(f"{state!r} is no state of this optimizer: it has {', '.join(OPTIMIZER_STATES)}")
-        return OPTIMIZER_STATES[state]
+        if state not in self._states:
+            raise KeyError(f"{state!r} is no state of this optimizer: it has {', '.join(self._states) or 'none'}")
+        return self._states[state]
 
     def read(self, param: ShardedParam, kind: ObjectKind, *, whole: bool) -> torch.Tensor | None:
         """The state in fp32 on the CPU: ``whole`` in the parameter's shape (collective), or this rank's part, 1-D. None

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
 from infinity.config import Config
-from io_daemon.shared.protocol import ObjectKind
+from io_daemon.shared.protocol import STATE_KINDS, ObjectKind
 
 FP32 = torch.float32
-_COMMUNICATION = {"fp32": torch.float32, "bf16": torch.bfloat16}
+_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,9 +21,13 @@ class Precision:
     reduce: torch.dtype
     """The dtype of the reduce-scatter."""
     gradient: torch.dtype
-    """The dtype of the gradients kept until the update: the narrowest that loses nothing."""
+    """The dtype of the gradients kept until the update: the narrowest that loses nothing, unless one is asked for."""
     master: bool
     """Weights are 16-bit and an fp32 copy is kept; else the weights are the master weights."""
+    update: torch.dtype = FP32
+    """The dtype in which the optimizer computes."""
+    states: Mapping[str, torch.dtype] = field(default_factory=dict)
+    """The optimizer's states: what it calls each, and its dtype. In this order they have the kinds ``STATE_KINDS``."""
 
     @property
     def accumulates(self) -> bool:
@@ -31,11 +35,23 @@ class Precision:
         return self.gradient is FP32
 
     @classmethod
-    def of(cls, config: Config) -> Precision:
-        weight = torch.bfloat16 if config.bf16.enabled else FP32
-        reduce = _COMMUNICATION[config.communication_data_type] if config.communication_data_type else weight
+    def of(cls, config: Config, states: Mapping[str, torch.dtype] | None = None) -> Precision:
+        """``states``: None where the optimizer is not known yet, or nothing trains."""
+        weight = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else FP32
+        reduce = _DTYPES[config.communication_data_type] if config.communication_data_type else weight
+        stepped_as_they_are = config.bf16.bf16_master_weights_and_grads
+        gradient = FP32 if config.accumulates else reduce
+        if stepped_as_they_are:
+            gradient = weight
+        if config.data_types.grad_accum_dtype:
+            gradient = _DTYPES[config.data_types.grad_accum_dtype]
         return cls(
-            weight=weight, reduce=reduce, gradient=FP32 if config.accumulates else reduce, master=weight is not FP32
+            weight=weight,
+            reduce=reduce,
+            gradient=gradient,
+            master=weight is not FP32 and not stepped_as_they_are,
+            update=weight if config.bf16.bf16_optimizer_states else FP32,
+            states=states or {},
         )
 
     def dtypes(self, *, trainable: bool) -> dict[int, torch.dtype]:
@@ -43,10 +59,15 @@ class Precision:
         kinds: dict[int, torch.dtype] = {ObjectKind.WEIGHT: self.weight}
         if trainable:
             kinds[ObjectKind.GRAD] = self.gradient
-            kinds[ObjectKind.EXP_AVG] = kinds[ObjectKind.EXP_AVG_SQ] = FP32
             if self.master:
                 kinds[ObjectKind.MASTER] = FP32
+            kinds.update(zip(STATE_KINDS, self.states.values(), strict=False))
         return kinds
+
+    @property
+    def state_kinds(self) -> dict[str, ObjectKind]:
+        """Kind of each of the optimizer's states, by what it calls it."""
+        return dict(zip(self.states, STATE_KINDS, strict=False))
 
     @property
     def stepped(self) -> ObjectKind:

@@ -7,6 +7,10 @@ the evaluation changed it. They are written in place, version counters kept, sin
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator, Sequence
+from typing import Literal
+
 import torch
 from torch import nn
 
@@ -45,3 +49,30 @@ def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
         buffer.data = value.clone()  # an expanded one cannot be written
     else:
         buffer.data.copy_(value)
+
+
+def move_buffers(
+    model: nn.Module, device: torch.device, dtype: torch.dtype, *, kept: Sequence[str] | Literal["auto"] = "auto"
+) -> None:
+    """Buffers go to ``device``; those in fp32 take the weights' dtype, others keep what they were made with.
+
+    Args:
+        kept: patterns of full names of buffers that stay fp32, found anywhere in a name, * for any characters; "auto":
+            what the model's modules list themselves, as transformers' do.
+    """
+    patterns = list(_own_patterns(model, dtype)) if kept == "auto" else [_regular(name) for name in kept]
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        stays = buffer.dtype is not torch.float32 or any(re.search(pattern, name) for pattern in patterns)
+        buffer.data = buffer.data.to(device=device, dtype=None if stays else dtype)
+
+
+def _own_patterns(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
+    """``_keep_in_fp32_modules_strict`` is for all 16-bit dtypes, ``_keep_in_fp32_modules`` for fp16 alone."""
+    lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype is torch.float16 else [])]
+    for prefix, module in model.named_modules():
+        for name in (name for each in lists for name in getattr(module, each, None) or ()):
+            yield f"^{re.escape(prefix)}[.].*{_regular(name)}" if prefix else _regular(name)
+
+
+def _regular(pattern: str) -> str:
+    return ".*".join(re.escape(part) for part in pattern.split("*"))

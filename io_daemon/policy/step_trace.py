@@ -162,10 +162,10 @@ class StepTrace(Table):
 
     @property
     def first_update_event(self) -> int:
-        """Index of the first event of the optimizer's update; the number of events if there is none."""
-        moments = ObjectKind.EXP_AVG.mask
+        """Index of the first event of the update, which alone writes weights; the number of events if there is none."""
+        weight = ObjectKind.WEIGHT.mask
         for index, (op, lease) in enumerate(zip(self.events.ops, self.events.lease, strict=True)):
-            if op == ACQUIRE and self.leases.read[lease] & moments:
+            if op == ACQUIRE and self.leases.write[lease] & weight:
                 return index
         return len(self.events.ops)
 

@@ -46,14 +46,21 @@ class ObjectKind(IntEnum):
     WEIGHT = 0
     GRAD = 1
     MASTER = 2
-    EXP_AVG = 3
-    EXP_AVG_SQ = 4
-    STAGING = 5
+    STATE_0 = 3
+    """The optimizer's first state; what it is called is known to the rank alone."""
+    STATE_1 = 4
+    STATE_2 = 5
+    STATE_3 = 6
+    STAGING = 7
     """Shards of a model under construction (``infinity.Init``), before its layout is known."""
 
     @property
     def mask(self) -> int:
         return 1 << self.value
+
+
+STATE_KINDS: Final = (ObjectKind.STATE_0, ObjectKind.STATE_1, ObjectKind.STATE_2, ObjectKind.STATE_3)
+"""For an optimizer's states, in its own order."""
 
 
 class Access(NamedTuple):

@@ -28,6 +28,7 @@ from tests.support.models import (
     loss_of,
     seeded,
 )
+from tests.support.optimizers import CHOICES
 from tests.support.parity import engine_config, least_budget_bytes, train_engine
 from tests.support.reference import Recipe, Run, differing_bits, train_reference
 
@@ -161,7 +162,7 @@ def test_optimizer_object_of_the_user_is_taken_over(tmp_path: Path) -> None:
     config = config_for(recipe, "nvme", tmp_path)
     del config["optimizer"]
     model = seeded(tower)
-    theirs = torch.optim.AdamW(decay_groups(model), lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.eps)
+    theirs = CHOICES[recipe.optimizer].plain(decay_groups(model))
     engine, *_ = infinity.initialize(model=model, optimizer=theirs, config=config)
     run = Run()
     with engine:

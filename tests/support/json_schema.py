@@ -61,6 +61,8 @@ def _holds(value: Any, word: str, rule: Any) -> bool:
             return not is_number or value >= rule
         case "maximum":
             return not is_number or value <= rule
+        case "exclusiveMinimum":
+            return not is_number or value > rule
         case "exclusiveMaximum":
             return not is_number or value < rule
         case "multipleOf":

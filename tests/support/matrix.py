@@ -1,7 +1,7 @@
 """The parity matrix: which cells exist, and a pairwise selection of them. Pure.
 
-A cell is one combination of tiers, dtype, accumulation, clipping, budget and ranks. Pairwise: any two values of any
-two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most faults need no more than two factors).
+A cell is one combination of tiers, dtype, accumulation, clipping, budget, ranks and optimizer. Pairwise: any two values
+of any two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most faults need no more than two).
 """
 
 from __future__ import annotations
@@ -26,6 +26,8 @@ class Cell:
     budget: str
     """"least": the smallest host budget that the engine accepts; "roomy": three times that."""
     num_ranks: int
+    optimizer: str = "AdamW"
+    """One of ``tests.support.optimizers``."""
 
     @property
     def in_memory(self) -> bool:
@@ -35,18 +37,19 @@ class Cell:
         clip = "clip" if self.clipping else "free"
         return (
             f"{self.param_tier}-{self.optimizer_tier}-{self.dtype}-acc{self.accumulation}-{clip}-{self.budget}"
-            f"-{self.num_ranks}rank"
+            f"-{self.num_ranks}rank-{self.optimizer}"
         )
 
 
 LEVELS: dict[str, Sequence[Any]] = {
     "param_tier": TIERS,
     "optimizer_tier": TIERS,
-    "dtype": ("fp32", "bf16"),
+    "dtype": ("fp32", "bf16", "fp16"),
     "accumulation": (1, 4),
     "clipping": (False, True),
     "budget": ("least", "roomy"),
     "num_ranks": (1, 2),
+    "optimizer": ("AdamW", "amsgrad", "SGD"),
 }
 
 

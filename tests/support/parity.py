@@ -31,11 +31,12 @@ import infinity
 from infinity.errors import BudgetError
 from tests.support.matrix import Cell
 from tests.support.models import ROWS, batches, decay_groups, everything, loss_of, seeded
-from tests.support.reference import Recipe, Run, differing_bits, train_reference
+from tests.support.optimizers import CHOICES
+from tests.support.reference import SCALE_POWER, SCALE_WINDOW, Recipe, Run, differing_bits, train_reference
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CLIP_NORM = 0.5
-CLIPPED_ERROR_MAX = {"fp32": 1e-5, "bf16": 1e-2}
+CLIPPED_ERROR_MAX = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 """Largest relative difference from the plain loop with clipping on: the norm is summed in another order."""
 CELL_TIMEOUT_S = 120
 
@@ -49,7 +50,7 @@ class Verdict:
     oracle_loss_bits: int = 0
     oracle_weight_bits: int = 0
     plain_loss_bits: int | None = None
-    """None: there is no plain loop for this cell (bf16 at 2 ranks, where DDP reduces in another dtype)."""
+    """None: there is no plain loop for this cell (16 bits at 2 ranks, where DDP reduces in another dtype)."""
     plain_weight_bits: int | None = None
     plain_error: float = 0.0
     """Largest relative difference from the plain loop: of any loss, or of all master weights as one vector."""
@@ -92,6 +93,8 @@ def recipe_of(cell: Cell, num_steps: int) -> Recipe:
         accumulation=cell.accumulation,
         clip_norm=CLIP_NORM if cell.clipping else None,
         bf16=cell.dtype == "bf16",
+        fp16=cell.dtype == "fp16",
+        optimizer=cell.optimizer,
     )
 
 
@@ -108,9 +111,11 @@ def engine_config(
         "gradient_accumulation_steps": recipe.accumulation,
         "gradient_clipping": recipe.clip_norm or 0.0,
         "bf16": {"enabled": recipe.bf16},
-        "optimizer": {
-            "type": "AdamW",
-            "params": {"lr": recipe.learning_rate, "betas": list(recipe.betas), "eps": recipe.eps},
+        "fp16": {
+            "enabled": recipe.fp16,
+            "initial_scale_power": SCALE_POWER,
+            "loss_scale_window": SCALE_WINDOW,
+            "hysteresis": 1,
         },
         "zero_optimization": {
             "stage": 3,
@@ -124,17 +129,26 @@ def engine_config(
         },
         "io_daemon": {"block_size": 65536, "queue_depth": 8},
     }
+    if (section := CHOICES[recipe.optimizer].section) is not None:
+        config["optimizer"] = section
     if host_budget_bytes is not None:
         config["io_daemon"]["host_budget_bytes"] = host_budget_bytes
     return config
 
 
-def least_budget_bytes(build: Any, config: dict[str, Any]) -> int:
+def initialized(model: Any, config: dict[str, Any], optimizer: str = "AdamW") -> Any:
+    """An engine with the parameter groups of the reference, for the optimizer of the configuration or an object."""
+    if (client := CHOICES[optimizer].client) is not None:
+        return infinity.initialize(model=model, optimizer=client(decay_groups(model)), config=config)[0]
+    return infinity.initialize(model=model, model_parameters=decay_groups(model), config=config)[0]
+
+
+def least_budget_bytes(build: Any, config: dict[str, Any], optimizer: str = "AdamW") -> int:
     """What the BudgetError for a budget of one page names as the smallest that works."""
     starved = {**config, "io_daemon": {**config["io_daemon"], "host_budget_bytes": 4096}}
     model = seeded(build)
     try:
-        engine, *_ = infinity.initialize(model=model, model_parameters=decay_groups(model), config=starved)
+        engine = initialized(model, starved, optimizer)
     except BudgetError as error:
         return error.smallest_bytes
     engine.destroy()
@@ -144,7 +158,7 @@ def least_budget_bytes(build: Any, config: dict[str, Any]) -> int:
 def train_engine(build: Any, recipe: Recipe, config: dict[str, Any], *, rank: int = 0) -> Run:
     """The engine's counterpart of ``train_reference``, on the same batches."""
     model = seeded(build)
-    engine, *_ = infinity.initialize(model=model, model_parameters=decay_groups(model), config=config)
+    engine = initialized(model, config, recipe.optimizer)
     run = Run()
     try:
         for batch in batches(recipe.num_batches, rank=rank):
@@ -159,7 +173,7 @@ def train_engine(build: Any, recipe: Recipe, config: dict[str, Any], *, rank: in
     return run
 
 
-_least_budgets: dict[tuple[str, str, str, int], int] = {}
+_least_budgets: dict[tuple[str, str, str, int, str], int] = {}
 """What this process's ranks have asked for already, by what it depends on."""
 
 
@@ -204,9 +218,9 @@ def judge(cell: Cell, num_steps: int, *, rank: int, swap_dir: Path) -> Verdict:
         recipe, param_tier=cell.param_tier, optimizer_tier=cell.optimizer_tier, swap_dir=str(swap_dir)
     )
     if not cell.in_memory:
-        shape = (cell.param_tier, cell.optimizer_tier, cell.dtype, cell.accumulation)
+        shape = (cell.param_tier, cell.optimizer_tier, cell.dtype, cell.accumulation, cell.optimizer)
         if shape not in _least_budgets:
-            _least_budgets[shape] = least_budget_bytes(everything, config)
+            _least_budgets[shape] = least_budget_bytes(everything, config, cell.optimizer)
         config["io_daemon"]["host_budget_bytes"] = _least_budgets[shape] * (1 if cell.budget == "least" else 3)
     run = train_engine(everything, recipe, config, rank=rank)
     oracle = _oracle(recipe, rank)

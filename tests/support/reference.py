@@ -1,7 +1,7 @@
 """Plain PyTorch training loops: what the engine's bits are held against. They know nothing of the engine.
 
-The optimizer is torch's fused AdamW in every loop. Gradients accumulate in fp32 over micro-batches, the first one
-copied, later ones added; the loss is divided by the number of micro-batches before backward.
+The optimizer is torch's own, fused where torch has that, or a paper's. Gradients accumulate in fp32 over micro-batches,
+the first one copied, later ones added; the loss is divided by the number of micro-batches before backward.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import Batch, decay_groups, loss_of
+from tests.support.optimizers import CHOICES
+from tests.support.plain_scale import PlainScale
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,9 +28,10 @@ class Recipe:
     accumulation: int = 1
     clip_norm: float | None = None
     bf16: bool = False
-    learning_rate: float = 3e-3
-    betas: tuple[float, float] = (0.9, 0.95)
-    eps: float = 1e-8
+    fp16: bool = False
+    """With a dynamic loss scale from 2 to ``SCALE_POWER`` on."""
+    optimizer: str = "AdamW"
+    """One of ``tests.support.optimizers``."""
 
     @property
     def num_batches(self) -> int:
@@ -44,13 +47,18 @@ class Run:
     masters: dict[str, Tensor] = field(default_factory=dict)
 
 
-def cast_bf16(model: nn.Module) -> nn.Module:
-    """Parameters and floating buffers to bf16 in place, as the engine does."""
-    return model.to(torch.bfloat16)
+SCALE_POWER = 22
+"""So high that the first steps overflow."""
+SCALE_WINDOW = 2
+
+
+def cast(model: nn.Module, recipe: Recipe) -> nn.Module:
+    """Parameters and floating buffers to 16 bits in place, as the engine does."""
+    return model.to(torch.bfloat16 if recipe.bf16 else torch.float16 if recipe.fp16 else torch.float32)
 
 
 class MasterWeights:
-    """fp32 master weights, their accumulated gradients and the fused AdamW over them."""
+    """fp32 master weights, their accumulated gradients, the optimizer over them, and the loss scale."""
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -60,9 +68,12 @@ class MasterWeights:
             parameters = group["params"]
             group["params"] = [parameter.detach().clone().float() for parameter in parameters]
             self.master_of.update(zip(parameters, group["params"], strict=True))
-        self.optimizer = torch.optim.AdamW(
-            groups, lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.eps, fused=True
-        )
+        self.optimizer = CHOICES[recipe.optimizer].plain(groups)
+        self.dynamic = PlainScale(power=SCALE_POWER, window=SCALE_WINDOW, hysteresis=1, consecutive=False)
+
+    @property
+    def scale(self) -> float:
+        return self.dynamic.scale if self.recipe.fp16 else 1.0
 
     def accumulate(self) -> None:
         """Move each parameter's gradient into its master's, and clear it."""
@@ -75,13 +86,25 @@ class MasterWeights:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Clip, update the masters, and copy them into the model's parameters."""
+        """Clip, update the masters, and copy them into the model's parameters; with fp16, unless one overflowed."""
+        if self.recipe.fp16 and self.overflows():
+            self.optimizer.zero_grad(set_to_none=True)
+            return
         if self.recipe.clip_norm is not None:
             torch.nn.utils.clip_grad_norm_(self.master_of.values(), self.recipe.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         for parameter, master in self.master_of.items():
             parameter.copy_(master)
+
+    def overflows(self) -> bool:
+        """Whether a gradient is not finite; else they are unscaled. On every rank alike, since they are reduced."""
+        grads = [master.grad for master in self.master_of.values() if master.grad is not None]
+        overflow = not all(bool(grad.isfinite().all()) for grad in grads)
+        for grad in grads:
+            grad.div_(self.scale)
+        self.dynamic.update(overflow=overflow)
+        return overflow
 
 
 def train_reference(model: nn.Module, batches: Sequence[Batch], recipe: Recipe, *, ddp: bool = False) -> Run:
@@ -91,8 +114,7 @@ def train_reference(model: nn.Module, batches: Sequence[Batch], recipe: Recipe, 
     sharded engine does: it has nowhere to keep a whole gradient from one micro-batch to the next.
     """
     master_weights = MasterWeights(model, recipe)
-    if recipe.bf16:
-        cast_bf16(model)
+    cast(model, recipe)
     forward: Callable[[Batch], Any] = model
     if ddp:
         forward = DistributedDataParallel(model, find_unused_parameters=True)
@@ -100,7 +122,8 @@ def train_reference(model: nn.Module, batches: Sequence[Batch], recipe: Recipe, 
     for _ in range(recipe.num_steps):
         for batch in itertools.islice(remaining, recipe.accumulation):
             loss = loss_of(forward(batch))
-            torch.autograd.backward(loss / recipe.accumulation)
+            scaled = loss / recipe.accumulation
+            torch.autograd.backward(scaled.float() * master_weights.scale if recipe.fp16 else scaled)
             master_weights.accumulate()
             run.losses.append(loss.detach().clone())
         master_weights.step()

@@ -18,8 +18,9 @@ from io_daemon.shared.protocol import ObjectKind
 from tests.support.strict_store import StrictStore
 
 CPU = torch.device("cpu")
-FP32 = Precision(weight=torch.float32, reduce=torch.float32, gradient=torch.float32, master=False)
-BF16 = Precision(weight=torch.bfloat16, reduce=torch.float32, gradient=torch.float32, master=True)
+ADAM = {"exp_avg": torch.float32, "exp_avg_sq": torch.float32}
+FP32 = Precision(weight=torch.float32, reduce=torch.float32, gradient=torch.float32, master=False, states=ADAM)
+BF16 = Precision(weight=torch.bfloat16, reduce=torch.float32, gradient=torch.float32, master=True, states=ADAM)
 
 
 class SmallShards:

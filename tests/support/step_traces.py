@@ -5,8 +5,7 @@ from __future__ import annotations
 from io_daemon.shared.protocol import Access, ChunkSpec, ObjectKind
 
 WEIGHT, GRAD, MASTER = ObjectKind.WEIGHT.mask, ObjectKind.GRAD.mask, ObjectKind.MASTER.mask
-EXP_AVG, EXP_AVG_SQ = ObjectKind.EXP_AVG.mask, ObjectKind.EXP_AVG_SQ.mask
-STATE = MASTER | EXP_AVG | EXP_AVG_SQ
+STATE = MASTER | ObjectKind.STATE_0.mask | ObjectKind.STATE_1.mask
 
 
 def chunk_specs(num_chunks: int, frame_bytes: int) -> list[ChunkSpec]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from infinity.config.keys.key import Key, refused, subsumed, works
 
 _BATCH = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size"
-_FP16_ONLY = "acts on fp16 only, which is off"
 
 LOOP: tuple[Key, ...] = (
     subsumed("$schema", "string", "for editors: `infinity config schema` prints what it may name"),
@@ -14,7 +13,7 @@ LOOP: tuple[Key, ...] = (
     works("gradient_accumulation_steps", _BATCH, auto="default"),
     works("gradient_clipping", "largest global gradient norm, 0 = off"),
     works("steps_per_print", "optimizer steps between progress lines, 0 or Infinity = never", auto="default"),
-    works("communication_data_type", "dtype of the gradients' reduce-scatter: fp32 or bf16"),
+    works("communication_data_type", "dtype of the gradients' reduce-scatter: fp32, bf16 or fp16"),
     *(
         refused(name, "there is no sequence parallelism", "remove it", accepts=("fp32",))
         for name in ("seq_parallel_communication_data_type", "seq_parallel_comm_data_type")
@@ -40,36 +39,55 @@ LOOP: tuple[Key, ...] = (
 PRECISION: tuple[Key, ...] = (
     works("bf16.enabled", "16-bit weights with fp32 master weights and moments"),
     subsumed("bf16.immediate_grad_update", "boolean", "gradients are added to the accumulator as each is produced"),
-    refused("bf16.check_grad_overflow", "bf16 gradients are not scanned", "write false", accepts=(False,)),
-    refused("bf16.bf16_master_weights_and_grads", "master weights are fp32", "write false", accepts=(False,)),
-    refused("bf16.bf16_optimizer_states", "moments are fp32", "write false", accepts=(False,)),
-    refused("fp16.enabled", "fp16 is not built yet", "write bf16: {enabled: true}, or fp32", accepts=(False,)),
-    *(subsumed(f"fp16.{name}", "number", _FP16_ONLY) for name in ("loss_scale", "min_loss_scale")),
-    *(
-        subsumed(f"fp16.{name}", "whole number", _FP16_ONLY)
-        for name in ("initial_scale_power", "loss_scale_window", "hysteresis")
+    works("bf16.check_grad_overflow", "skip a step whose gradients are not all finite"),
+    works("bf16.bf16_master_weights_and_grads", "step the bf16 weights themselves, without fp32 copies; loses bits"),
+    works("bf16.bf16_optimizer_states", "keep the optimizer's states in bf16, too; loses bits"),
+    works("fp16.enabled", "16-bit weights with fp32 master weights, and a scaled loss"),
+    works("fp16.auto_cast", "cast floating-point inputs of forward to fp16"),
+    works("fp16.loss_scale", "the loss is multiplied by it; 0 = dynamic"),
+    works("fp16.initial_scale_power", "the dynamic scale begins at 2 to this power"),
+    works("fp16.loss_scale_window", "good steps before the dynamic scale is doubled"),
+    works("fp16.hysteresis", "overflows before the dynamic scale is halved"),
+    works("fp16.consecutive_hysteresis", "a good step makes the count of overflows begin anew"),
+    works("fp16.min_loss_scale", "smallest dynamic scale; an overflow there ends training"),
+    refused(
+        "fp16.fp16_master_weights_and_grads",
+        "an update smaller than a 2048th of its weight would be lost",
+        "write false, or use bf16.bf16_master_weights_and_grads",
+        accepts=(False,),
     ),
-    *(
-        subsumed(f"fp16.{name}", "boolean", _FP16_ONLY)
-        for name in ("auto_cast", "consecutive_hysteresis", "fp16_master_weights_and_grads", "fused_mode")
+    subsumed("fp16.fused_mode", "boolean", "one implementation serves fp16"),
+    works("data_types.grad_accum_dtype", "dtype in which gradients are kept until the update"),
+    works(
+        "data_types.keep_in_fp32_modules",
+        'names of buffers that stay fp32, * for any characters; "auto": those that the model lists itself',
+        auto="value",
     ),
-    refused("data_types.grad_accum_dtype", "gradients accumulate in fp32", 'write "fp32"', accepts=("fp32", "float32")),
-    refused("data_types.param_dtype", "bf16.enabled decides", "remove it"),
+    refused("data_types.param_dtype", "bf16.enabled and fp16.enabled decide", "remove it"),
     refused("data_types.buffer_dtype", "floating buffers take the weights' dtype", "remove it"),
-    refused("data_types.keep_in_fp32_modules", "one dtype for all weights", "remove it"),
 )
 
 OPTIMIZER: tuple[Key, ...] = (
-    works("optimizer.type", "Adam or AdamW, in any case; Adam means AdamW unless adam_w_mode is false"),
+    works("optimizer.type", "Adam, AdamW, Adagrad, Lion or SGD, in any case; Adam: AdamW unless adam_w_mode is false"),
     works("optimizer.params.lr", "learning rate"),
-    works("optimizer.params.betas", "decay of the two moments"),
-    works("optimizer.params.eps", "added to the denominator"),
     works("optimizer.params.weight_decay", "weight decay"),
+    works("optimizer.params.betas", "Adam, AdamW, Lion: decay of the moments"),
+    works("optimizer.params.eps", "Adam, AdamW, Adagrad: added to the denominator"),
     works("optimizer.params.adam_w_mode", "false: Adam adds weight decay to the gradient (L2)"),
+    works("optimizer.params.amsgrad", "Adam, AdamW: divide by the largest second moment so far"),
+    works("optimizer.params.bias_correction", "false: Adam, AdamW use the moments as they are"),
+    works("optimizer.params.momentum", "SGD: decay of the momentum"),
+    works("optimizer.params.dampening", "SGD: damps what a gradient adds to the momentum"),
+    works("optimizer.params.nesterov", "SGD: look ahead along the momentum"),
+    works("optimizer.params.lr_decay", "Adagrad: decay of the learning rate"),
+    works("optimizer.params.initial_accumulator_value", "Adagrad: first sum of squares"),
     subsumed("optimizer.params.torch_adam", "boolean", "torch's own implementation always runs"),
-    refused("optimizer.params.bias_correction", "moments are always corrected", "write true", accepts=(True,)),
-    refused("optimizer.params.amsgrad", "AMSGrad keeps a third moment", "write false", accepts=(False,)),
-    refused("optimizer.params.fp32_optimizer_states", "moments are fp32", "write true", accepts=(True,)),
+    refused(
+        "optimizer.params.fp32_optimizer_states",
+        "moments have the dtype of what is stepped",
+        "write true, or bf16.bf16_optimizer_states: true",
+        accepts=(True,),
+    ),
     refused("optimizer.params.max_grad_norm", "clipping is global", "write gradient_clipping at the top"),
     refused("optimizer.legacy_fusion", "there is one implementation", "write false", accepts=(False,)),
 )

@@ -42,6 +42,10 @@ _SETTINGS, _RULES = "infinity/test_settings.py", "infinity/weights/test_live_set
 _CELL = "infinity/test_parity.py::test_cell"
 _BATCH = f"{_CONFIG}::test_two_of_three_batch_settings_give_the_third"
 _OPTIMIZER = f"{_SETTINGS}::test_the_optimizers_parameters_are_torchs"
+_NAMED = "infinity/update/test_rules.py::test_an_optimizer_of_the_configuration_steps_as_torch_or_the_paper"
+_SCALE, _PRECISION = "infinity/update/test_loss_scale.py", "infinity/test_precision.py"
+_SEQUENCE = f"{_SCALE}::test_scales_skips_and_norms_are_those_of_a_plain_loop"
+_STEPPED = f"{_PRECISION}::test_bf16_weights_are_stepped_as_they_are"
 _LEAVES = f"{_SETTINGS}::test_leaf_modules_of_the_configuration"
 _RATES = "infinity/update/test_schedules.py::test_a_thousand_updates_run_at_the_documented_rates"
 _MOMENTA = "infinity/update/test_schedules.py::test_momentum_goes_against_the_rate_and_grows_after_the_cycle"
@@ -68,12 +72,43 @@ _TOP = {
         "fp32", f"{_SETTINGS}::test_gradients_travel_and_wait_in_the_dtypes_that_were_asked_for"
     ),
     "bf16.enabled": Example(True, _CELL),
+    "bf16.check_grad_overflow": Example(True, f"{_SCALE}::test_bf16_checks_its_gradients_where_it_is_told_to"),
+    **{f"bf16.{name}": Example(True, _STEPPED) for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")},
+    "fp16.enabled": Example(True, _CELL),
+    "fp16.auto_cast": Example(True, f"{_SCALE}::test_auto_cast_casts_floating_inputs_and_nothing_else"),
+    "fp16.loss_scale": Example(128.0, f"{_SCALE}::test_a_skipped_step_leaves_weights_schedule_and_moments_alone"),
+    **{
+        f"fp16.{name}": Example(value, _SEQUENCE)
+        for name, value in {
+            "initial_scale_power": 32,
+            "loss_scale_window": 500,
+            "hysteresis": 4,
+            "consecutive_hysteresis": True,
+        }.items()
+    },
+    "fp16.min_loss_scale": Example(
+        0.5, f"{_SCALE}::test_an_overflow_at_the_least_scale_is_an_error_and_changes_nothing"
+    ),
+    "data_types.grad_accum_dtype": Example("fp32", f"{_PRECISION}::test_gradients_add_up_in_the_dtype_asked_for"),
+    "data_types.keep_in_fp32_modules": Example(["router"], f"{_PRECISION}::test_buffers_that_are_named_stay_in_fp32"),
     "optimizer.type": Example("adam", _OPTIMIZER),
     "optimizer.params.lr": Example(1e-4, _OPTIMIZER),
     "optimizer.params.betas": Example([0.9, 0.95], _OPTIMIZER),
     "optimizer.params.eps": Example(1e-6, _OPTIMIZER),
     "optimizer.params.weight_decay": Example(0.1, _OPTIMIZER),
     "optimizer.params.adam_w_mode": Example(False, _OPTIMIZER),
+    **{
+        f"optimizer.params.{name}": Example(value, _NAMED)
+        for name, value in {
+            "amsgrad": True,
+            "bias_correction": False,
+            "momentum": 0.9,
+            "dampening": 0.1,
+            "nesterov": True,
+            "lr_decay": 0.01,
+            "initial_accumulator_value": 0.1,
+        }.items()
+    },
 }
 _SCHEDULES = {
     "scheduler.type": Example("LRRangeTest", "infinity/update/test_schedules.py::test_every_schedule_is_covered"),

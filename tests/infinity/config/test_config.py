@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from infinity.config import Config, parse_config, refuse_unsupported
+from infinity.config import AdamOptimizer, Config, parse_config, refuse_unsupported
 from infinity.config.batch import resolve_batch
 from infinity.config.dialect import BY_PATH, KEYS, SECTIONS, Key, Standing
 from infinity.config.reference import as_markdown, as_rows
@@ -161,7 +161,6 @@ def test_true_is_not_one_and_false_is_not_zero() -> None:
 @pytest.mark.parametrize(
     ("path", "value", "words"),
     [
-        ("fp16.enabled", True, "bf16"),
         ("io_daemon.commit_every_n_steps", 5, "starts anew"),
         ("io_daemon.update_in_backward", True, "after backward"),
         ("zero_optimization.zero_quantized_weights", True, "exact"),
@@ -250,7 +249,7 @@ def test_an_unknown_key_like_no_other_lists_what_is_known_here() -> None:
         ("gradient_clipping", float("nan"), "finite"),
         ("gradient_clipping", "1.0", "number"),
         ("steps_per_print", -1, "greater than or equal to 0"),
-        ("communication_data_type", "fp16", "'fp32' or 'bf16'"),
+        ("communication_data_type", "fp8", "'fp32', 'bf16' or 'fp16'"),
         ("bf16.enabled", 1, "boolean"),
         ("bf16", True, "object"),
         ("zero_optimization.stage", 4, "less than or equal to 3"),
@@ -259,7 +258,10 @@ def test_an_unknown_key_like_no_other_lists_what_is_known_here() -> None:
         ("zero_optimization.stage3_max_live_parameters", -1, "greater than or equal to 0"),
         ("zero_optimization.offload_param.device", "disk", "'none', 'cpu' or 'nvme'"),
         ("zero_optimization.offload_param.pin_memory", "true", "boolean"),
-        ("optimizer.type", "Lamb", "'Adam' or 'AdamW'"),
+        ("optimizer.type", "Lamb", "norms of whole layers"),
+        ("optimizer.type", "Muon", "whole matrices"),
+        ("optimizer.type", "RMSprop", "pass an object"),
+        ("optimizer.params.momentum", 0.9, "AdamW takes no such parameter"),
         ("optimizer.params.lr", -1e-3, "greater than or equal to 0"),
         ("optimizer.params.betas", [0.9, 1.0], "less than 1"),
         ("optimizer.params.betas", [0.9], "is required"),
@@ -307,6 +309,7 @@ def test_deepspeed_spellings_of_numbers_and_names() -> None:
     assert type(config.zero_optimization.sub_group_size) is int
     assert config.zero_optimization.sub_group_size == 20_000_000
     assert config.optimizer is not None
+    assert isinstance(config.optimizer, AdamOptimizer)
     assert (config.optimizer.type, config.optimizer.params.betas) == ("AdamW", (0.9, 0.95))
 
 
@@ -317,6 +320,7 @@ def test_deepspeed_spellings_of_numbers_and_names() -> None:
 def test_adam_means_adamw_unless_told_otherwise(kind: str, adam_w_mode: bool, decoupled: bool) -> None:
     config = parse_config({**SMALLEST, "optimizer": {"type": kind, "params": {"adam_w_mode": adam_w_mode}}})
     assert config.optimizer is not None
+    assert isinstance(config.optimizer, AdamOptimizer)
     assert config.optimizer.decoupled_weight_decay is decoupled
 
 
@@ -523,3 +527,23 @@ def test_subsumed_keys_are_logged_once(caplog: pytest.LogCaptureFixture) -> None
     messages = [record.getMessage() for record in caplog.records]
     assert len(messages) == 2
     assert any("allgather_bucket_size needs no setting" in message for message in messages)
+
+
+@pytest.mark.parametrize(
+    ("sections", "key", "words"),
+    [
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, "fp16.enabled", "one of the two"),
+        ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states", "master_weights"),
+        ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads", "bf16.enabled"),
+        ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "write fp32"),
+        (
+            {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bfloat16"}},
+            "data_types.grad_accum_dtype",
+            "write fp32 or fp16",
+        ),
+    ],
+)
+def test_dtypes_that_contradict_each_other_are_refused(sections: dict[str, Any], key: str, words: str) -> None:
+    error = _refusal({**SMALLEST, **sections})
+    assert error.key == key
+    assert words in error.remedy

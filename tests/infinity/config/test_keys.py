@@ -34,11 +34,21 @@ def _with(path: str, value: object) -> dict[str, Any]:
         inner = inner.setdefault(section, {})
     inner[name] = value
     if sections[:1] == ["optimizer"]:
-        config["optimizer"].setdefault("type", "AdamW")
+        kind = next((kind for kind in ("AdamW", "SGD", "Adagrad") if _has(kind, name)), "AdamW")
+        config["optimizer"].setdefault("type", kind)
+    if name.startswith("bf16_"):
+        config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, **config["bf16"]}
     if sections[:2] == ["scheduler", "params"]:
         kind = next(kind for kind in SCHEDULES if _takes(kind, name))
         config["scheduler"] = {"type": kind, "params": {**SCHEDULES[kind], name: value}}
     return config
+
+
+def _has(optimizer: str, name: str) -> bool:
+    """Whether the optimizer has a parameter of that name."""
+    section = {"train_batch_size": 8, "zero_optimization": {"stage": 3}, "optimizer": {"type": optimizer}}
+    config = resolve_config(section).config
+    return config.optimizer is not None and name in type(config.optimizer.params).model_fields
 
 
 @functools.cache

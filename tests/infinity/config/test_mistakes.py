@@ -43,7 +43,7 @@ MISTAKES = {
     ),
     "a switch instead of its section": Mistake({"bf16": True}, "bf16", True, "must be an object"),
     "fp16 and bf16": Mistake(
-        {"fp16.enabled": True, "bf16.enabled": True}, "fp16.enabled", True, "write bf16: {enabled: true}"
+        {"fp16.enabled": True, "bf16.enabled": True}, "fp16.enabled", True, "enable one of the two"
     ),
     "a fraction of a sample": Mistake({"train_batch_size": 2.5}, "train_batch_size", 2.5, "whole number"),
     "no sample at all": Mistake({"train_batch_size": 0}, "train_batch_size", 0, "at least 1"),
@@ -85,7 +85,7 @@ MISTAKES = {
         {"optimizer.lr": 1e-3}, "optimizer.lr", 1e-3, "did you mean optimizer.params.lr?"
     ),
     "torch's name of the rate": Mistake(
-        {"optimizer.params.learning_rate": 1e-3}, "optimizer.params.learning_rate", 1e-3, "known here: "
+        {"optimizer.params.learning_rate": 1e-3}, "optimizer.params.learning_rate", 1e-3, "the closest is "
     ),
     "a key of another product": Mistake({"mixed_precision": "bf16"}, "mixed_precision", "bf16", "the closest is "),
     "a stage that is not there": Mistake(
@@ -128,7 +128,7 @@ MISTAKES = {
         {"io_daemon.swap_dirs": "/tmp"}, "io_daemon.swap_dirs", "/tmp", "must be a valid tuple"
     ),
     "an optimizer of another kind": Mistake(
-        {"optimizer.type": "Adafactor"}, "optimizer.type", "Adafactor", "'Adam' or 'AdamW'"
+        {"optimizer.type": "Adafactor"}, "optimizer.type", "Adafactor", "'Adam', 'AdamW'"
     ),
     "an optimizer without its type": Mistake({"optimizer": {"params": {}}}, "optimizer.type", None, "is required"),
     "one beta": Mistake({"optimizer.params.betas": [0.9]}, "optimizer.params.betas.1", None, "is required"),

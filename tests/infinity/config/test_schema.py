@@ -16,6 +16,7 @@ from tests.support.json_schema import problems
 
 SMALLEST: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
 SEVERAL_VALUES = {
+    "fp16 and bf16",
     "a batch that does not divide",
     "three batch sizes that contradict",
     "no batch size",

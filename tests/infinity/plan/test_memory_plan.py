@@ -17,8 +17,8 @@ BF16: Mapping[int, int] = {
     ObjectKind.WEIGHT: 2,
     ObjectKind.GRAD: 2,
     ObjectKind.MASTER: 4,
-    ObjectKind.EXP_AVG: 4,
-    ObjectKind.EXP_AVG_SQ: 4,
+    ObjectKind.STATE_0: 4,
+    ObjectKind.STATE_1: 4,
 }
 WEIGHT_ONLY: Mapping[int, int] = {ObjectKind.WEIGHT: 2}
 
@@ -42,7 +42,7 @@ def plan(state: StateShape, budget_bytes: int | None, *, ranks: int = 1) -> Memo
 @given(
     st.lists(st.integers(64, 5_000_000), min_size=1, max_size=5),
     st.integers(1 << 20, 1 << 30),
-    st.sampled_from([0, ObjectKind.WEIGHT.mask, ObjectKind.EXP_AVG.mask]),
+    st.sampled_from([0, ObjectKind.WEIGHT.mask, ObjectKind.STATE_0.mask]),
     st.integers(1, 4),
 )
 def test_a_plan_fits_its_budget_or_names_the_smallest(

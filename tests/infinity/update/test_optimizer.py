@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -14,7 +14,11 @@ from infinity.errors import ConfigError
 from infinity.plan.sharding import ChunkPlacement
 from infinity.tiers.base import Lease, ShardStore
 from infinity.tiers.collectives import Collectives
-from infinity.update.optimizer import OPTIONS, ShardedAdam, Update, adam_from_config, adam_from_torch, group_indices
+from infinity.update.loss_scale import FixedLossScale, LossScale
+from infinity.update.optimizer import ShardedOptimizer, group_indices, sharded_from_config, sharded_from_torch
+from infinity.update.rule import History
+from infinity.update.sub_group import Terms
+from infinity.update.update import Outcome, Update
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import SmallShards
 from tests.support.strict_store import StrictLease
@@ -33,21 +37,17 @@ class CountedSubGroup:
     def acquire(self, store: ShardStore) -> Lease:
         return store.acquire(self.chunk, read=GRAD)
 
-    def update(
-        self,
-        lease: Lease,
-        *,
-        present: Sequence[bool],
-        steps: Sequence[int],
-        options: Sequence[Mapping[str, Any]],
-        clip: torch.Tensor | None,
-    ) -> None:
+    def update(self, lease: Lease, terms: Terms) -> dict[int, History]:
         if self.fault is not None:
             raise self.fault
         lease.release()
-        self._calls.append(
-            {"chunk": self.chunk, "present": list(present), "steps": list(steps), "options": options, "clip": clip}
-        )
+        self._calls.append({"chunk": self.chunk, "terms": terms})
+        param = self.placement.segments[0].param
+        return {param: (float(count_of(terms.histories[param]) + 1),)}
+
+
+def count_of(history: History) -> int:
+    return int(history[0]) if history else 0
 
 
 class FixedGradients:
@@ -67,7 +67,9 @@ class FixedGradients:
 class Fixture:
     """Six groups of one parameter and one chunk each."""
 
-    def __init__(self, *, max_norm: float = 0.0, ahead: int = 2, square_sum: float = 16.0) -> None:
+    def __init__(
+        self, *, max_norm: float = 0.0, ahead: int = 2, square_sum: float = 16.0, scale: LossScale | None = None
+    ) -> None:
         self.shards = SmallShards([[(64,)]] * NUM_CHUNKS)
         self.store = self.shards.store
         self.calls: list[dict[str, Any]] = []
@@ -75,21 +77,40 @@ class Fixture:
         self.gradients = FixedGradients(square_sum)
         params = [param.param for param in self.shards.params]
         groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:], "lr": 0.25, "weight_decay": 0.125}]
-        self.optimizer = adam_from_config(optimizer_config(), groups)
+        self.optimizer = from_config(optimizer_config(), groups)
         self.update = Update(
             self.sub_groups,  # type: ignore[arg-type]
             self.optimizer,
             self.gradients,  # type: ignore[arg-type]
             store=self.store,
             collectives=Collectives(None),
+            scale=scale or FixedLossScale(),
             num_params=NUM_CHUNKS,
             max_norm=max_norm,
             sub_groups_ahead=ahead,
         )
 
+    def run(self, present: Sequence[bool]) -> Outcome:
+        if self.update.begin(present) is Outcome.APPLIED:
+            self.update.apply_all()
+        return self.update.finish()
+
     @property
-    def clips(self) -> list[float | None]:
-        return [None if call["clip"] is None else float(call["clip"]) for call in self.calls]
+    def factors(self) -> list[float | None]:
+        factors = [call["terms"].factor for call in self.calls]
+        return [None if factor is None else float(factor) for factor in factors]
+
+    @property
+    def counts(self) -> list[int]:
+        return [count_of(history) for history in self.update.histories]
+
+
+def from_config(config: Any, params: Sequence[Any]) -> ShardedOptimizer:
+    return sharded_from_config(config, params, dtype=torch.float32)
+
+
+def from_torch(optimizer: torch.optim.Optimizer) -> ShardedOptimizer:
+    return sharded_from_torch(optimizer, dtype=torch.float32)
 
 
 def optimizer_config(**params: Any) -> Any:
@@ -109,10 +130,10 @@ ALL = [True] * NUM_CHUNKS
 def test_chunks_with_a_gradient_are_stepped_in_order_with_their_groups_options() -> None:
     fixture = Fixture()
     fixture.optimizer.param_groups[1]["lr"] = 0.0625
-    fixture.update.run([True, False, True, True, False, True])
+    fixture.run([True, False, True, True, False, True])
     assert [call["chunk"] for call in fixture.calls] == [0, 2, 3, 5]
-    first, second = fixture.calls[0]["options"]
-    assert set(first) == set(OPTIONS)
+    first, second = fixture.calls[0]["terms"].options
+    assert "params" not in first
     assert (first["lr"], second["lr"], second["weight_decay"]) == (0.5, 0.0625, 0.125)
     assert (first["betas"], first["eps"], first["maximize"]) == ((0.5, 0.75), 0.25, False)
     assert fixture.gradients.num_cleared == 1
@@ -122,17 +143,18 @@ def test_chunks_with_a_gradient_are_stepped_in_order_with_their_groups_options()
 def test_steps_count_updates_of_each_parameter() -> None:
     fixture = Fixture()
     present = [True, False, True, True, True, True]
-    fixture.update.run(present)
-    fixture.update.run(ALL)
-    assert [call["steps"] for call in fixture.calls] == [[0] * 6] * 5 + [[1, 0, 1, 1, 1, 1]] * 6
-    assert fixture.update.steps == [2, 1, 2, 2, 2, 2]
-    assert fixture.calls[0]["present"] == present
+    fixture.run(present)
+    fixture.run(ALL)
+    counts = [[count_of(history) for history in call["terms"].histories] for call in fixture.calls]
+    assert counts == [[0] * 6] * 5 + [[1, 0, 1, 1, 1, 1]] * 6
+    assert fixture.counts == [2, 1, 2, 2, 2, 2]
+    assert fixture.calls[0]["terms"].present == present
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 4])
 def test_as_many_chunks_are_leased_ahead_as_were_planned(ahead: int) -> None:
     fixture = Fixture(ahead=ahead)
-    fixture.update.run(ALL)
+    fixture.run(ALL)
     assert fixture.store.num_held_max == ahead + 1
     kinds = [entry[0] for entry in fixture.store.log]
     assert kinds[: ahead + 2] == ["acquire"] * (ahead + 1) + ["release"]
@@ -147,13 +169,13 @@ def test_a_fault_before_the_first_step_changes_nothing_and_lets_everything_go() 
 
     fixture.store.before_wait = fault
     with pytest.raises(OSError, match="injected"):
-        fixture.update.run(ALL)
+        fixture.run(ALL)
     assert fixture.update.num_updated == 0
-    assert (fixture.store.num_held, fixture.gradients.num_cleared, fixture.update.steps) == (0, 0, [0] * 6)
+    assert (fixture.store.num_held, fixture.gradients.num_cleared, fixture.counts) == (0, 0, [0] * 6)
     fixture.store.before_wait = lambda _lease: None
-    fixture.update.run(ALL)
+    fixture.run(ALL)
     assert (fixture.update.num_updated, len(fixture.calls)) == (6, 6)
-    fixture.update.run([True] + [False] * 5)
+    fixture.run([True] + [False] * 5)
     assert fixture.update.num_updated == 1, "of the last step"
 
 
@@ -161,33 +183,33 @@ def test_a_fault_in_the_middle_says_how_many_chunks_were_begun() -> None:
     fixture = Fixture()
     fixture.sub_groups[2].fault = RuntimeError("injected")
     with pytest.raises(RuntimeError, match="injected"):
-        fixture.update.run(ALL)
+        fixture.run(ALL)
     assert fixture.update.num_updated == 3, "the third was begun"
     assert fixture.store.num_held == 0
-    assert fixture.update.steps == [0] * 6
+    assert fixture.counts == [0] * 6
 
 
 def test_gradients_are_clipped_as_torch_clips() -> None:
     fixture = Fixture(max_norm=1.0)
     assert [fixture.update.wants_norms, fixture.update.grad_norm] == [True, None]
-    fixture.update.run(ALL)
+    fixture.run(ALL)
     factor = float((1.0 / (torch.tensor(4.0) + 1e-6)).clamp(max=1.0))
-    assert fixture.clips == [factor] * 6
+    assert fixture.factors == [factor] * 6
     assert fixture.update.grad_norm == 4.0
     fixture.gradients.value = 0.25
-    fixture.update.run(ALL)
-    assert fixture.clips[6:] == [1.0] * 6, "never made larger"
+    fixture.run(ALL)
+    assert fixture.factors[6:] == [1.0] * 6, "never made larger"
     assert fixture.gradients.num_asked == 2
 
 
 def test_without_clipping_the_norm_is_taken_once_it_was_asked_for() -> None:
     fixture = Fixture()
-    fixture.update.run(ALL)
+    fixture.run(ALL)
     assert (fixture.gradients.num_asked, fixture.update.wants_norms) == (0, False)
     assert [fixture.update.ask_for_norm(), fixture.update.wants_norms] == [None, True]
-    fixture.update.run(ALL)
+    fixture.run(ALL)
     assert fixture.update.ask_for_norm() == 4.0
-    assert fixture.clips == [None] * 12
+    assert fixture.factors == [None] * 12
 
 
 @pytest.mark.parametrize("configured", [0.0, 100.0])
@@ -195,28 +217,68 @@ def test_one_step_may_be_clipped_by_hand(configured: float) -> None:
     fixture = Fixture(max_norm=configured)
     norm = fixture.update.clip_once(2.0)
     assert (float(norm), norm.dtype) == (4.0, torch.float32)
-    fixture.update.run(ALL)
-    fixture.update.run(ALL)
-    assert fixture.clips[:6] == [pytest.approx(0.5)] * 6
-    assert fixture.clips[6:] == [1.0 if configured else None] * 6, "and only that one"
+    fixture.run(ALL)
+    fixture.run(ALL)
+    assert fixture.factors[:6] == [pytest.approx(0.5)] * 6
+    assert fixture.factors[6:] == [1.0 if configured else None] * 6, "and only that one"
 
 
 def test_a_clip_of_gradients_that_are_dropped_is_forgotten() -> None:
     fixture = Fixture()
     fixture.update.clip_once(2.0)
     fixture.update.forget_clipping()
-    fixture.update.run(ALL)
-    assert fixture.clips == [None] * 6
+    fixture.run(ALL)
+    assert fixture.factors == [None] * 6
 
 
 def test_a_clip_to_nothing_is_one() -> None:
     fixture = Fixture()
     fixture.update.clip_once(0.0)
-    fixture.update.run(ALL)
-    assert fixture.clips == [0.0] * 6
+    fixture.run(ALL)
+    assert fixture.factors == [0.0] * 6
+
+
+def test_the_loss_scale_is_taken_out_of_the_gradients_and_of_the_norm() -> None:
+    fixture = Fixture(scale=FixedLossScale(8.0, checks_overflow=True))
+    assert fixture.run(ALL) is Outcome.APPLIED
+    assert (fixture.factors, fixture.update.grad_norm) == ([1 / 8] * 6, 0.5)
+    clipped = Fixture(max_norm=0.25, scale=FixedLossScale(8.0, checks_overflow=True))
+    clipped.run(ALL)
+    assert clipped.factors == [pytest.approx(0.5 / 8, rel=1e-5)] * 6
+
+
+@pytest.mark.parametrize("square_sum", [float("inf"), float("nan")])
+def test_an_overflow_changes_nothing_and_is_told(square_sum: float) -> None:
+    fixture = Fixture(square_sum=square_sum, scale=FixedLossScale(8.0, checks_overflow=True))
+    assert fixture.run(ALL) is Outcome.SKIPPED
+    assert (fixture.calls, fixture.counts, fixture.gradients.num_cleared) == ([], [0] * 6, 1)
+    assert [fixture.optimizer.overflow] == [True]
+    with pytest.raises(AssertionError, match="outside a step"):
+        fixture.update.apply(fixture.sub_groups[0], fixture.sub_groups[0].acquire(fixture.store))  # type: ignore[arg-type]
+    fixture.gradients.value = 1.0
+    assert fixture.run(ALL) is Outcome.APPLIED
+    assert [fixture.optimizer.overflow] == [False]
+    unchecked = Fixture(square_sum=square_sum, max_norm=1.0)
+    assert unchecked.run(ALL) is Outcome.APPLIED
+
+
+def test_sub_groups_may_be_stepped_in_any_order_and_at_any_time() -> None:
+    fixture = Fixture()
+    fixture.update.begin(ALL)
+    fixture.optimizer.param_groups[0]["lr"] = 100.0  # what the user writes meanwhile is for the next step
+    for sub_group in reversed(fixture.update.due):
+        fixture.update.apply(sub_group, sub_group.acquire(fixture.store))
+    assert fixture.counts == [0] * 6, "nothing counts before the end"
+    assert fixture.update.finish() is Outcome.APPLIED
+    assert [call["chunk"] for call in fixture.calls] == [5, 4, 3, 2, 1, 0]
+    assert {call["terms"].options[0]["lr"] for call in fixture.calls} == {0.5}
+    assert fixture.counts == [1] * 6
 
 
 # The object.
+
+
+RULE = from_config(optimizer_config(), [{"params": []}]).rule
 
 
 def params_of(count: int) -> list[nn.Parameter]:
@@ -224,11 +286,11 @@ def params_of(count: int) -> list[nn.Parameter]:
 
 
 def test_a_step_runs_what_the_engine_has_bound() -> None:
-    optimizer = adam_from_config(optimizer_config(), params_of(1))
+    optimizer = from_config(optimizer_config(), params_of(1))
     with pytest.raises(RuntimeError, match="not bound"):
         optimizer.step()
     runs: list[int] = []
-    optimizer.bind(lambda: runs.append(1))
+    optimizer.bind(lambda: runs.append(1), FixedLossScale(4.0))
     optimizer.step()
     assert runs == [1]
     with pytest.raises(ValueError, match="closure"):
@@ -239,24 +301,24 @@ def test_a_step_runs_what_the_engine_has_bound() -> None:
 
 def test_parameters_may_come_in_groups_with_options_of_their_own() -> None:
     first, second = params_of(2)
-    plain = adam_from_config(optimizer_config(), [first, second])
+    plain = from_config(optimizer_config(), [first, second])
     assert [group["params"] for group in plain.param_groups] == [[first, second]]
     given: list[dict[str, Any]] = [{"params": [first], "lr": 1.0}, {"params": [second], "name": "rest"}]
-    grouped = adam_from_config(optimizer_config(weight_decay=0.5), given)
+    grouped = from_config(optimizer_config(weight_decay=0.5), given)
     assert [group["lr"] for group in grouped.param_groups] == [1.0, 2.0]
     assert [group["weight_decay"] for group in grouped.param_groups] == [0.5, 0.5]
     assert [group["maximize"] for group in grouped.param_groups] == [False, False]
     assert [group["decoupled_weight_decay"] for group in grouped.param_groups] == [True, True]
     assert [sorted(group) for group in given] == [["lr", "params"], ["name", "params"]], "the user's are the user's"
     with pytest.raises(ConfigError, match=r"model_parameters\[1\]\.momentum"):
-        adam_from_config(optimizer_config(), [{"params": [first]}, {"params": [second], "momentum": 0.9}])
+        from_config(optimizer_config(), [{"params": [first]}, {"params": [second], "momentum": 0.9}])
 
 
 @pytest.mark.parametrize(("kind", "decoupled"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)])
 def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, decoupled: bool) -> None:
     first, second = params_of(2)
     theirs = kind([{"params": [first], "lr": torch.tensor(0.5)}, {"params": [second], "maximize": True}], lr=0.25)
-    ours = adam_from_torch(theirs)
+    ours = from_torch(theirs)
     assert ours.taken_over is theirs
     assert ours.param_groups is theirs.param_groups, "a schedule made on the given one drives this one"
     assert [group["lr"] for group in ours.param_groups] == [0.5, 0.25]
@@ -264,45 +326,39 @@ def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, deco
     assert [group["maximize"] for group in ours.param_groups] == [False, True]
     assert [group["decoupled_weight_decay"] for group in ours.param_groups] == [decoupled] * 2
     assert "params" not in ours.defaults
-    assert ours.defaults["lr"] == 0.5
-    ours.bind(lambda: None)
+    assert ours.defaults["lr"] == 0.25
+    ours.bind(lambda: None, FixedLossScale())
     ours.step()
     assert theirs._opt_called
 
 
-@pytest.mark.parametrize("option", ["amsgrad", "capturable", "differentiable"])
+@pytest.mark.parametrize("option", ["capturable", "differentiable"])
 def test_options_without_a_sharded_form_are_refused(option: str) -> None:
     theirs = torch.optim.AdamW(params_of(1))
     theirs.param_groups[0][option] = True
     with pytest.raises(ConfigError, match=rf"optimizer\.{option} = True"):
-        adam_from_torch(theirs)
+        from_torch(theirs)
 
 
-def test_other_kinds_and_stepped_ones_are_refused() -> None:
-    class Mine(torch.optim.AdamW):
-        pass
-
-    for kind in (Mine, torch.optim.SGD, torch.optim.NAdam):
-        with pytest.raises(ConfigError, match=kind.__name__):
-            adam_from_torch(kind(params_of(1)))
+def test_stepped_ones_are_refused() -> None:
     (param,) = params_of(1)
     stepped = torch.optim.Adam([param])
     param.grad = torch.ones(2)
     stepped.step()
     with pytest.raises(ConfigError, match="has state"):
-        adam_from_torch(stepped)
+        from_torch(stepped)
 
 
 def test_every_trained_parameter_is_in_a_group_and_every_one_in_a_group_is_the_models() -> None:
     params = params_of(4)
     params[1].requires_grad_(False)
     index_of = {id(param): index for index, param in enumerate(params)}
-    optimizer = ShardedAdam([{"params": [params[3]]}, {"params": [params[0], params[2]]}], {"lr": 1.0})
+    optimizer = ShardedOptimizer([{"params": [params[3]]}, {"params": [params[0], params[2]]}], {"lr": 1.0}, RULE)
     assert group_indices(optimizer, index_of, params) == [1, -1, 1, 0]
     with pytest.raises(ConfigError, match="does not belong"):
         group_indices(optimizer, {id(param): index for index, param in enumerate(params[:3])}, params[:3])
-    lacking = ShardedAdam([{"params": [params[3], params[0]]}], {"lr": 1.0})
+    lacking = ShardedOptimizer([{"params": [params[3], params[0]]}], {"lr": 1.0}, RULE)
     with pytest.raises(ConfigError, match="in no group"):
         group_indices(lacking, index_of, params)
-    alone = ShardedAdam([{"params": [params[0]]}], {"lr": 1.0})
+    alone = ShardedOptimizer([{"params": [params[0]]}], {"lr": 1.0}, RULE)
     assert group_indices(alone, index_of, params[:1]) == [0], "the first group is one, too"

@@ -9,18 +9,29 @@ import pytest
 import torch
 
 from infinity.plan.precision import Precision
-from infinity.update.sub_group import MOMENTS, SubGroup
+from infinity.update.rule import History, UpdateRule
+from infinity.update.sub_group import SubGroup, Terms
+from infinity.update.torch_rule import options_of as all_options_of
+from infinity.update.torch_rule import rule_of
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import BF16, FP32, SmallShards
 
 SHAPES = [(128,), (64,), (300,), (10_000,), (7,)]
 """One chunk: a run of three, padding, two more runs."""
-STATE = (ObjectKind.EXP_AVG, ObjectKind.EXP_AVG_SQ)
+STATE = (ObjectKind.STATE_0, ObjectKind.STATE_1)
+MOMENTS = ObjectKind.STATE_0.mask | ObjectKind.STATE_1.mask
+
+
+def adamw() -> torch.optim.AdamW:
+    return torch.optim.AdamW([torch.zeros(1)], lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
 
 
 def options_of(**changes: Any) -> dict[str, Any]:
-    usual = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
-    return {**usual, "maximize": False, "decoupled_weight_decay": True, **changes}
+    return {**all_options_of(adamw())[0], "decoupled_weight_decay": True, **changes}
+
+
+def rule() -> UpdateRule:
+    return rule_of(adamw(), dtype=torch.float32)
 
 
 class Fixture:
@@ -29,20 +40,20 @@ class Fixture:
         self.store = self.shards.store
         (self.placement,) = self.shards.chunks
         self.stepped = precision.stepped
-        self.sub_group = SubGroup(0, self.placement, master=precision.master, group_of=group_of)
+        self.sub_group = SubGroup(0, self.placement, rule=rule(), precision=precision, group_of=group_of)
         generator = torch.Generator().manual_seed(3)
         self.store.object(0, self.stepped).copy_(torch.randn(self.placement.numel, generator=generator))
         self.store.object(0, ObjectKind.WEIGHT).copy_(self.store.object(0, self.stepped))
         self.group_of, self.precision = group_of, precision
         self.group_options = [options_of(), options_of(lr=3e-2, betas=(0.8, 0.9), weight_decay=0.0)]
-        self.steps = [0] * len(SHAPES)
+        self.histories: list[History] = [None] * len(SHAPES)
         self.mine = [self.parts(self.stepped, param).clone().requires_grad_() for param in range(len(SHAPES))]
         self.optimizers = [self._optimizer(param) for param in range(len(SHAPES))]
 
     def _optimizer(self, param: int) -> torch.optim.Optimizer:
         options = dict(self.group_options[self.group_of[param]])
         kind = torch.optim.AdamW if options.pop("decoupled_weight_decay") else torch.optim.Adam
-        return kind([self.mine[param]], fused=True, **options)
+        return kind([self.mine[param]], **{**options, "fused": True})
 
     def parts(self, kind: int, param: int) -> torch.Tensor:
         (segment,) = [segment for segment in self.placement.segments if segment.param == param]
@@ -60,8 +71,9 @@ class Fixture:
         lease = self.sub_group.acquire(self.store)
         lease.wait()
         factor = None if clip is None else torch.tensor(clip)
-        self.sub_group.update(lease, present=present, steps=self.steps, options=self.group_options, clip=factor)
-        self.steps = [steps + flag for steps, flag in zip(self.steps, present, strict=True)]
+        terms = Terms(present=present, histories=self.histories, options=self.group_options, factor=factor)
+        for param, history in self.sub_group.update(lease, terms).items():
+            self.histories[param] = history
 
     def assert_as_torch(self) -> None:
         for param, mine in enumerate(self.mine):
@@ -91,7 +103,7 @@ def test_what_has_no_gradient_neither_moves_nor_counts(precision: Precision) -> 
     fixture.step([True] * 5, seed=1)
     fixture.step([False, True, False, False, True], seed=2)
     fixture.assert_as_torch()
-    assert fixture.steps == [2, 2, 2, 2, 2]
+    assert fixture.histories == [(2.0,)] * 5
 
 
 @pytest.mark.parametrize("changes", [{"maximize": True}, {"decoupled_weight_decay": False}, {"eps": 1e-2}], ids=str)
@@ -113,16 +125,22 @@ def test_weights_beside_a_master_are_written_and_never_read_and_the_gradient_die
         (0, ObjectKind.GRAD.mask | MOMENTS | stepped, MOMENTS | stepped | ObjectKind.WEIGHT.mask)
     ]
     assert fixture.store.released() == [(0, MOMENTS | stepped | ObjectKind.WEIGHT.mask, ObjectKind.GRAD.mask)]
-    assert MOMENTS == ObjectKind.EXP_AVG.mask | ObjectKind.EXP_AVG_SQ.mask
     fixture.assert_as_torch()
 
 
 def test_a_run_is_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where its parameters have had as many updates; elsewhere one a segment. All of a group go in one launch."""
     fixture = Fixture(FP32, (0, 0, 0, 0, 1))
-    ranges = fixture.sub_group._ranges
-    assert list(ranges([True] * 5, [3] * 5)) == [(0, 0, 492), (3, 512, 10_000), (4, 10_560, 7)]
-    assert [entry[2] for entry in ranges([True] * 5, [3, 3, 2, 3, 3])] == [128, 64, 300, 10_000, 7]
-    assert [entry[2] for entry in ranges([True, False, True, False, True], [3] * 5)] == [128, 300, 7]
+    assert ranges(fixture) == [([0, 1, 2], 0, 492), ([3], 512, 10_000), ([4], 10_560, 7)]
+    assert [entry[2] for entry in ranges(fixture, steps=(3, 3, 2, 3, 3))] == [128, 64, 300, 10_000, 7]
+    assert [entry[2] for entry in ranges(fixture, present=(True, False, True, False, True))] == [128, 300, 7]
     other = Fixture(FP32, (0, 1, 0, 0, 0))
-    assert [entry[2] for entry in other.sub_group._ranges([True] * 5, [0] * 5)] == [128, 64, 300, 10_000, 7]
+    assert [entry[2] for entry in ranges(other)] == [128, 64, 300, 10_000, 7]
+
+
+def ranges(
+    fixture: Fixture, *, present: Sequence[bool] = (True,) * 5, steps: Sequence[int] = (3,) * 5
+) -> list[tuple[list[int], int, int]]:
+    histories = [(float(count),) for count in steps]
+    terms = Terms(present=present, histories=histories, options=fixture.group_options, factor=None)
+    return list(fixture.sub_group._ranges(terms))

@@ -22,6 +22,7 @@ from infinity.weights import access, owners
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.sharded_model import LEASE_SHARE, SUB_GROUPS_AHEAD_MAX, Layout, ShardedModel
 from io_daemon.shared.protocol import ObjectKind
+from tests.support.small_shards import ADAM
 from tests.support.strict_store import StrictStore
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
 
@@ -104,7 +105,7 @@ class Fixture:
         self.sharded = ShardedModel(
             self.layout,
             config=config,
-            precision=Precision.of(config),
+            precision=Precision.of(config, ADAM),
             collectives=collectives,
             device=CPU,
             place=place,
@@ -162,7 +163,7 @@ def test_groups_are_as_large_as_bucket_and_live_limit_allow(bucket: int, live: i
 @pytest.mark.parametrize("bf16", [False, True])
 def test_frozen_chunks_have_weights_alone(bf16: bool) -> None:
     fixture = Fixture(Net(), config_of(bf16=bf16))
-    trained = {ObjectKind.WEIGHT, ObjectKind.GRAD, ObjectKind.EXP_AVG, ObjectKind.EXP_AVG_SQ}
+    trained = {ObjectKind.WEIGHT, ObjectKind.GRAD, ObjectKind.STATE_0, ObjectKind.STATE_1}
     trained |= {ObjectKind.MASTER} if bf16 else set()
     for layout, chunk in zip(fixture.store.layouts, fixture.sharded.chunks, strict=True):
         trainable = fixture.layout.placements[chunk.group].trainable
@@ -276,7 +277,7 @@ def test_each_kind_lies_on_its_tier(param: str, optimizer: str, split: bool, pin
     assert job == "a job"
     assert plan is fixture.sharded.plan
     kinds = {kind for layout in fixture.store.layouts for kind in layout.dtypes}
-    trained = ObjectKind.GRAD.mask | ObjectKind.EXP_AVG.mask | ObjectKind.EXP_AVG_SQ.mask
+    trained = ObjectKind.GRAD.mask | ObjectKind.STATE_0.mask | ObjectKind.STATE_1.mask
     assert pinned_mask == (trained if pinned == ~WEIGHT else pinned)
     assert isinstance(stores(fixture.sharded.store), SplitStore) is split
     assert (ObjectKind.WEIGHT in kinds) is not split

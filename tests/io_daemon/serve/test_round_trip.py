@@ -136,7 +136,7 @@ def test_pinned_kinds_never_touch_the_disk(daemon: ServedDaemon) -> None:
 def test_an_arena_too_small_is_refused_at_register_with_the_smallest_that_works(daemon: ServedDaemon) -> None:
     with daemon.attached(num_frames=2) as client:
         with pytest.raises(BudgetError) as caught:
-            client.register(specs(1, ObjectKind.WEIGHT, ObjectKind.MASTER, ObjectKind.EXP_AVG))
+            client.register(specs(1, ObjectKind.WEIGHT, ObjectKind.MASTER, ObjectKind.STATE_0))
         assert caught.value.smallest_bytes == 3 * FRAME_BYTES
         assert len(client.register(specs(1, ObjectKind.WEIGHT, ObjectKind.MASTER))) == 1
 

@@ -65,6 +65,6 @@ def test_counters_and_gauges_have_the_names_and_labels_that_dashboards_know() ->
         'io_daemon_tenant_bytes_total{direction="write",job="word",kind="weight",pid="3",rank="2"}',
         'io_daemon_tenant_accesses_total{job="word",outcome="prefetch_hit",pid="3",rank="2"}',
         'io_daemon_tenant_io_errors_total{job="word",pid="3",rank="2"}',
-        'io_daemon_tenant_resident_bytes{job="word",kind="exp_avg",pid="3",rank="2"}',
+        'io_daemon_tenant_resident_bytes{job="word",kind="state_0",pid="3",rank="2"}',
     ):
         assert sample in text

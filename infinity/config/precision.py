@@ -1,0 +1,25 @@
+"""What the keys about dtypes mean together. Pure."""
+
+from __future__ import annotations
+
+from infinity.config.complaints import Complaints
+from infinity.config.sections import Config
+
+
+def check_precision(config: Config, complaints: Complaints) -> None:
+    """Complain of dtypes that contradict each other."""
+    bf16, accumulated = config.bf16, config.data_types.grad_accum_dtype
+    if config.fp16.enabled and bf16.enabled:
+        complaints.add("fp16.enabled", True, "bf16 is enabled, too, and weights have one dtype: enable one of the two")
+    if bf16.bf16_master_weights_and_grads and not bf16.enabled:
+        complaints.add("bf16.bf16_master_weights_and_grads", True, "write bf16.enabled: true, too")
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        complaints.add(
+            "bf16.bf16_optimizer_states",
+            True,
+            "states have the dtype of what is stepped: write bf16_master_weights_and_grads: true, too",
+        )
+    weights = "fp16" if config.fp16.enabled else "bf16" if bf16.enabled else "fp32"
+    if accumulated not in (None, "fp32", weights):
+        choices = "fp32" if weights == "fp32" else f"fp32 or {weights}"
+        complaints.add("data_types.grad_accum_dtype", accumulated, f"gradients are {weights} here: write {choices}")

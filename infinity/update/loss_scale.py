@@ -1,0 +1,92 @@
+"""What the loss is multiplied by, so that small gradients survive in fp16, and which steps are skipped. Pure.
+
+A step whose gradients are not all finite changes nothing on any rank. The dynamic scale then falls; it rises again
+after as many good steps as the window says (Micikevicius et al. 2018). Numbers follow DeepSpeed's update by update.
+"""
+
+from __future__ import annotations
+
+from typing import Final, Protocol
+
+from infinity.config import Config
+from infinity.errors import LossScaleError
+
+FACTOR: Final = 2.0
+
+
+class LossScale(Protocol):
+    value: float
+    checks_overflow: bool
+    """Whether a step is skipped when its gradients are not all finite."""
+
+    def update(self, *, overflow: bool) -> None:
+        """A step was applied, or skipped because of ``overflow``. Raises LossScaleError where no scale is left."""
+
+
+class FixedLossScale(LossScale):
+    """One scale for the whole training: what is configured, or 1 where nothing is scaled."""
+
+    def __init__(self, value: float = 1.0, *, checks_overflow: bool = False) -> None:
+        self.value, self.checks_overflow = value, checks_overflow
+
+    def update(self, *, overflow: bool) -> None:
+        """Nothing changes."""
+
+
+class DynamicLossScale(LossScale):
+    checks_overflow = True
+
+    def __init__(
+        self, *, initial: float, window: int, hysteresis: int, consecutive_hysteresis: bool, least: float
+    ) -> None:
+        """
+        Args:
+            window: good steps after the first one since an overflow, or since the start, before the scale is doubled.
+            hysteresis: the scale is halved by so many overflows; those before the last one only skip their steps.
+            consecutive_hysteresis: a good step between two overflows makes the count begin anew; else only a doubling
+                of the scale does.
+            least: the smallest scale.
+        """
+        self.value = initial
+        self._window, self._hysteresis, self._consecutive, self._least = (
+            window, hysteresis, consecutive_hysteresis, least,
+        )  # fmt: skip
+        self._patience = hysteresis
+        self._good_steps = 0
+        """Since the last overflow, or since the start."""
+
+    def update(self, *, overflow: bool) -> None:
+        if overflow:
+            self._good_steps = 0
+            self._fall()
+            return
+        self._good_steps += 1
+        if self._consecutive:
+            self._patience = self._hysteresis
+        if self._good_steps > 1 and (self._good_steps - 1) % self._window == 0:
+            self._patience = self._hysteresis
+            self.value *= FACTOR
+
+    def _fall(self) -> None:
+        if self._patience > 1:
+            self._patience -= 1
+            return
+        if self.value <= self._least:
+            raise LossScaleError(self.value)
+        self.value = max(self.value / FACTOR, self._least)
+
+
+def loss_scale_of(config: Config) -> LossScale:
+    """The scale that the ``fp16`` section describes; bf16 and fp32 need none, bf16 may check for overflow."""
+    fp16 = config.fp16
+    if not fp16.enabled:
+        return FixedLossScale(checks_overflow=config.bf16.enabled and config.bf16.check_grad_overflow)
+    if fp16.loss_scale:
+        return FixedLossScale(fp16.loss_scale, checks_overflow=True)
+    return DynamicLossScale(
+        initial=2.0**fp16.initial_scale_power,
+        window=fp16.loss_scale_window,
+        hysteresis=fp16.hysteresis,
+        consecutive_hysteresis=fp16.consecutive_hysteresis,
+        least=fp16.min_loss_scale,
+    )

@@ -1,0 +1,54 @@
+"""How an optimizer changes weights: the names of its states and options, and its arithmetic as one function. Pure.
+
+A rule is element-wise: a part of a parameter is stepped to the same bits alone as within the whole, whatever its
+shape. So sub-groups and shards may cut parameters where they like. What a rule keeps for each element are its *states*,
+numbered kinds of a chunk (``STATE_KINDS``) whose labels only reports show; what it keeps for a whole parameter, such as
+a count of steps, is its *history*.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from io_daemon.shared.protocol import STATE_KINDS, ObjectKind
+
+History = tuple[float, ...] | None
+"""The numbers that a rule keeps for a parameter; None before its first update."""
+
+Options = Mapping[str, Any]
+"""What one param group says: learning rate, decay."""
+
+
+@dataclass(slots=True)
+class Call:
+    """Pieces that are stepped together, all of one param group and one history: lists of one length."""
+
+    params: list[torch.Tensor] = field(default_factory=list)
+    grads: list[torch.Tensor] = field(default_factory=list)
+    states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
+    """The states of each piece, in the order of the rule's labels."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRule:
+    name: str
+    states: Mapping[str, torch.dtype]
+    """Label and dtype of what is kept for each element."""
+    options: frozenset[str]
+    """What a param group may set for itself."""
+    dtype: torch.dtype
+    """The dtype of the parameters and gradients of a call."""
+    run: Callable[[Call, History, Options], History]
+    """Step the pieces in place; the history after it. Without a history the states are zero, or of no meaning yet."""
+
+    @property
+    def state_kinds(self) -> tuple[ObjectKind, ...]:
+        return STATE_KINDS[: len(self.states)]
+
+    @property
+    def state_mask(self) -> int:
+        return sum(kind.mask for kind in self.state_kinds)

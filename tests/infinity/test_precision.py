@@ -1,0 +1,132 @@
+"""What is kept in which dtype, where a configuration asks for another than the usual ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from tests.support.reference import differing_bits
+
+NUM_STEPS = 6
+
+
+class Routed(nn.Module):
+    """Two layers; three buffers, of which a model of transformers' would want some in fp32."""
+
+    _keep_in_fp32_modules_strict = ("router",)
+    _keep_in_fp32_modules = ("scale",)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(40, 130), nn.Linear(130, 9)
+        self.router_bias: Tensor
+        self.scale: Tensor
+        self.mean: Tensor
+        for name in ("router_bias", "scale", "mean"):
+            self.register_buffer(name, torch.ones(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.second(torch.tanh(self.first(x)))
+        return output.square().mean()
+
+
+def model() -> Routed:
+    torch.manual_seed(2)
+    return Routed()
+
+
+def batch(number: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(4, 40, generator=torch.Generator().manual_seed(number)).to(dtype)
+
+
+def engine_of(**sections: Any) -> Any:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 200},
+        **sections,
+    }
+    return infinity.initialize(model=model(), config=config)[0]
+
+
+def differing(left: dict[str, Tensor], right: dict[str, Tensor]) -> int:
+    return sum(differing_bits(left[name], right[name]) for name in right)
+
+
+def plain_bf16(*, states_too: bool) -> dict[str, Tensor]:
+    """AdamW on bf16 weights: its states in bf16, too, or the step in fp32 and its result rounded."""
+    mine = model().bfloat16()
+    params = list(mine.parameters())
+    stepped = params if states_too else [param.detach().float() for param in params]
+    optimizer = torch.optim.AdamW(stepped, lr=1e-2, weight_decay=0.0, fused=True)
+    for step in range(NUM_STEPS):
+        mine(batch(step, torch.bfloat16)).backward()
+        if not states_too:
+            for copy, param in zip(stepped, params, strict=True):
+                copy.copy_(param.detach())
+                copy.grad = None if param.grad is None else param.grad.float()
+        optimizer.step()
+        with torch.no_grad():
+            for copy, param in zip(stepped, params, strict=True):
+                param.copy_(copy)
+        mine.zero_grad(set_to_none=True)
+    return {name: value.detach() for name, value in mine.named_parameters()}
+
+
+@pytest.mark.parametrize("states_too", [False, True])
+def test_bf16_weights_are_stepped_as_they_are(states_too: bool) -> None:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": states_too}
+    with engine_of(bf16=bf16) as engine:
+        for step in range(NUM_STEPS):
+            engine.backward(engine(batch(step, torch.bfloat16)))
+            engine.step()
+        assert differing(engine.full_state_dict(), plain_bf16(states_too=states_too)) == 0
+
+
+def plain_sums(dtype: torch.dtype) -> dict[str, Tensor]:
+    """One step of AdamW over fp32 masters of a bf16 model, three gradients added up in ``dtype``."""
+    mine = model().bfloat16()
+    masters = {name: param.detach().float() for name, param in model().named_parameters()}
+    for number in range(3):
+        (mine(batch(number, torch.bfloat16)) / 3).backward()
+        for name, param in mine.named_parameters():
+            if param.grad is not None:
+                own, before = param.grad.to(dtype), masters[name].grad
+                masters[name].grad = own.float() if before is None else (before.to(dtype) + own).float()
+                param.grad = None
+    torch.optim.AdamW(masters.values(), lr=1e-2, weight_decay=0.0, fused=True).step()
+    return masters
+
+
+@pytest.mark.parametrize(("name", "dtype"), [(None, torch.float32), ("fp32", torch.float32), ("bf16", torch.bfloat16)])
+def test_gradients_add_up_in_the_dtype_asked_for(name: str | None, dtype: torch.dtype) -> None:
+    sections = {"bf16": {"enabled": True}, "gradient_accumulation_steps": 3, "data_types": {"grad_accum_dtype": name}}
+    with engine_of(**sections) as engine:
+        for number in range(3):
+            engine.backward(engine(batch(number, torch.bfloat16)))
+            engine.step()
+        masters = engine.full_master_state_dict()
+    assert differing(masters, plain_sums(dtype)) == 0
+    other = torch.float32 if dtype is torch.bfloat16 else torch.bfloat16
+    assert differing(masters, plain_sums(other)) > 0
+
+
+@pytest.mark.parametrize(
+    ("precision", "kept", "in_fp32"),
+    [
+        ("bf16", None, ["router_bias"]),
+        ("bf16", "auto", ["router_bias"]),
+        ("fp16", "auto", ["router_bias", "scale"]),
+        ("bf16", [], []),
+        ("bf16", ["r*bias", "ean"], ["router_bias", "mean"]),
+    ],
+)
+def test_buffers_that_are_named_stay_in_fp32(precision: str, kept: Any, in_fp32: list[str]) -> None:
+    sections: dict[str, Any] = {precision: {"enabled": True}, "data_types": {"keep_in_fp32_modules": kept}}
+    with engine_of(**sections) as engine:
+        found = [name for name, buffer in engine.module.named_buffers() if buffer.dtype is torch.float32]
+    assert found == in_fp32

@@ -1,0 +1,334 @@
+"""Every rule steps as the optimizer that it was taken from, bit by bit; what is not element-wise is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn, optim
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.update.torch_rule import rule_of
+from tests.support.optimizers import PaperLion
+from tests.support.reference import differing_bits
+
+NUM_STEPS = 50
+Make = Callable[[Iterable[Any]], optim.Optimizer]
+
+
+class Small(nn.Module):
+    """Two matrices, the first one of more than a chunk, and a gate that only every second step uses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(131, 191)
+        self.gate = nn.Parameter(torch.randn(191))
+        self.narrow = nn.Linear(191, 67)
+
+    def forward(self, x: Tensor, *, gated: bool) -> Tensor:
+        hidden = torch.tanh(self.wide(x))
+        output: Tensor = self.narrow(hidden * self.gate if gated else hidden)
+        return output.square().mean()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Small tensors: threads would only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
+def small() -> Small:
+    torch.manual_seed(3)
+    return Small()
+
+
+def groups_of(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices with options of their own, everything else with the defaults."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    return [{"params": matrices, "lr": 2e-3}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
+
+
+def batch(step: int) -> tuple[Tensor, bool]:
+    return torch.randn(3, 131, generator=torch.Generator().manual_seed(step)), step % 2 == 0
+
+
+def plain_weights(make: Make, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
+    model = small()
+    optimizer = make(groups_of(model))
+    for step in range(num_steps):
+        x, gated = batch(step)
+        model(x, gated=gated).backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+    return {name: value.detach() for name, value in model.state_dict().items()}
+
+
+def engine_weights(make: Make | None, num_steps: int = NUM_STEPS, **config: Any) -> dict[str, Tensor]:
+    """``make`` None: the configuration names the optimizer."""
+    model = small()
+    own: dict[str, Any] = {"model_parameters": groups_of(model)} if make is None else {}
+    if make is not None:
+        own["optimizer"] = make(groups_of(model))
+    settings = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {"stage": 3, "sub_group_size": 16384, "stage3_param_persistence_threshold": 0},
+        **config,
+    }
+    with infinity.initialize(model=model, config=settings, **own)[0] as engine:
+        for step in range(num_steps):
+            x, gated = batch(step)
+            engine.backward(engine(x, gated=gated))
+            engine.step()
+        weights: dict[str, Tensor] = engine.full_state_dict()
+        return weights
+
+
+def assert_equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> None:
+    assert {name: differing_bits(left[name], right[name]) for name in right} == dict.fromkeys(right, 0)
+
+
+FUSED = (optim.SGD, optim.Adagrad, optim.Adam, optim.AdamW)
+OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
+    (optim.SGD, {"lr": 0.1}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+    (optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}),
+    (optim.Adagrad, {"lr": 0.05, "lr_decay": 0.01, "initial_accumulator_value": 0.3}),
+    (optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
+    (optim.Adam, {"lr": 0.01, "amsgrad": True}),
+    (optim.AdamW, {"lr": 0.01, "betas": (0.8, 0.9), "eps": 1e-6, "maximize": True}),
+    (optim.AdamW, {"lr": 0.01, "amsgrad": True, "weight_decay": 0.1}),
+    (optim.RMSprop, {"lr": 0.01}),
+    (optim.RMSprop, {"lr": 0.01, "centered": True, "momentum": 0.9, "weight_decay": 0.01}),
+    (optim.Adamax, {"lr": 0.01}),
+    (optim.NAdam, {"lr": 0.01, "momentum_decay": 0.01}),
+    (optim.RAdam, {"lr": 0.01, "decoupled_weight_decay": True}),
+    (optim.Adadelta, {"lr": 1.0}),
+    (optim.ASGD, {"lr": 0.01, "t0": 10}),
+    (optim.Rprop, {"lr": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
+def test_a_client_optimizer_steps_as_torch_does(kind: Any, options: dict[str, Any]) -> None:
+    fused = {"fused": True} if kind in FUSED else {}
+    expected = plain_weights(lambda groups: kind(groups, **options, **fused))
+    assert_equal(engine_weights(lambda groups: kind(groups, **options)), expected)
+
+
+@pytest.mark.parametrize("kind", FUSED)
+def test_torchs_own_loop_is_run_where_it_is_asked_for(kind: Any) -> None:
+    def make(groups: Iterable[Any]) -> optim.Optimizer:
+        optimizer: optim.Optimizer = kind(groups, lr=0.01, weight_decay=0.1, fused=False)
+        return optimizer
+
+    assert_equal(engine_weights(make, 10), plain_weights(make, 10))
+
+
+NAMED: list[tuple[str, dict[str, Any], Make]] = [
+    ("adamw", {"lr": 0.01, "weight_decay": 0.1}, lambda g: optim.AdamW(g, lr=0.01, weight_decay=0.1, fused=True)),
+    (
+        "Adam",
+        {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": False, "torch_adam": True},
+        lambda g: optim.Adam(g, lr=0.01, weight_decay=0.1, fused=True),
+    ),
+    ("AdamW", {"lr": 0.01, "amsgrad": True}, lambda g: optim.AdamW(g, 0.01, weight_decay=0, amsgrad=True, fused=True)),
+    (
+        "SGD",
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+        lambda g: optim.SGD(g, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1, fused=True),
+    ),
+    (
+        "sgd",
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.5},
+        lambda g: optim.SGD(g, lr=0.1, momentum=0.9, dampening=0.5, fused=True),
+    ),
+    (
+        "adagrad",
+        {"lr": 0.1, "lr_decay": 0.01, "eps": 1e-8, "initial_accumulator_value": 0.1},
+        lambda g: optim.Adagrad(g, lr=0.1, lr_decay=0.01, eps=1e-8, initial_accumulator_value=0.1, fused=True),
+    ),
+    ("Lion", {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}, lambda g: PaperLion(g, 1e-3, (0.9, 0.99), 0.1)),
+    ("AdamW", {"lr": 0.01, "bias_correction": False, "weight_decay": 0.1}, lambda g: PaperAdam(g, 0.01, 0.1)),
+]
+
+
+class PaperAdam(optim.Optimizer):
+    """AdamW without the correction of its moments."""
+
+    def __init__(self, params: Iterable[Any], lr: float, decay: float) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                m, v = (state.setdefault(name, torch.zeros_like(p)) for name in "mv")
+                m.copy_(0.9 * m + 0.1 * p.grad)
+                v.copy_(0.999 * v + 0.001 * p.grad.square())
+                p.copy_(p - group["lr"] * (m / (v.sqrt() + 1e-8) + group["weight_decay"] * p))
+
+
+@pytest.mark.parametrize(("kind", "params", "make"), NAMED, ids=[f"{kind}-{len(params)}" for kind, params, _ in NAMED])
+def test_an_optimizer_of_the_configuration_steps_as_torch_or_the_paper(
+    kind: str, params: dict[str, Any], make: Make
+) -> None:
+    found = engine_weights(None, optimizer={"type": kind, "params": params})
+    expected = plain_weights(make)
+    if isinstance(make([nn.Parameter(torch.zeros(1))]), PaperAdam):
+        for name, weight in expected.items():
+            torch.testing.assert_close(found[name], weight, rtol=1e-4, atol=1e-6)
+    else:
+        assert_equal(found, expected)
+
+
+# What cannot be sharded
+
+
+class Clipped(optim.SGD):
+    """Scales each parameter's update by the norm of its gradient."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.div_(p.grad.norm())
+        super().step()
+
+
+class Rowwise(optim.SGD):
+    """Is element-wise on vectors alone."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.dim() > 1:
+                    p.grad.sub_(p.grad.mean(dim=0))
+        super().step()
+
+
+class Noisy(optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad.add_(torch.randn_like(p))
+        super().step()
+
+
+class CountsInGroup(optim.SGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            group["num_steps"] = group.get("num_steps", 0) + 1
+            group["lr"] = group["lr"] * 0.9
+        super().step()
+
+
+class CountsInItself(optim.SGD):
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        super().step()
+
+
+class Greedy(optim.Optimizer):
+    """Keeps five states."""
+
+    def __init__(self, params: Iterable[Any]) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                for i in range(5):
+                    self.state[p][f"s{i}"] = p.grad.clone()
+
+
+REFUSED: list[tuple[Callable[..., optim.Optimizer], str]] = [
+    (optim.LBFGS, "cannot step parts of parameters"),
+    (optim.SparseAdam, "cannot step parts of parameters"),
+    (lambda params: optim.Adafactor(params, lr=0.1), "row_var of shape|keeps other things"),
+    (lambda params: optim.Muon(params, lr=0.1), "cannot step parts of parameters"),
+    (lambda params: Clipped(params, lr=0.1), "otherwise alone than within the whole"),
+    (lambda params: Rowwise(params, lr=0.1), "otherwise alone than within the whole"),
+    (lambda params: Noisy(params, lr=0.1), "otherwise alone than within the whole"),
+    (lambda params: CountsInGroup(params, lr=0.1), "keeps lr, num_steps for all parameters together"),
+    (lambda params: CountsInItself(params, lr=0.1), "keeps num_steps for all parameters together"),
+    (Greedy, "s0, s1, s2, s3, s4 for each element"),
+]
+
+
+@pytest.mark.parametrize(("make", "reason"), REFUSED)
+def test_what_is_not_element_wise_is_refused_by_name(make: Callable[..., optim.Optimizer], reason: str) -> None:
+    optimizer = make([nn.Parameter(torch.zeros(4, 4))])
+    before = torch.get_rng_state()
+    with pytest.raises(ConfigError, match=reason) as refusal:
+        rule_of(optimizer, dtype=torch.float32)
+    assert refusal.value.value == type(optimizer).__name__
+    assert torch.equal(before, torch.get_rng_state()), "the user's random numbers are not to be drawn"
+
+
+def test_an_optimizer_that_has_taken_a_step_is_refused() -> None:
+    for kind in (optim.AdamW, optim.Adagrad, optim.NAdam):
+        param = nn.Parameter(torch.zeros(4))
+        optimizer = kind([param])
+        param.grad = torch.ones(4)
+        optimizer.step()
+        with pytest.raises(ConfigError, match="has state"):
+            rule_of(optimizer, dtype=torch.float32)
+
+
+def test_states_and_history_are_found_by_a_dry_run() -> None:
+    def of(optimizer: optim.Optimizer) -> list[str]:
+        return list(rule_of(optimizer, dtype=torch.float32).states)
+
+    params = [nn.Parameter(torch.zeros(3))]
+    assert of(optim.SGD(params, lr=1)) == []
+    assert of(optim.SGD(params, lr=1, momentum=0.5)) == ["momentum_buffer"]
+    groups: list[dict[str, Any]] = [{"params": params, "momentum": 0.5}, {"params": []}]
+    assert of(optim.SGD(groups, lr=1)) == ["momentum_buffer"]
+    assert of(optim.AdamW(params, amsgrad=True)) == ["exp_avg", "exp_avg_sq", "max_exp_avg_sq"]
+    assert of(optim.Adagrad(params)) == ["sum"]
+
+
+def test_hooks_and_schedules_of_the_users_optimizer_are_not_run_for_every_piece() -> None:
+    calls = []
+
+    def make(groups: Iterable[Any]) -> optim.Optimizer:
+        optimizer = optim.SGD(groups, lr=0.1, momentum=0.9)
+        optimizer.register_step_post_hook(lambda *_: calls.append(1))
+        optim.lr_scheduler.StepLR(optimizer, 10)  # puts a step of its own on the object
+        return optimizer
+
+    engine_weights(make, 3)
+    assert calls == []
+
+
+@pytest.mark.parametrize(
+    ("section", "reason"),
+    [
+        ({"type": "Muon"}, "whole matrices"),
+        ({"type": "Lamb"}, "norms of whole layers"),
+        ({"type": "RMSprop"}, "pass an object"),
+        ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "SGD takes no such parameter"),
+        ({"type": "SGD", "params": {"nesterov": True}}, "Nesterov"),
+    ],
+)
+def test_a_configuration_is_told_why_not(section: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        engine_weights(None, 1, optimizer=section)
+
+
+def test_a_group_may_not_have_an_option_that_its_optimizer_does_not_know() -> None:
+    model = small()
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "Lion"}, "zero_optimization": {"stage": 3}}
+    groups = [{"params": list(model.parameters()), "eps": 1e-3}]
+    with pytest.raises(ConfigError, match="known here: betas, lr, weight_decay"):
+        infinity.initialize(model=model, config=config, model_parameters=groups)
