@@ -127,11 +127,19 @@ class Engine(nn.Module):
         return self._loop.was_step_applied
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Raises EngineStateError: sharded gradients have no place where one rank could keep all of its own."""
-        raise EngineStateError(
-            "no_sync() keeps whole gradients on every rank, and here they are sharded: leave it out, and write "
-            "gradient_accumulation_steps into the configuration; micro-batches are reduced while backward goes on"
-        )
+        """Inside, gradients of ``backward`` stay whole on their rank; the next one outside reduces them with its own.
+
+        Raises:
+            EngineStateError: at stages 2 and 3, whose sharded gradients have no place where one rank could keep all of
+                its own; or ``step`` is called inside.
+        """
+        if not self._loop.policy.may_skip_reduction():
+            raise EngineStateError(
+                f"no_sync() keeps whole gradients on every rank, and stage {self.zero_optimization_stage()} shards "
+                "them: leave it out, and write gradient_accumulation_steps into the configuration; micro-batches are "
+                "reduced while backward goes on"
+            )
+        return self._loop.without_reduction()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Between the last backward and ``step``: clip this step's gradients to a global norm, as

@@ -19,6 +19,7 @@ from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.errors import DaemonLostError, EngineStateError, WeightsError
 from infinity.observe.observer import Observers, StepFacts
+from infinity.plan.stage import StagePolicy
 from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
@@ -55,8 +56,10 @@ class TrainingLoop:
         self._casts_inputs = config.fp16.enabled and config.fp16.auto_cast
         self.tier = tier
         self.global_samples = 0
+        self._num_without_reduction = 0
         self.was_step_applied = False
         """Whether the last call of ``step`` has changed the weights."""
+        self.policy = StagePolicy.of(config.zero_optimization, runtime.collectives.world_size)
         self.boundary: bool | None = None
         """What the user says the next ``step`` is; None: the number of micro-batches decides."""
         self._observers = observers
@@ -89,6 +92,7 @@ class TrainingLoop:
         with self._phase_of(StepPhase.BACKWARD):
             self.runtime.collectives.agree("begin a backward").wait()
             reducer = self.runtime.reducer
+            reducer.puts_off = self._num_without_reduction > 0
             reducer.norms = update.wants_norms and self.is_boundary()
             accumulated = self.config.gradient_accumulation_steps
             scaled = loss / accumulated if scale and accumulated > 1 else loss
@@ -102,8 +106,18 @@ class TrainingLoop:
         self._num_backwards += 1
         return scaled.detach()
 
+    @contextmanager
+    def without_reduction(self) -> Iterator[None]:
+        self._num_without_reduction += 1
+        try:
+            yield
+        finally:
+            self._num_without_reduction -= 1
+
     def step(self) -> None:
         self._trained("step")
+        if self._num_without_reduction:
+            raise EngineStateError("step() inside no_sync(): the gradients are not reduced yet; call it outside")
         if self.phases.phase is not StepPhase.IDLE:
             self.phases.go(StepPhase.OPTIMIZER)  # refused: the message says what the engine is in
         self.was_step_applied = False

@@ -62,7 +62,9 @@ class Runtime(owners.Owner):
         )
         num_params = len(sharded.params)
         self.gradients = GradientChunks(self.store, sharded.chunks, num_params)
-        self.reducer = Reducer(sharded.groups, self.gradients, collectives, num_params)
+        self.reducer = Reducer(
+            sharded.groups, self.gradients, collectives, num_params, gradient_dtype=sharded.precision.gradient
+        )
         self._io = io = StateIO(sharded, collectives)
         self._gathering = Gathering(
             sharded,

@@ -21,10 +21,18 @@ from infinity.weights.param_group import GradientOf, ParamGroup
 
 class Reducer:
     def __init__(
-        self, groups: Sequence[ParamGroup], gradients: GradientChunks, collectives: Collectives, num_params: int
+        self,
+        groups: Sequence[ParamGroup],
+        gradients: GradientChunks,
+        collectives: Collectives,
+        num_params: int,
+        *,
+        gradient_dtype: torch.dtype = torch.float32,
     ) -> None:
+        """``gradient_dtype``: of gradients whose reduction is put off."""
         self._groups = {group.index: group for group in groups if group.placement.trainable}
         self._gradients, self._collectives = gradients, collectives
+        self._gradient_dtype = gradient_dtype
         self._used = torch.zeros(num_params, dtype=torch.uint8)
         self._order = sorted(self._groups, reverse=True)
         self._completed: dict[int, None] = {}
@@ -33,6 +41,8 @@ class Reducer:
         self._in_flight: deque[tuple[ParamGroup, dist.Work, GradientOf]] = deque()
         self.norms = False
         """The running micro-batch is the last one and a gradient norm is wanted."""
+        self.puts_off = False
+        """The running backward is not reduced: its gradients stay whole, and are reduced with the next one's."""
 
     @property
     def used(self) -> list[bool]:
@@ -77,6 +87,8 @@ class Reducer:
         if self._collectives.world_size == 1:
             self._add_own(group)
             return
+        if self.puts_off:
+            return
         self._completed[group.index] = None
         while self._num_issued < len(self._order) and self._order[self._num_issued] in self._completed:
             self._issue()
@@ -91,6 +103,10 @@ class Reducer:
             return
         # ranks that still gather must hear of it before this one waits for what they have not reduced yet
         self._collectives.agree("end a backward").wait()
+        if self.puts_off:
+            for group in self._groups.values():
+                group.keep_gradients(self._gradient_dtype)
+            return
         completed = list(self._completed)
         while self._num_issued < len(self._order):
             self._issue()

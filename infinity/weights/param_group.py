@@ -71,6 +71,8 @@ class ParamGroup:
         self.num_holds = 0
         """Calls of modules and single operations that need the weights now."""
         self._gradients: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, torch.Tensor] = {}
+        """Flat sums of backwards whose reduction was put off."""
         """What autograd has accumulated, by parameter index, until it is reduced."""
         self._store, self._collectives, self._allowance, self._copies = store, collectives, allowance, copies
         self._dtype, self._reduce_dtype = dtype, reduce_dtype
@@ -191,11 +193,21 @@ class ParamGroup:
         return len(self._gradients) == len(self.params)
 
     def has_gradient_of(self, param: ShardedParam) -> bool:
-        return param.index in self._gradients
+        return param.index in self._gradients or param.index in self._kept
 
     @property
     def has_gradients(self) -> bool:
         return bool(self._gradients)
+
+    def keep_gradients(self, dtype: torch.dtype) -> None:
+        """Backward is over and its reduction is put off: add what it gave to what earlier ones did, in ``dtype``."""
+        for param in self.params:
+            gradient = self._gradients.pop(param.index, None)
+            if gradient is None:
+                continue
+            flat = param.flat_gradient(gradient).to(dtype)
+            kept = self._kept.get(param.index)
+            self._kept[param.index] = flat if kept is None else kept + flat
 
     def take_gradients(self) -> tuple[list[int], GradientOf]:
         """One rank: the parameters that have a gradient, and their flat gradients by segment."""
@@ -234,11 +246,14 @@ class ParamGroup:
 
     def drop_gradients(self) -> None:
         self._gradients.clear()
+        self._kept.clear()
 
     def _flat_gradients(self) -> dict[int, torch.Tensor]:
         """All that the group has, by parameter index; it has none any more."""
-        flats = {p.index: p.flat_gradient(self._gradients[p.index]) for p in self.params if self.has_gradient_of(p)}
-        self._gradients.clear()
+        flats = {p.index: p.flat_gradient(self._gradients[p.index]) for p in self.params if p.index in self._gradients}
+        for index, kept in self._kept.items():
+            flats[index] = kept + flats[index] if index in flats else kept
+        self.drop_gradients()
         return flats
 
     def _go(self, state: ShardedState) -> None:

@@ -1,7 +1,7 @@
-"""What ``state_dict()`` of a sharded module gives: its keys, shapes and dtypes, and no weights.
+"""What ``state_dict()`` of a sharded module gives: its keys, shapes and dtypes, and no weights but persistent ones.
 
-A file written from it would hold NaN for every weight. So its entries refuse to be read, pickled or written, each by
-name; whoever asks for the keys only (as Transformers does) gets them.
+A file written from it would hold NaN for every other weight. So its entries refuse to be read, pickled or written, each
+by name; whoever asks for the keys only (as Transformers does) gets them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.errors import WeightsError
-from infinity.weights.access import ShardedAlias
+from infinity.weights.access import ShardedAlias, UnshardedParameter
 from infinity.weights.owners import owner_of
 
 
@@ -24,8 +24,11 @@ class StateDictHook:
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, param in module._parameters.items():
             found = state_dict.get(prefix + name)
-            if param is None or found is None or found is param or owner_of(param) is None:
+            owner = None if param is None else owner_of(param)
+            if param is None or owner is None or found is None or found is param:
                 continue  # with keep_vars the parameter itself, which refuses on its own
+            if isinstance(param, UnshardedParameter) and owner.is_persistent(param):
+                continue  # whole, and in memory for good: its alias follows every update, as torch's does
             state_dict[prefix + name] = ShardedAlias.of(param).make_unreadable()
 
     def __reduce__(self) -> NoReturn:

@@ -91,6 +91,20 @@ def test_gradients_in_16_bits_are_not_accumulated_later() -> None:
         engine.set_train_batch_size(4)
 
 
+def test_on_one_rank_no_sync_changes_nothing() -> None:
+    engine, counted = make(zero_optimization={"stage": 1}), make(zero_optimization={"stage": 1})
+    with engine.no_sync():
+        engine.backward(engine(torch.full((2, 8), 1.0)).square().mean())
+        with pytest.raises(EngineStateError, match="outside"):
+            engine.step()
+    engine.set_gradient_accumulation_boundary(is_boundary=True)
+    micro_batch(engine, 1)
+    for number in range(2):
+        micro_batch(counted, number)
+    mine, theirs = engine.full_state_dict(), counted.full_state_dict()
+    assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
+
+
 def test_no_sync_says_what_to_do_instead() -> None:
     with pytest.raises(EngineStateError, match="gradient_accumulation_steps"):
         make().no_sync()
