@@ -161,6 +161,8 @@ def report(console: Console, name: str, outcomes: Sequence[Outcome]) -> None:
         f"{counts['equivalent']} equivalent, {counts['stillborn']} did not compile"
     )
     for outcome in outcomes:
+        if outcome.result == "equivalent":
+            console.print(f"  {outcome.path}:{outcome.line} is equivalent: {outcome.reason}", highlight=False)
         if outcome.result == "survived":
             console.print(f"  {outcome.path}:{outcome.line} ({outcome.what})", highlight=False)
             console.print(f"    - {outcome.before}", style="red", highlight=False, markup=False)
@@ -176,9 +178,22 @@ def report_all(console: Console, outcomes: Sequence[Outcome]) -> float:
     return share
 
 
+def _room(text: str) -> tuple[str, int | None]:
+    name, _, count = text.partition("=")
+    if name not in ROOMS:
+        raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(ROOMS)}")
+    return name, int(count) if count else None
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations", description=__doc__.partition("\n")[0])
-    parser.add_argument("--room", choices=ROOMS, action="append", help="which to mutate; may be repeated (all)")
+    parser.add_argument(
+        "--room",
+        type=_room,
+        action="append",
+        metavar="NAME[=N]",
+        help=f"which to mutate, of {', '.join(ROOMS)}, and how many of it; may be repeated (all)",
+    )
     parser.add_argument("--mutants", type=int, default=60, metavar="N", help="of each room (60)")
     parser.add_argument("--seed", type=int, default=1, help="which mutants (1)")
     parser.add_argument("--jobs", type=int, default=2, help="tested at once (2)")
@@ -199,8 +214,16 @@ def main() -> int:
     known = read_killed(options.resume) if options.resume is not None else {}
     with contextlib.ExitStack() as stack:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutations-")))
-        for name in options.room or ROOMS:
-            plan = Plan(options.mutants, options.jobs, options.minutes, options.json, outcomes, known, options.judges)
+        for name, num_mutants in options.room or [(name, None) for name in ROOMS]:
+            plan = Plan(
+                num_mutants or options.mutants,
+                options.jobs,
+                options.minutes,
+                options.json,
+                outcomes,
+                known,
+                options.judges,
+            )
             with Progress(*columns, console=console) as progress:
                 found = Campaign(name, options.seed).run(plan, directory, progress)
             report(Console(), name, found)
