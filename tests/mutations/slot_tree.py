@@ -40,7 +40,7 @@ class SlotTree:
                 path.unlink()  # of an earlier copy
         if room.compiled:
             self._configure()
-            self._compile(check=True)
+            self._compile_original()
             self._original = self._machine_code()
         environment = {
             **os.environ,
@@ -94,17 +94,21 @@ class SlotTree:
 
     def _rebuilt(self) -> tuple[str, str] | None:
         """What became of a mutant that no test of Python's need look at."""
-        if not self._compile(check=False):
+        if not self._compile("core_test"):
             return "stillborn", ""
-        if self._machine_code() == self._original:
-            return "equivalent", "it compiles to the same machine code"
-        return None if self._core_test_passes() else ("killed", "csrc/tests/core_test.cpp")
+        if not self._core_test_passes():
+            return "killed", "csrc/tests/core_test.cpp"
+        if not self._compile("core_test", "_native"):
+            return "stillborn", ""
+        return (
+            ("equivalent", "it compiles to the same machine code") if self._machine_code() == self._original else None
+        )
 
     def _measure(self, test: str) -> None:
         """How long a file of tests takes without a mutation; it has to pass."""
         if test not in self._seconds:
             if self._room.compiled:
-                self._compile(check=True)  # what was built last may be a mutant
+                self._compile_original()  # what was built last may be a mutant
             code, self._seconds[test] = self.run(test, 600.0)
             if code != 0:
                 raise SystemExit(f"{self.log()}\n{test} fails without a mutation")
@@ -140,12 +144,14 @@ class SlotTree:
             [*cmake, *options, f"-Dnanobind_DIR={nanobind.stdout.strip()}"], check=True, stdout=subprocess.DEVNULL
         )
 
-    def _compile(self, *, check: bool) -> bool:
-        build = ["cmake", "--build", str(self._build), "--target", "_native", "core_test"]
-        run = subprocess.run(build, capture_output=True, text=True, timeout=BUILD_TIMEOUT_S, check=False)
-        if check and run.returncode != 0:
-            raise SystemExit(run.stdout + run.stderr)
-        if run.returncode == 0:
+    def _compile_original(self) -> None:
+        if not self._compile("core_test", "_native"):
+            raise SystemExit("the core does not compile without a mutation")
+
+    def _compile(self, *targets: str) -> bool:
+        build = ["cmake", "--build", str(self._build), "--target", *targets]
+        run = subprocess.run(build, capture_output=True, timeout=BUILD_TIMEOUT_S, check=False)
+        if run.returncode == 0 and "_native" in targets:
             (module,) = self._build.glob("_native*.so")
             target = self.tree / "io_daemon" / module.name
             shutil.copy2(module, target.with_suffix(".new"))
