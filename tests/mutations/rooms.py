@@ -116,13 +116,16 @@ TRAINING: Final = [PROGRAMS, T + "test_odd_uses.py", T + "test_training_loop.py"
 UPDATE: Final = Room(
     directory="infinity/update",
     suffixes=(".py",),
-    usual=TRAINING,
+    usual=[U + "test_rules.py", U + "test_sub_group.py", U + "test_optimizer.py", *TRAINING],
     nearest={
         "gradients.py": [U + "test_gradients.py", *TRAINING, *RANKS],
+        "loss_scale.py": [U + "test_loss_scale.py", U + "test_optimizer.py", *TRAINING],
         "optimizer.py": [U + "test_optimizer.py", *TRAINING, T + "test_refusals.py", *RANKS],
         "reducer.py": [U + "test_reducer.py", *TRAINING, *RANKS],
         "schedules.py": [U + "test_schedules.py"],
-        "sub_group.py": [U + "test_sub_group.py", *TRAINING],
+        "client_schedule.py": [T + "test_settings.py", PROGRAMS],
+        "sub_group.py": [U + "test_sub_group.py", U + "test_rules.py", *TRAINING],
+        "update.py": [U + "test_optimizer.py", U + "test_loss_scale.py", *TRAINING],
     },
     warm=TORCH,
 )

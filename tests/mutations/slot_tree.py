@@ -20,15 +20,16 @@ SLOT: Final = Path(__file__).parent / "slot"
 BUILD_TIMEOUT_S: Final = 900.0
 CORE_TEST_TIMEOUT_S: Final = 60.0
 SLOWEST: Final = 3.0
-"""How much longer than without a mutation a file of tests may take; beside that, the time to be scheduled at all."""
-SPARE_S: Final = 20.0
+"""How much more CPU time than without a mutation a file of tests may take, and beside that:"""
+SPARE_S: Final = 10.0
+MEASURED_S_MAX: Final = 600.0
 
 
 class SlotTree:
     def __init__(self, directory: Path, room: Room) -> None:
         self.tree = directory / "tree"
-        self._seconds: dict[str, float] = {}
-        """How long each file of tests takes without a mutation, of those that were asked for."""
+        self._cpu_s: dict[str, float] = {}
+        """CPU time that each file of tests takes without a mutation, of those that were asked for."""
         self._room = room
         self._build = directory / "build"
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -63,13 +64,13 @@ class SlotTree:
         self._stream(self._worker.stdin).close()
         self._worker.wait()
 
-    def run(self, test: str, timeout_s: float) -> tuple[int | None, float]:
-        """Exit code of pytest over a file of tests (None: not in time) and seconds."""
+    def run(self, test: str, cpu_limit_s: float) -> tuple[int | None, float]:
+        """Exit code of pytest over a file of tests (None: it hung, or took too long) and seconds of CPU time."""
         stdin, stdout = self._stream(self._worker.stdin), self._stream(self._worker.stdout)
-        stdin.write(json.dumps({"test": test, "timeout_s": timeout_s}) + "\n")
+        stdin.write(json.dumps({"test": test, "cpu_limit_s": cpu_limit_s}) + "\n")
         stdin.flush()
         answer = json.loads(stdout.readline())
-        return answer["code"], answer["seconds"]
+        return answer["code"], answer["cpu_s"]
 
     def log(self) -> str:
         """What the last run of pytest printed."""
@@ -87,7 +88,7 @@ class SlotTree:
         for test in tests:
             self._measure(test)
             with self._mutated(mutant):
-                code, _ = self.run(test, SPARE_S + SLOWEST * self._seconds[test])
+                code, _ = self.run(test, SPARE_S + SLOWEST * self._cpu_s[test])
             if code != 0:
                 return "timeout" if code is None else "killed", test
         return "survived", ""
@@ -106,10 +107,10 @@ class SlotTree:
 
     def _measure(self, test: str) -> None:
         """How long a file of tests takes without a mutation; it has to pass."""
-        if test not in self._seconds:
+        if test not in self._cpu_s:
             if self._room.compiled:
                 self._compile_original()  # what was built last may be a mutant
-            code, self._seconds[test] = self.run(test, 600.0)
+            code, self._cpu_s[test] = self.run(test, MEASURED_S_MAX)
             if code != 0:
                 raise SystemExit(f"{self.log()}\n{test} fails without a mutation")
 
