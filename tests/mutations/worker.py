@@ -28,8 +28,9 @@ ASLEEP_S: Final = 20
 
 
 def run_forked(test: str, cpu_limit_s: float) -> tuple[int | None, float]:
-    """The exit code of pytest, stopped at the first failure, and the CPU time that it took; None if it hung or took more
-    than the limit. The wall clock says nothing on a machine that others use."""
+    """The exit code of pytest, stopped at the first failure, and the CPU time that it took.
+
+    None if it hung or took more than the limit. The wall clock says nothing on a machine that others use."""
     pid = os.fork()
     if pid == 0:
         os.setpgid(0, 0)
