@@ -50,7 +50,7 @@ def judged(cells: Sequence[Cell], *, num_steps: int, python_flags: Sequence[str]
 
 def new_table(num_steps: int) -> Table:
     table = Table(title=f"Parity over {num_steps} steps: differing bits against the same engine in memory / plain loop")
-    for column in ("param", "optimizer", "dtype", "acc", "clip", "budget", "ranks", "rule"):
+    for column in ("param", "optimizer", "dtype", "acc", "clip", "budget", "ranks", "rule", "thresholds"):
         table.add_column(column)
     for column in ("losses", "weights", "plain losses", "plain weights", "plain error", "s"):
         table.add_column(column, justify="right")
@@ -70,6 +70,7 @@ def add_row(table: Table, verdict: Verdict) -> None:
         "–" if cell.in_memory else cell.budget,
         str(cell.num_ranks),
         cell.optimizer,
+        cell.thresholds,
         str(verdict.oracle_loss_bits),
         str(verdict.oracle_weight_bits),
         *plain,

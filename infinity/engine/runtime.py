@@ -85,7 +85,7 @@ class Runtime(owners.Owner):
             begin_write=self._gathering.begin_write,
             refresh=self._gathering.refresh,
         )
-        self._saved = SavedTensors(self._param_of, sharded.resident, self._bring)
+        self._saved = SavedTensors(self._param_of, sharded.resident, self._bring, self._cast_once.use)
         self._streams = any(not group.persistent for group in sharded.groups)
         self._structure = Structure(
             module, [(p.name, p.param) for p in sharded.params if not self._group_of[p.index].placement.trainable]
@@ -156,6 +156,7 @@ class Runtime(owners.Owner):
             self.return_freed()
 
     def hold(self, group: ParamGroup) -> None:
+        self._cast_once.watch()  # the model may switch autocast on itself
         with self._lock:
             self.live_set.use(group)
             group.num_holds += 1
@@ -175,8 +176,7 @@ class Runtime(owners.Owner):
                     changed += spoiled
                 else:
                     self.live_set.done(group)
-            if groups:
-                self._cast_once.empty()
+        self._cast_once.release(sum(group.numel for group in groups))
         if changed:
             owners.refuse_write(self, changed[0].param)
         if unseen and self._streams:

@@ -1,14 +1,15 @@
 """The caller's autocast: its cache of casts may not become a second copy of the model, nor change what is summed.
 
 Autocast casts a weight once and keeps the cast until its outermost context ends: all of the model's, in the end. So the
-cache is emptied whenever a call gives up weights. Then a weight used in two calls of modules is cast twice, and its two
-gradients are summed in fp32 where torch sums them in the narrow dtype: other bits. Such a use is refused by name.
+cache is emptied whenever casts of more than ``KEPT_NUMEL`` weights may be in it. A weight that is used before and after
+that is cast twice, and its two gradients are summed in fp32 where torch sums them in the narrow dtype: other bits. Such
+a use is refused by name.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -17,46 +18,69 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from infinity.errors import WeightsError
 from infinity.weights.param import ShardedParam
 
+KEPT_NUMEL: Final = 1 << 20
+"""Casts of so many weights are no second copy of a model that is worth sharding."""
+
+NEVER_CAST: Final = (nn.LayerNorm, nn.GroupNorm, nn.RMSNorm, nn.modules.batchnorm._NormBase, nn.Embedding)
+"""Modules whose operations take their weights as they are, also under autocast."""
+
 
 class CastOnce:
-    """Watches calls of modules while one from outside runs under autocast."""
+    """Watches uses of weights while modules run under autocast, inside one call from outside."""
 
     def __init__(self, model: nn.Module, params: Iterable[ShardedParam], device: torch.device) -> None:
         self._device = device.type
         self._may_be_on = torch.amp.is_autocast_available(device.type)
         by_id = {id(param.param): param for param in params}
-        self._own = {
-            # attention uses the weights of its output's projection without calling it
-            module: [by_id[id(p)] for p in module.parameters(recurse=isinstance(module, nn.MultiheadAttention))]
-            for module in model.modules()
-        }
-        self._seen: set[int] = set()
+        self._own = {module: [by_id[id(p)] for p in _used_by(module)] for module in model.modules()}
+        self._used_at: dict[int, int] = {}
+        """Parameter index -> how often the cache had been emptied when it was used."""
+        self._num_emptied = 0
+        self._numel = 0
         self._watching: Any = None
 
     def begin_call(self, module: nn.Module) -> None:
-        self._seen.clear()
-        in_backward = torch._C._current_graph_task_id() != -1
-        if self._is_on and not in_backward and torch.is_grad_enabled() and torch.is_autocast_cache_enabled():
+        self._used_at.clear()
+        if self.watch():
             self._note(module, ())  # a hook that is registered in its call does not see it
+
+    def watch(self) -> bool:
+        """Whether autocast is on and casts are kept, from now on watched until the call from outside ends."""
+        if not (self._is_on and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()):
+            return False
+        if self._watching is None:
             self._watching = register_module_forward_pre_hook(self._note)
+        return True
 
     def end_call(self) -> None:
         if self._watching is not None:
             self._watching.remove()
             self._watching = None
-        self.empty()
+        if torch._C._current_graph_task_id() == -1:  # what checkpointing recomputes has a context of its own
+            self.empty()
+
+    def release(self, numel: int) -> None:
+        """A call has given up so many weights."""
+        if self._is_on:
+            self._numel += numel
+            if self._numel > KEPT_NUMEL:
+                self.empty()
 
     def empty(self) -> None:
-        """A call has given up weights."""
+        """Nothing may be kept."""
         if self._is_on:
             torch.clear_autocast_cache()
+            self._num_emptied += 1
+            self._numel = 0
 
     def use(self, params: Iterable[ShardedParam]) -> None:
-        """Raises WeightsError for a parameter that another call of a module has used already."""
-        if self._watching is None or torch._C._current_graph_task_id() != -1:
+        """Raises WeightsError for a parameter whose cast was there, and is there no more."""
+        if self._watching is None:
             return
         for param in params:
-            if param.index in self._seen and param.dtype is torch.float32:
+            if self._used_at.setdefault(param.index, self._num_emptied) != self._num_emptied and (
+                param.dtype is torch.float32
+            ):
                 raise WeightsError(
                     param.name,
                     "is used in two calls of modules under autocast: torch would cast it once, and sum its gradients "
@@ -64,7 +88,6 @@ class CastOnce:
                     'write "bf16": {"enabled": true} instead of autocast, or call '
                     "torch.set_autocast_cache_enabled(False)",
                 )
-            self._seen.add(param.index)
 
     def _note(self, module: nn.Module, _args: Any) -> None:
         self.use(self._own.get(module, ()))
@@ -72,3 +95,15 @@ class CastOnce:
     @property
     def _is_on(self) -> bool:
         return self._may_be_on and torch.is_autocast_enabled(self._device)
+
+
+def _used_by(module: nn.Module) -> list[nn.Parameter]:
+    """What a call of the module may cast: its own parameters, and those of children that are never called."""
+    if isinstance(module, NEVER_CAST):
+        return []
+    # attention uses the weights of its output's projection without calling it
+    found = list(module.parameters(recurse=isinstance(module, nn.MultiheadAttention)))
+    for child in module.children():
+        if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
+            found += _used_by(child)
+    return found

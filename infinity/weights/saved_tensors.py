@@ -10,7 +10,7 @@ the user's that stand outside go on seeing everything but the weights; inside th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
@@ -58,15 +58,16 @@ class SavedByUser(NamedTuple):
 
 class SavedTensors:
     """``params``: by id of the ``nn.Parameter``. ``resident``: those whose weights are here, by storage. ``bring``: has
-    a parameter's weights here."""
+    a parameter's weights here. ``note_casts``: hears of parameters that autocast has cast."""
 
     def __init__(
         self,
         params: Mapping[int, ShardedParam],
         resident: dict[int, ShardedParam],
         bring: Callable[[ShardedParam], None],
+        note_casts: Callable[[Iterable[ShardedParam]], None],
     ) -> None:
-        self._params, self._resident, self._bring = params, resident, bring
+        self._params, self._resident, self._bring, self._note_casts = params, resident, bring, note_casts
 
     def around_call(self) -> AbstractContextManager[None]:
         """Hooks for a call of a module from outside, or for one operation."""
@@ -80,12 +81,18 @@ class SavedTensors:
     def beside_user_hooks(self) -> AbstractContextManager[None]:
         """Inside hooks that the user put around a part of the model (or checkpointing did), theirs see every tensor.
 
-        Only a parameter itself is handed to them as an alias, since what they keep of it must not be hidden again.
+        Only a parameter itself is handed to them as an alias, since what they keep of it must not be hidden again. What
+        they make of weights, if it is still a view of them, is noted instead: a node that nobody asks any more would
+        keep it (checkpointing's, of a recomputed output that a module keeps).
         """
         top = _top()
         if top is None or isinstance(top[0], (_Pack, _PackForUser)):
             return nullcontext()
-        return saved_tensors_hooks(_PackForUser(top[0]), top[1])
+        unpack = top[1]
+        return saved_tensors_hooks(
+            _PackForUser(self, top[0]),
+            lambda packed: unpack(self._view(packed) if isinstance(packed, SavedWeights) else packed),
+        )
 
     def _unpacker(self, outer: Hooks | None) -> Callable[[Any], torch.Tensor]:
         def unpack(packed: Any) -> torch.Tensor:
@@ -114,6 +121,13 @@ class SavedTensors:
         if param.full is None:
             raise AssertionError(f"{param.name} was brought and is not there")
         return param.full.as_strided(saved.size, saved.stride, saved.offset)
+
+    def note_of(self, tensor: torch.Tensor) -> SavedWeights | None:
+        """Where the tensor is a view of weights."""
+        param = self.find(tensor)
+        if param is None:
+            return None
+        return SavedWeights(param, param.generation, tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def find(self, tensor: torch.Tensor) -> ShardedParam | None:
         """The parameter whose weights, of its own dtype, the tensor is a view of."""
@@ -147,10 +161,8 @@ class _Pack:
     def __call__(self, tensor: torch.Tensor) -> SavedWeights | SavedCast | SavedTensor | SavedByUser:
         if (whole := self._owner._params.get(id(tensor))) is not None:
             return SavedWeights(whole, whole.generation, whole.layout.size(), whole.layout.stride(), 0)
-        param = self._owner.find(tensor)
-        if param is not None:
-            place = (tensor.size(), tensor.stride(), tensor.storage_offset())
-            return SavedWeights(param, param.generation, *place)
+        if (note := self._owner.note_of(tensor)) is not None:
+            return note
         if (cast := self._cast(tensor)) is not None:
             return cast
         if self._outer is not None:
@@ -168,6 +180,7 @@ class _Pack:
         param = self._owner.find_cast(whole)
         if param is None:
             return None
+        self._owner._note_casts((param,))
         weights = SavedWeights(param, param.generation, param.layout.size(), param.layout.stride(), 0)
         return SavedCast(weights, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -175,13 +188,15 @@ class _Pack:
 class _PackForUser:
     """What the user's hooks stand for inside a call."""
 
-    def __init__(self, pack: Callable[[torch.Tensor], Any]) -> None:
-        self._pack = pack
+    def __init__(self, owner: SavedTensors, pack: Callable[[torch.Tensor], Any]) -> None:
+        self._owner, self._pack = owner, pack
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter):
             tensor = tensor.detach().requires_grad_(tensor.requires_grad)
-        return self._pack(tensor)
+        packed = self._pack(tensor)
+        note = self._owner.note_of(packed) if isinstance(packed, torch.Tensor) else None
+        return packed if note is None else note
 
 
 def _unchanged(saved: SavedTensor) -> torch.Tensor:

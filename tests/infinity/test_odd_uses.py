@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import weakref
 from collections.abc import Callable
@@ -19,7 +20,7 @@ import infinity
 from infinity.engine import Engine, runtime
 from infinity.errors import ConfigError, WeightsError
 from infinity.states import ShardedState
-from infinity.weights import structure
+from infinity.weights import autocast, structure
 
 WIDTH = 64
 
@@ -314,22 +315,77 @@ def test_weights_that_autograd_keeps_unseen_are_refused_in_the_call() -> None:
         engine(torch.ones(1, WIDTH, requires_grad=True))
 
 
-def test_a_weight_cast_twice_by_autocast_is_refused_and_cast_once_is_torchs() -> None:
-    def once(net: Net, x: torch.Tensor) -> torch.Tensor:
+def under_autocast(rule: Callable[[Net, torch.Tensor], torch.Tensor]) -> Callable[[Net, torch.Tensor], torch.Tensor]:
+    def narrow(net: Net, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
-            return torch.as_tensor(net.b(net.a(x))).float()
+            return rule(net, x).float()
 
-    def twice(net: Net, x: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            return torch.as_tensor(net.a(net.a(x))).float()
+    return narrow
 
-    assert_trains_like_torch(once)
-    with (
-        engine_of(Net(twice)) as engine,
-        torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(WeightsError, match=r"a\.weight"),
-    ):
-        engine(torch.ones(1, WIDTH))
+
+class Listing(nn.Module):
+    def __init__(self, net: Net) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([net.a.weight])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weights[0])
+
+
+class Listed(Net):
+    """Its first matrix lies in a list that nobody calls, of a module that is called twice."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda net, x: self.inner(torch.tanh(self.inner(net.b(x)))))
+        self.inner = Listing(self)
+        del self.a
+
+
+def test_a_weight_cast_twice_by_autocast_is_refused_and_cast_once_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autocast, "KEPT_NUMEL", 0)
+    assert_trains_like_torch(under_autocast(lambda net, x: net.b(net.a(x))))
+    settings = config()
+    settings["zero_optimization"]["stage3_max_live_parameters"] = WIDTH * WIDTH
+    for model, name in ((Net(lambda net, x: net.a(net.a(x))), "a.weight"), (Listed(), "inner.weights.0")):
+        with (
+            infinity.initialize(model=model, config=settings)[0] as engine,
+            torch.autocast("cpu", torch.bfloat16),
+            pytest.raises(WeightsError, match=re.escape(name)),
+        ):
+            engine(torch.ones(1, WIDTH, requires_grad=True))
+
+
+def test_a_small_model_may_use_a_weight_in_several_calls_under_autocast() -> None:
+    """Its casts stay for the length of the call, as torch keeps them."""
+    assert_trains_like_torch(under_autocast(lambda net, x: net.a(net.b(net.a(x)))))
+
+
+def test_a_tied_embedding_is_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autocast, "KEPT_NUMEL", 0)
+    model = nn.Sequential(nn.Embedding(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+    model.get_submodule("2").weight = model.get_submodule("0").weight
+    with engine_of(model) as engine, torch.autocast("cpu", torch.bfloat16):
+        engine.backward(engine(torch.arange(3)).float().square().mean())
+
+
+def test_what_old_weight_norm_keeps_of_a_recomputed_weight_is_no_view_of_it() -> None:
+    """It leaves the weight it has computed, with its graph, in the module until the next call."""
+    with pytest.warns(FutureWarning, match="deprecated"):
+        model = nn.Sequential(nn.utils.weight_norm(nn.Linear(WIDTH, WIDTH)), nn.Linear(WIDTH, WIDTH))
+
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = model
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.as_tensor(checkpoint(self.inner, x, use_reentrant=False))
+
+    with engine_of(Checkpointed()) as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, WIDTH, requires_grad=True)).sum())
+            engine.step()
+        assert engine.global_steps == 2
 
 
 def test_a_view_that_outlives_an_update_is_refused_before_it() -> None:

@@ -1,7 +1,8 @@
 """The parity matrix: which cells exist, and a pairwise selection of them. Pure.
 
-A cell is one combination of tiers, dtype, accumulation, clipping, budget, ranks and optimizer. Pairwise: any two values
-of any two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most faults need no more than two).
+A cell is one combination of tiers, dtype, accumulation, clipping, budget, ranks, optimizer and thresholds. Pairwise: any
+two values of any two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most faults need no more than
+two). Thresholds other than "grouped" meet only AdamW: an optimizer sees chunks, whatever they were gathered for.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ class Cell:
     num_ranks: int
     optimizer: str = "AdamW"
     """One of ``tests.support.optimizers``."""
+    thresholds: str = "grouped"
+    """"each": every module of its own and resharded at once; "grouped": several modules a group; "default"."""
 
     @property
     def in_memory(self) -> bool:
@@ -37,7 +40,7 @@ class Cell:
         clip = "clip" if self.clipping else "free"
         return (
             f"{self.param_tier}-{self.optimizer_tier}-{self.dtype}-acc{self.accumulation}-{clip}-{self.budget}"
-            f"-{self.num_ranks}rank-{self.optimizer}"
+            f"-{self.num_ranks}rank-{self.optimizer}-{self.thresholds}"
         )
 
 
@@ -50,13 +53,19 @@ LEVELS: dict[str, Sequence[Any]] = {
     "budget": ("least", "roomy"),
     "num_ranks": (1, 2),
     "optimizer": ("AdamW", "amsgrad", "SGD"),
+    "thresholds": ("grouped", "each", "default"),
 }
 
 
 def full_matrix() -> list[Cell]:
     """Every cell. Without an arena the budget means nothing, so those cells exist once."""
     cells = (Cell(*values) for values in itertools.product(*(LEVELS[f.name] for f in fields(Cell))))
-    return [cell for cell in cells if not (cell.in_memory and cell.budget == "roomy")]
+    return [
+        cell
+        for cell in cells
+        if not (cell.in_memory and cell.budget == "roomy")
+        and (cell.optimizer == "AdamW" or cell.thresholds == "grouped")
+    ]
 
 
 def pairs_of(cell: Cell) -> set[tuple[int, Any, int, Any]]:

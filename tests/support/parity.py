@@ -39,6 +39,21 @@ CLIP_NORM = 0.5
 CLIPPED_ERROR_MAX = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 """Largest relative difference from the plain loop with clipping on: the norm is summed in another order."""
 CELL_TIMEOUT_S = 120
+THRESHOLDS: dict[str, dict[str, int]] = {
+    "grouped": {
+        "stage3_prefetch_bucket_size": 70_000,
+        "stage3_param_persistence_threshold": 300,
+        "stage3_max_live_parameters": 150_000,
+        "stage3_max_reuse_distance": 100_000,
+    },
+    "each": {
+        "stage3_prefetch_bucket_size": 4096,
+        "stage3_param_persistence_threshold": 300,  # what one rank calls alone must stay
+        "stage3_max_live_parameters": 0,
+        "stage3_max_reuse_distance": 0,
+    },
+    "default": {},
+}
 
 
 @dataclass(kw_only=True)
@@ -99,9 +114,16 @@ def recipe_of(cell: Cell, num_steps: int) -> Recipe:
 
 
 def engine_config(
-    recipe: Recipe, *, param_tier: str, optimizer_tier: str, swap_dir: str, host_budget_bytes: int | None = None
+    recipe: Recipe,
+    *,
+    param_tier: str,
+    optimizer_tier: str,
+    swap_dir: str,
+    host_budget_bytes: int | None = None,
+    thresholds: str = "grouped",
 ) -> dict[str, Any]:
-    """A configuration under which even a tiny model streams: many param groups, the smallest chunks."""
+    """A configuration under which even a tiny model streams: many param groups, unless ``thresholds`` is "default", and
+    the smallest chunks."""
 
     def offload(tier: str) -> dict[str, Any]:
         return {"device": tier, **({"nvme_path": swap_dir} if tier == "nvme" else {})}
@@ -120,10 +142,7 @@ def engine_config(
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": 16384,
-            "stage3_prefetch_bucket_size": 70_000,
-            "stage3_param_persistence_threshold": 300,
-            "stage3_max_live_parameters": 150_000,
-            "stage3_max_reuse_distance": 100_000,
+            **THRESHOLDS[thresholds],
             "offload_param": offload(param_tier),
             "offload_optimizer": offload(optimizer_tier),
         },
@@ -173,13 +192,14 @@ def train_engine(build: Any, recipe: Recipe, config: dict[str, Any], *, rank: in
     return run
 
 
-_least_budgets: dict[tuple[str, str, str, int, str], int] = {}
+_least_budgets: dict[tuple[str, str, str, int, str, str], int] = {}
 """What this process's ranks have asked for already, by what it depends on."""
 
 
 @lru_cache
-def _oracle(recipe: Recipe, rank: int) -> Run:
-    config = engine_config(recipe, param_tier="none", optimizer_tier="none", swap_dir="")
+def _oracle(recipe: Recipe, rank: int, thresholds: str) -> Run:
+    """Of the same thresholds: the norm of clipping is summed over param groups."""
+    config = engine_config(recipe, param_tier="none", optimizer_tier="none", swap_dir="", thresholds=thresholds)
     return train_engine(everything, recipe, config, rank=rank)
 
 
@@ -215,15 +235,26 @@ def judge(cell: Cell, num_steps: int, *, rank: int, swap_dir: Path) -> Verdict:
     started = time.perf_counter()
     recipe = recipe_of(cell, num_steps)
     config = engine_config(
-        recipe, param_tier=cell.param_tier, optimizer_tier=cell.optimizer_tier, swap_dir=str(swap_dir)
+        recipe,
+        param_tier=cell.param_tier,
+        optimizer_tier=cell.optimizer_tier,
+        swap_dir=str(swap_dir),
+        thresholds=cell.thresholds,
     )
     if not cell.in_memory:
-        shape = (cell.param_tier, cell.optimizer_tier, cell.dtype, cell.accumulation, cell.optimizer)
+        shape = (
+            cell.param_tier,
+            cell.optimizer_tier,
+            cell.dtype,
+            cell.accumulation,
+            cell.optimizer,
+            cell.thresholds,
+        )
         if shape not in _least_budgets:
             _least_budgets[shape] = least_budget_bytes(everything, config, cell.optimizer)
         config["io_daemon"]["host_budget_bytes"] = _least_budgets[shape] * (1 if cell.budget == "least" else 3)
     run = train_engine(everything, recipe, config, rank=rank)
-    oracle = _oracle(recipe, rank)
+    oracle = _oracle(recipe, rank, cell.thresholds)
     verdict = Verdict(
         cell=cell,
         num_steps=num_steps,
