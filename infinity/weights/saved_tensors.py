@@ -142,12 +142,12 @@ class SavedTensors:
         return param
 
     def find_cast(self, whole: torch.Tensor) -> ShardedParam | None:
-        """The parameter that autocast made ``whole`` of, as it lies."""
+        """The parameter that ``whole`` is a cast of, as it lies."""
         node = whole.grad_fn
         if node is None or node.name() != "ToCopyBackward0" or whole._version:
             return None
         param = self._params.get(id(getattr(node.next_functions[0][0], "variable", None)))
-        if param is None or whole.stride() != param.layout.stride():
+        if param is None or whole.device != param.device or whole.stride() != param.layout.stride():
             return None
         return param
 
@@ -173,8 +173,11 @@ class _Pack:
         return SavedTensor(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
 
     def _cast(self, tensor: torch.Tensor) -> SavedCast | None:
-        """What autocast made of weights: cast again in backward, it need not be kept."""
-        if tensor.grad_fn is None or tensor.is_meta or not torch.is_autocast_enabled(tensor.device.type):
+        """What autocast, or the model, made of weights: cast again in backward, it need not be kept.
+
+        (Inside an operation that casts, torch says that autocast is off.)
+        """
+        if tensor.grad_fn is None or tensor.is_meta:
             return None
         whole = tensor._base if tensor._base is not None else tensor
         param = self._owner.find_cast(whole)

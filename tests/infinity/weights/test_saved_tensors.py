@@ -27,7 +27,8 @@ class Fixture:
         self.sharded = ShardedParam(0, "p", self.param, torch.float32, torch.device("cpu"), self.resident)
         self.sharded.allocate()
         self.brought: list[ShardedParam] = []
-        self.saved = SavedTensors({id(self.param): self.sharded}, self.resident, self.bring)
+        self.cast: list[ShardedParam] = []
+        self.saved = SavedTensors({id(self.param): self.sharded}, self.resident, self.bring, self.cast.extend)
         self.values = values
         self.fill()
 
@@ -152,11 +153,22 @@ def test_what_autocast_has_cast_is_cast_again() -> None:
     assert torch.equal(fixture.unpacked(notes[1]), VALUES.bfloat16().t())
 
 
+def test_what_an_operation_under_autocast_saves_is_no_cast_that_is_kept() -> None:
+    """Inside the operation torch says that autocast is off."""
+    fixture = Fixture()
+    x = torch.ones(2, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), fixture.saved.around_call():
+        output = nn.functional.linear(x, fixture.param)
+    assert fixture.cast == [fixture.sharded]
+    fixture.drop()
+    output.float().sum().backward()  # type: ignore[no-untyped-call]
+    assert fixture.brought == [fixture.sharded]
+    assert x.grad is not None
+    assert torch.equal(x.grad, VALUES.bfloat16().float().sum(0).bfloat16().float().expand(2, 4))
+
+
 def test_other_casts_are_kept() -> None:
     fixture = Fixture()
-    outside = fixture.param.to(torch.bfloat16)
-    (note,) = fixture.packed(outside)
-    assert type(note) is SavedTensor, "nobody's autocast"
     with torch.autocast("cpu", torch.bfloat16):
         others = [
             (fixture.param * 2).to(torch.bfloat16),
