@@ -1,8 +1,8 @@
 """The parity matrix: which cells exist, and a pairwise selection of them. Pure.
 
-A cell is one combination of tiers, dtype, accumulation, clipping, budget, ranks, optimizer and thresholds. Pairwise: any
-two values of any two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most faults need no more than
-two). Thresholds other than "grouped" meet only AdamW: an optimizer sees chunks, whatever they were gathered for.
+A cell is one combination of tiers, dtype, accumulation, clipping, budget, ranks, optimizer and thresholds. Pairwise:
+any two values of any two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most faults need no more
+than two). Thresholds other than "grouped" meet only AdamW: an optimizer sees chunks, whatever they were gathered for.
 """
 
 from __future__ import annotations
