@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity
+from tests.support.ranks import run_ranks
 from tests.support.reference import differing_bits
 
 NUM_STEPS = 6
@@ -130,3 +132,54 @@ def test_buffers_that_are_named_stay_in_fp32(precision: str, kept: Any, in_fp32:
     with engine_of(**sections) as engine:
         found = [name for name, buffer in engine.module.named_buffers() if buffer.dtype is torch.float32]
     assert found == in_fp32
+
+
+OVERFLOW_ON_ONE_RANK = """
+    import json, math, os
+    import torch
+    from torch import nn
+    import infinity
+
+    rank, found = int(os.environ["RANK"]), {}
+    for stage in (1, 3):
+        torch.manual_seed(5)
+        schedule = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+        engine, optimizer, _, scheduler = infinity.initialize(
+            model=nn.Sequential(nn.Linear(24, 300), nn.Tanh(), nn.Linear(300, 4)),
+            config={
+                "train_micro_batch_size_per_gpu": 1,
+                "fp16": {"enabled": True, "initial_scale_power": 8, "hysteresis": 1, "loss_scale_window": 2},
+                "gradient_clipping": 0.5,
+                "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+                "scheduler": schedule,
+                "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 100},
+                "steps_per_print": 0,
+            },
+        )
+        rows = []
+        for step in range(8):
+            x = torch.randn(2, 24, generator=torch.Generator().manual_seed(10 * step + rank)).half()
+            # each rank overflows once, alone
+            blow_up = math.inf if (step, rank) in ((2, 1), (5, 0)) else 1.0
+            scale = engine.cur_scale
+            engine.backward((engine(x) * blow_up).square().mean())
+            engine.step()
+            norm = engine.get_global_grad_norm()
+            rows.append([scale, engine.was_step_applied(), norm if math.isfinite(norm) else None,
+                         scheduler.last_batch_iteration])
+        total = sum(float(value.double().abs().sum()) for value in engine.full_state_dict().values())
+        found[stage] = [rows, total]
+        engine.destroy()
+    print(json.dumps(found))
+"""
+
+
+def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
+    first, second = (ended.answer for ended in run_ranks(OVERFLOW_ON_ONE_RANK, tmp_path, num_ranks=2))
+    assert first == second
+    assert first["1"] == first["3"], "the stage decides who keeps what, not what happens"
+    rows, _ = first["3"]
+    assert [applied for _, applied, _, _ in rows] == [True, True, False, True, True, False, True, True]
+    assert [scale for scale, *_ in rows] == [256, 256, 256, 128, 128, 128, 64, 64]
+    assert [norm is None for _, _, norm, _ in rows] == [not applied for _, applied, _, _ in rows]
+    assert [iteration for *_, iteration in rows] == [0, 1, 1, 2, 3, 3, 4, 5]
