@@ -1,7 +1,7 @@
 """Configuration: the DeepSpeed JSON dialect, checked whole before anything is built."""
 
 from infinity.config.environment import Environment, read_environment
-from infinity.config.optimizer import AdagradOptimizer, AdamOptimizer, LionOptimizer, Optimizer, SgdOptimizer
+from infinity.config.optimizer import Optimizer
 from infinity.config.origins import Origin, Provenance, Resolved
 from infinity.config.parse import parse_config, refuse_unsupported, resolve_config
 from infinity.config.schedule import Scheduler
@@ -14,12 +14,9 @@ from infinity.config.sections import (
 )
 
 __all__ = [
-    "AdagradOptimizer",
-    "AdamOptimizer",
     "Config",
     "Environment",
     "IoDaemon",
-    "LionOptimizer",
     "OffloadOptimizer",
     "OffloadParam",
     "Optimizer",
@@ -27,7 +24,6 @@ __all__ = [
     "Provenance",
     "Resolved",
     "Scheduler",
-    "SgdOptimizer",
     "ZeroOptimization",
     "parse_config",
     "read_environment",

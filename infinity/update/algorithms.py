@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from infinity.config import AdagradOptimizer, AdamOptimizer, LionOptimizer, SgdOptimizer
 from infinity.config import Optimizer as OptimizerConfig
+from infinity.config.optimizer import AdagradOptimizer, AdamOptimizer, LionOptimizer, SgdOptimizer
 
 
 class Lion(Optimizer):

@@ -14,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from infinity.config import AdamOptimizer, Config, parse_config, refuse_unsupported
+from infinity.config import Config, parse_config, refuse_unsupported
 from infinity.config.batch import resolve_batch
 from infinity.config.dialect import BY_PATH, KEYS, SECTIONS, Key, Standing
+from infinity.config.optimizer import AdamOptimizer
 from infinity.config.reference import as_markdown, as_rows
 from infinity.errors import ConfigError
 
