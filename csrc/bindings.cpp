@@ -184,8 +184,8 @@ void bind_rings(nb::module_& module) {
           "offset"_a, "expected"_a, "actual"_a);
 }
 
-// Unmapping and freeing a large region takes tens of milliseconds, and whoever drops it last, Python
-// or an I/O thread, must not hold up all of Python meanwhile.
+// Unmapping and freeing a large region takes tens of milliseconds, and whoever drops it last,
+// Python or an I/O thread, must not hold up all of Python meanwhile.
 void delete_region(const Region* region) {
   if (Py_IsInitialized() == 0 || PyGILState_Check() == 0) {
     delete region;
@@ -199,7 +199,8 @@ void bind_region(nb::module_& module) {
   nb::class_<Region>(module, "Region", nb::is_final())
       .def(nb::new_([](int fd, std::int64_t region_bytes, bool writable) {
              return std::shared_ptr<Region>(
-                 new Region(fd, as_unsigned(region_bytes, "region_bytes"), writable), delete_region);
+                 new Region(fd, as_unsigned(region_bytes, "region_bytes"), writable),
+                 delete_region);
            }),
            "fd"_a, "region_bytes"_a, nb::kw_only(), "writable"_a = true)
       .def_prop_ro("address",
