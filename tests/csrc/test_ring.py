@@ -256,6 +256,36 @@ def test_wait_is_not_fooled_by_stale_signals(consumer: SubmissionRing, wakes: tu
     assert consumer.wait(1) == TIMED_OUT
 
 
+FAULTY_WAKE_UPS = """
+import errno, socket, sys
+from io_daemon._native import SubmissionRing
+from tests.support.reactor import make_region
+from tests.support.seccomp import NR_RECVFROM, NR_SENDTO, forbid
+ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+region = make_region(1 << 16)
+producer = SubmissionRing(region, 0, 8, ends[0].fileno(), create=True)
+consumer = SubmissionRing(region, 0, 8, ends[1].fileno(), create=False)
+if sys.argv[1] == "drain":
+    ends[0].send(b"x")
+    forbid(NR_RECVFROM, errno.EIO)
+    consumer.wait(1000)
+else:
+    consumer.prepare_sleep()
+    forbid(NR_SENDTO, errno.EIO)
+    producer.push(1, 0, 0)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the filter names x86-64 system calls")
+@pytest.mark.parametrize(("step", "says"), [("drain", "take a wake-up"), ("signal", "wake the other side")])
+def test_faults_of_a_wake_up_are_told(step: str, says: str) -> None:
+    command = [sys.executable, "-c", FAULTY_WAKE_UPS, step]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 1
+    assert "OSError: [Errno 5]" in run.stderr
+    assert says in run.stderr
+
+
 def flood(end: socket.socket) -> None:
     """Until its queue takes no more."""
     with contextlib.suppress(BlockingIOError):

@@ -7,6 +7,8 @@ import struct
 from typing import Final
 
 NR_MADVISE: Final = 28
+NR_SENDTO: Final = 44
+NR_RECVFROM: Final = 45
 NR_FALLOCATE: Final = 285
 NR_IO_URING_SETUP: Final = 425
 """Of x86-64."""

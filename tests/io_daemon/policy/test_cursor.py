@@ -205,3 +205,25 @@ def test_what_is_kept_until_a_use_is_what_the_plan_kept_after_the_one_before() -
 def test_there_is_nothing_to_expect_without_a_plan() -> None:
     with pytest.raises(AssertionError):
         Cursor().access_at(0)
+
+
+def test_a_pass_may_begin_at_any_tick() -> None:
+    accesses = scan(40)
+    cursor = Cursor()
+    for _ in range(5):
+        cursor.advance(0, 1, 0)
+    made = cursor_on(accesses).plan
+    assert cursor.start_pass(made)
+    assert cursor.access_at(5 + 3) == (3, 1, 0)
+    item = item_of(7)
+    cursor.refresh(item)
+    assert item.next_use == 5 + 7
+    assert advance(cursor, accesses[0]) == 5
+    used = item_of(0)
+    cursor.predict(used, 5)
+    assert used.next_use == 5 + 40
+    assert [advance(cursor, accesses[30]) for _ in range(STRAYS_MAX)][-1] == 5 + 30
+    for access in accesses[31:]:
+        advance(cursor, access)
+    assert not cursor.start_pass(made)
+    assert cursor.tick == 45
