@@ -54,6 +54,7 @@ class Runtime(owners.Owner):
         self._param_of = {id(param.param): param for param in sharded.params}
         self._group_of = {param.index: group for group in sharded.groups for param in group.params}
         zero = config.zero_optimization
+        self.shards_weights = zero.stage >= 3
         self.live_set = LiveSet(
             sharded.groups,
             live_numel_max=zero.stage3_max_live_parameters,

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from infinity.weights.ds_names import DsNames, ZeroParamStatus
+from infinity.weights.ds_names import DsNames, ZeroParamStatus, partitioning_owner_of
 from infinity.weights.owners import (
     Owner,
     known_owner_of,
@@ -118,6 +118,7 @@ class UnshardedParameter(OwnedParameter):
     @property
     def ds_status(self) -> ZeroParamStatus:
         """The weights are in memory now."""
+        partitioning_owner_of(self)
         return ZeroParamStatus.AVAILABLE
 
     @property

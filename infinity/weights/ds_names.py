@@ -1,5 +1,5 @@
 """The dialect's attributes of sharded parameters: ``ds_id``, ``ds_shape``, ``all_gather`` … A parameter that nobody
-shards has none of them, which is how scripts tell the two apart."""
+shards has none of them, nor has one of an engine below stage 3, which is how scripts tell them apart."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import WeightsError
-from infinity.weights.owners import known_owner_of
+from infinity.weights.owners import Owner, known_owner_of
 
 
 class ZeroParamStatus(Enum):
@@ -31,12 +31,21 @@ _held: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """What ``all_gather`` opened and ``partition`` closes, by parameter."""
 
 
+def partitioning_owner_of(param: nn.Parameter) -> Owner:
+    """The owner that shards the parameter. Raises AttributeError if it keeps the weights whole."""
+    owner = known_owner_of(param)
+    if not owner.shards_weights:
+        raise AttributeError("weights stay whole below stage 3: the parameter has no attributes of a sharded one")
+    return owner
+
+
 class DsNames(nn.Parameter):
     """A parameter with the dialect's attributes, which its owner answers."""
 
     @property
     def ds_id(self) -> int:
         """A number of this parameter's own."""
+        partitioning_owner_of(self)
         if self not in _ids:
             _ids[self] = next(_next_id)
         return int(_ids[self])
@@ -44,27 +53,30 @@ class DsNames(nn.Parameter):
     @property
     def ds_numel(self) -> int:
         """Elements of the whole parameter."""
+        partitioning_owner_of(self)
         return self.numel()
 
     @property
     def ds_shape(self) -> torch.Size:
         """Shape of the whole parameter."""
+        partitioning_owner_of(self)
         return self.shape
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         """Whether the weights are in memory now."""
+        partitioning_owner_of(self)
         return ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_tensor(self) -> torch.Tensor:
         """This rank's part of the weights, 1-D, on the CPU; a copy, read from the store."""
-        return known_owner_of(self).shard_of(self)
+        return partitioning_owner_of(self).shard_of(self)
 
     @property
     def ds_persist(self) -> bool:
         """Whether the weights stay in memory between uses."""
-        return known_owner_of(self).is_persistent(self)
+        return partitioning_owner_of(self).is_persistent(self)
 
     def ds_summary(self, slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
         """The above in one dict; the arguments are the dialect's and change nothing."""

@@ -21,6 +21,8 @@ class Owner(ABC):
 
     keeps_writes: ClassVar[bool] = False
     """Whether what an operation writes to borrowed weights is kept."""
+    shards_weights: bool = True
+    """Whether weights are sharded between their uses, as at stage 3: below, parameters are whole for everybody."""
 
     @abstractmethod
     def alias(self, param: nn.Parameter) -> torch.Tensor:
