@@ -9,18 +9,21 @@ model between ``Init`` and ``initialize``.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.nn.parameter import is_lazy
 
 from infinity.config import parse_config
+from infinity.config.load import Source
+from infinity.errors import ConfigError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.staging import StagingArea, staged_param
+
+WITHOUT_CONFIG: Final = {"zero_optimization": {"stage": 3}}
 
 
 class Init:
@@ -28,6 +31,11 @@ class Init:
 
     Args:
         config_dict_or_path: the same configuration that ``initialize`` gets; a trainer may fill in "auto" later.
+            Without one, shards stay in memory.
+        module: a module that is built already: its parameters are staged at once, and there is no need for ``with``.
+        dtype: what floating-point parameters are made in, or cast to; by default what their constructors say.
+        enabled: false makes this nothing.
+        config: the dialect's old name of ``config_dict_or_path``.
         process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
             RANK and WORLD_SIZE are set and nobody has.
 
@@ -36,15 +44,34 @@ class Init:
 
     def __init__(
         self,
-        config_dict_or_path: Mapping[str, Any] | str | os.PathLike[str],
+        config_dict_or_path: Source | None = None,
         *,
+        module: nn.Module | None = None,
+        dtype: torch.dtype | None = None,
+        enabled: bool = True,
+        config: Source | None = None,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self._config_source, self._process_group = config_dict_or_path, process_group
+        if config is not None and config_dict_or_path is not None:
+            raise ConfigError(
+                "config", "given", "is an old name of config_dict_or_path, which is given too: remove one"
+            )
+        if dtype is not None and not dtype.is_floating_point:
+            raise ConfigError("dtype", dtype, "must be a floating-point dtype of torch's: weights are trained")
+        source = config if config_dict_or_path is None else config_dict_or_path
+        self._config_source: Source = WITHOUT_CONFIG if source is None else source
+        self._process_group, self._dtype, self._enabled = process_group, dtype, enabled
         self._hook: Any = None
         self._area: StagingArea | None = None
+        if module is not None:
+            with self:
+                for prefix, child in module.named_modules():
+                    for name, param in child.named_parameters(recurse=False):
+                        self._registered(child, f"{prefix}.{name}" if prefix else name, param)
 
     def __enter__(self) -> Init:
+        if not self._enabled:
+            return self
         collectives = Collectives.join(self._process_group)
         try:
             config = parse_config(self._config_source, world_size=collectives.world_size, before_trainer=True)
@@ -56,6 +83,8 @@ class Init:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if not self._enabled:
+            return
         self._hook.remove()
         if self._area is None:
             raise AssertionError("left before it was entered")
@@ -66,10 +95,12 @@ class Init:
             self._area.close()
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is None or staged_param(param) is not None or param.device.type == "meta":
+        if not self._enabled or param is None or staged_param(param) is not None or param.device.type == "meta":
             return
         if is_lazy(param):
             raise TypeError(f"{type(module).__name__}.{name} is lazy: its shape must be known to be sharded")
         if self._area is None:
             raise AssertionError("registered outside the context")
+        if self._dtype is not None and param.is_floating_point():
+            param.data = param.data.to(self._dtype)
         self._area.adopt(param, f"{type(module).__name__}.{name}")

@@ -1,0 +1,99 @@
+"""The ways in which the dialect calls ``Init``: without a configuration, around a module that is there, in a dtype."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import ConfigError
+from infinity.weights.access import ShardedParameter
+
+CONFIG: dict[str, Any] = {
+    "train_micro_batch_size_per_gpu": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+}
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(0)
+    first, last = nn.Linear(16, 32), nn.Linear(32, 16)
+    last.register_parameter("tied", first.get_parameter("weight"))
+    return nn.Sequential(first, nn.Tanh(), last)
+
+
+def _trained(model: nn.Module, **keys: Any) -> dict[str, torch.Tensor]:
+    engine, *_ = infinity.initialize(model=model, config={**CONFIG, **keys})
+    dtype = next(model.parameters()).dtype
+    for step in range(3):
+        batch = torch.randn(2, 16, generator=torch.Generator().manual_seed(step)).to(dtype)
+        engine.backward(engine(batch).float().square().mean())
+        engine.step()
+    weights: dict[str, torch.Tensor] = engine.full_state_dict()
+    engine.destroy()
+    return weights
+
+
+def _same(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> bool:
+    return ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+def test_without_a_configuration() -> None:
+    with infinity.Init():
+        model = _build()
+    assert all(isinstance(param, ShardedParameter) for param in model.parameters())
+    assert _same(_trained(model), _trained(_build()))
+
+
+def test_by_its_old_name() -> None:
+    with infinity.Init(config=CONFIG):
+        model = _build()
+    assert _same(_trained(model), _trained(_build()))
+    with pytest.raises(ConfigError, match="is an old name of config_dict_or_path"):
+        infinity.Init(CONFIG, config=CONFIG)
+
+
+def test_a_module_that_is_built_already_is_staged_at_once(tmp_path: Path) -> None:
+    offload = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {**CONFIG["zero_optimization"], "offload_param": offload}
+    model = _build()
+    params = list(model.parameters())
+    infinity.Init(module=model, config_dict_or_path={**CONFIG, "zero_optimization": zero})
+    assert [id(param) for param in model.parameters()] == [id(param) for param in params]
+    assert all(isinstance(param, ShardedParameter) for param in params)
+    assert _same(_trained(model, zero_optimization=zero), _trained(_build()))
+
+
+def test_in_a_dtype() -> None:
+    with infinity.Init(dtype=torch.bfloat16):
+        model = _build()
+    assert {param.dtype for param in model.parameters()} == {torch.bfloat16}
+    torch.manual_seed(0)
+    layer = nn.Linear(16, 32).to(torch.bfloat16)
+    infinity.Init(module=layer, dtype=torch.float32)
+    assert layer.weight.dtype is torch.float32
+    bf16 = {"bf16": {"enabled": True}}
+    assert _same(_trained(model, **bf16), _trained(_in_bfloat16(), **bf16))
+    with pytest.raises(ConfigError, match="must be a floating-point dtype"):
+        infinity.Init(dtype=torch.int8)
+
+
+def _in_bfloat16() -> nn.Module:
+    """As constructors fill parameters that are in bf16 from the beginning."""
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        return _build()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+def test_disabled_it_is_nothing() -> None:
+    with infinity.Init(enabled=False):
+        model = _build()
+    infinity.Init(module=model, enabled=False)
+    assert not any(isinstance(param, ShardedParameter) for param in model.parameters())
