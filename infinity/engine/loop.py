@@ -75,6 +75,7 @@ class TrainingLoop:
         if optimizer is not None:
             self._update = self._build_update(optimizer, optimizer_groups)
             optimizer.bind(self.run_update, self._update.scale)
+            runtime.states.keeps_states = self._update.keeps_states
         self._close_traffic()
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:

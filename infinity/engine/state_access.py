@@ -36,6 +36,8 @@ class StateAccess:
         refresh: Callable[[ShardedParam], None],
     ) -> None:
         self._stepped, self._states = sharded.precision.stepped, sharded.precision.state_kinds
+        self.keeps_states: Callable[[int], bool] = lambda _param: True
+        """Whether the next step heeds what is written to the optimizer's states of a parameter; the update knows."""
         self._io, self._phases = io, phases
         self._reducer, self._gradients = reducer, gradients
         self._begin_write, self._refresh = begin_write, refresh
@@ -77,6 +79,11 @@ class StateAccess:
             self._begin_write(param)
             self._io.write_own(param, list(dict.fromkeys([kind, ObjectKind.WEIGHT])), own)
             self._refresh(param)
+        elif not self.keeps_states(param.index):
+            raise EngineStateError(
+                f"the state of {param.name} cannot be written yet: its optimizer makes it in the first step; write it "
+                "after that"
+            )
         else:
             self._io.write_own(param, [kind], own)
 

@@ -43,7 +43,10 @@ class UpdateRule:
     dtype: torch.dtype
     """The dtype of the parameters and gradients of a call."""
     run: Callable[[Call, History, Options], History]
-    """Step the pieces in place; the history after it. Without a history the states are zero, or of no meaning yet."""
+    """Step the pieces in place; the history after it."""
+    from_zeros: bool = True
+    """Whether a first step, which has no history, goes on from zeros, or from what was written to the states; else it
+    makes them anew."""
 
     @property
     def state_kinds(self) -> tuple[ObjectKind, ...]:

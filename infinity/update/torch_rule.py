@@ -57,12 +57,14 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype) -> UpdateRule:
     numbers = {label: number for kept in found for label, number in kept.numbers.items()}
     if len(states) > len(STATE_KINDS):
         _refuse(stand_in, f"keeps {', '.join(states)} for each element, which is more than {len(STATE_KINDS)}")
+    from_zeros = all(kept.from_zeros for kept in found)
     return UpdateRule(
         name=stand_in.of.__name__,
         states=states,
         options=frozenset(optimizer.defaults),
         dtype=dtype,
-        run=_Run(stand_in, births, tuple(states), numbers, all(kept.from_zeros for kept in found)),
+        run=_Run(stand_in, births, tuple(states), numbers, from_zeros),
+        from_zeros=from_zeros,
     )
 
 

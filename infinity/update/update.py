@@ -75,6 +75,10 @@ class Update:
         self._clip_once = float(max_norm)
         return self._norm()
 
+    def keeps_states(self, param: int) -> bool:
+        """Whether the next step goes on from the parameter's states, as they are or as somebody writes them."""
+        return self._optimizer.rule.from_zeros or self.histories[param] is not None
+
     def forget_clipping(self) -> None:
         """The gradients that were to be clipped are dropped."""
         self._clip_once = None
@@ -127,11 +131,13 @@ class Update:
 
     def finish(self) -> Outcome:
         """The step is over: what it counts counts from now on. Raises LossScaleError where no smaller scale is left."""
-        outcome = Outcome.SKIPPED if self._terms is None else Outcome.APPLIED
+        terms, outcome = self._terms, Outcome.SKIPPED if self._terms is None else Outcome.APPLIED
         self.scale.update(overflow=outcome is Outcome.SKIPPED)
         self._terms = None
-        for param, history in self._histories_after.items():
-            self.histories[param] = history
+        for param, flag in enumerate(terms.present if terms is not None else ()):
+            if flag:
+                # a rank without a part of the parameter never needs its numbers, only that it was stepped
+                self.histories[param] = self._histories_after.get(param, ())
         self._gradients.clear()
         self._clip_once = None
         self._optimizer.overflow = outcome is Outcome.SKIPPED

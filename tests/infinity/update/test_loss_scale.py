@@ -181,6 +181,9 @@ def test_scales_skips_and_norms_are_those_of_a_plain_loop(hysteresis: int, clipp
     )
 
 
+STREAMED = {"stage": 3, "stage3_param_persistence_threshold": 0}
+
+
 def engine_of(**sections: Any) -> Any:
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -207,6 +210,19 @@ def test_a_skipped_step_leaves_weights_schedule_and_moments_alone() -> None:
             rates.append(scheduler.last_epoch)
         assert rates == [0, 1, 2, 2, 3, 4]
         assert (engine.skipped_steps, engine.global_steps, engine.cur_scale) == (2, 6, 8)
+
+
+def test_a_pass_without_an_update_is_no_trace() -> None:
+    """The next passes will have one: what is read ahead would be wrong for all of them."""
+    engine, *_ = engine_of(fp16={"enabled": True, "loss_scale": 8}, zero_optimization=STREAMED)
+    told: list[int] = []
+    with engine:
+        store = engine._runtime.store
+        store._inner.set_trace = lambda trace_id, accesses: told.append(len(accesses))
+        for step in range(3):
+            engine.backward(engine(batch(step), math.inf if step == 0 else 1.0))
+            engine.step()
+            assert len(told) == min(step, 1)
 
 
 def test_an_overflow_at_the_least_scale_is_an_error_and_changes_nothing() -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn, optim
 
 import infinity
-from infinity.errors import ConfigError
+import infinity.utils
+from infinity.errors import ConfigError, EngineStateError
 from infinity.update.torch_rule import rule_of
 from tests.support.optimizers import PaperLion
 from tests.support.reference import differing_bits
@@ -332,3 +333,36 @@ def test_a_group_may_not_have_an_option_that_its_optimizer_does_not_know() -> No
     groups = [{"params": list(model.parameters()), "eps": 1e-3}]
     with pytest.raises(ConfigError, match="known here: betas, lr, weight_decay"):
         infinity.initialize(model=model, config=config, model_parameters=groups)
+
+
+@pytest.mark.parametrize(
+    ("make", "state", "heeded"),
+    [
+        (lambda groups: optim.AdamW(groups, lr=0.01), "exp_avg", True),
+        (lambda groups: optim.SGD(groups, lr=0.01, momentum=0.9), "momentum_buffer", False),
+        (lambda groups: optim.NAdam(groups, lr=0.01), "exp_avg", False),
+    ],
+)
+def test_a_state_that_is_written_before_the_first_step_is_heeded_or_refused(
+    make: Make, state: str, heeded: bool
+) -> None:
+    model = small()
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    with infinity.initialize(model=model, optimizer=make(groups_of(model)), config=config)[0] as engine:
+        bias = model.narrow.bias
+        before = torch.full(bias.shape, 7.0)
+        if heeded:
+            infinity.utils.safe_set_full_optimizer_state(bias, before, state)
+        else:
+            with pytest.raises(EngineStateError, match="bias cannot be written yet"):
+                infinity.utils.safe_set_full_optimizer_state(bias, before, state)
+        x, gated = batch(0)
+        engine.backward(engine(x, gated=gated))
+        engine.step()
+        after = infinity.utils.safe_get_full_optimizer_state(bias, state)
+        assert after is not None
+        assert bool((after > 5).all()) is heeded
+        infinity.utils.safe_set_full_optimizer_state(bias, before, state)
+        kept = infinity.utils.safe_get_full_optimizer_state(bias, state)
+        assert kept is not None
+        assert torch.equal(kept, before)
