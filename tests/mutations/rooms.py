@@ -144,7 +144,7 @@ WEIGHTS: Final = Room(
         "init_context.py": [W + "test_staging.py", *USES, T + "test_training_loop.py"],
         "leaf.py": [W + "test_leaf.py", T + "test_diverging_ranks.py"],
         "live_set.py": [W + "test_live_set_rules.py", W + "test_live_set.py", *USES],
-        "ds_names.py": [W + "test_access.py", T + "test_state_access.py", *USES],
+        "ds_names.py": [W + "test_access.py", *USES, T + "test_state_access.py"],
         "owners.py": [W + "test_access.py", *USES, ODD + "test_weights_elsewhere.py"],
         "param.py": [W + "test_param.py", *USES, ODD + "test_weights_elsewhere.py"],
         "param_group.py": [W + "test_param_group.py", *USES, *RANKS, T + "test_training_loop.py"],

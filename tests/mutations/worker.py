@@ -60,16 +60,24 @@ def run_forked(test: str, cpu_limit_s: float) -> tuple[int | None, float]:
     return (code if ended and code not in (-signal.SIGXCPU, -signal.SIGKILL) else None), cpu_s
 
 
-def _is_awake(group: int) -> bool:
-    """Whether any thread of the process group runs, or would if it had a core."""
+def _is_awake(pid: int) -> bool:
+    """Whether any thread of the process, or of one below it, runs or would if it had a core."""
+    below: dict[int, list[int]] = {}
     for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            fields = (process / "stat").read_text().rpartition(")")[2].split()
-            if int(fields[2]) == group:
-                stats = [(task / "stat").read_text() for task in (process / "task").iterdir()]
-                if any(stat.rpartition(")")[2].split()[0] in "RD" for stat in stats):
-                    return True
+            below.setdefault(int(_fields(process)[1]), []).append(int(process.name))
+    family = [pid]
+    for member in family:
+        family += below.get(member, ())
+        with contextlib.suppress(OSError):
+            if any(_fields(task)[0] in "RD" for task in Path(f"/proc/{member}/task").iterdir()):
+                return True
     return False
+
+
+def _fields(process: Path) -> list[str]:
+    """State, parent, ... from its stat file."""
+    return (process / "stat").read_text().rpartition(")")[2].split()
 
 
 def _settle_hypothesis() -> None:

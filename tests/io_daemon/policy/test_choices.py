@@ -249,6 +249,19 @@ def test_a_swap_out_in_place_leaves_no_version_on_disk_until_it_has_succeeded() 
     assert waiting in tenant.failures
 
 
+def test_a_cancelled_lease_lets_go_of_what_it_held_and_of_nothing_else() -> None:
+    """It had frames for one of its two objects; later neither stays for ever."""
+    tenant = tenant_of(2, ONE, ONE, TWO_KINDS)
+    holder = tenant.acquire(0, write=1)
+    cancelled = tenant.acquire(2, write=3)
+    tenant.release(cancelled)
+    tenant.release(holder)
+    use(tenant, 2, write=3)
+    leases = [tenant.acquire(chunk, write=1) for chunk in (0, 1)]
+    tenant.finish_all()
+    assert [tenant.leases[lease].granted for lease in leases] == [True, True]
+
+
 # The order of things.
 
 
