@@ -5,7 +5,7 @@ Every stage computes the same update. They differ in what a rank keeps whole (me
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 
 from infinity.config import ZeroOptimization
@@ -76,6 +76,19 @@ class StagePolicy:
             reduction=_reduction(stage, world_size, reduce_scatter=reduce_scatter),
             reduction_time=ReductionTime.EVERY_MICRO_BATCH if shards_gradients else ReductionTime.BOUNDARY,
             weights_return=_weights_return(stage, world_size),
+        )
+
+    def as_run(self) -> StagePolicy:
+        """What the engine does for it: stages 0 and 1 shard what stage 2 shards, and gradients are reduce-scattered
+        in every backward. The results are the same."""
+        alone = self.reduction is Reduction.NONE
+        return replace(
+            self,
+            shards_states=True,
+            shards_gradients=True,
+            reduction=self.reduction if alone else Reduction.REDUCE_SCATTER,
+            reduction_time=ReductionTime.EVERY_MICRO_BATCH,
+            weights_return=_weights_return(max(self.stage, 2), 1 if alone else 2),
         )
 
     def reduces(self, *, boundary: bool) -> bool:

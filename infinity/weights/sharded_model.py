@@ -58,7 +58,7 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module, config: Config, world_size: int) -> Layout:
         zero = config.zero_optimization
-        policy = StagePolicy.of(zero, world_size)
+        policy = StagePolicy.of(zero, world_size).as_run()
         admit(model, Precision.of(config).weight)
         named = list(model.named_parameters())
         index_of = {id(param): index for index, (_, param) in enumerate(named)}

@@ -89,3 +89,11 @@ def test_what_is_no_stage_is_refused() -> None:
         replace(_policy(2), shards_states=False)
     with pytest.raises(ValueError, match="stage 5 is none of"):
         StagePolicy.of(ZeroOptimization.model_construct(stage=5), 2)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_what_runs_is_stage_2_or_3(world_size: int) -> None:
+    for stage in STAGES:
+        run, like = _policy(stage, world_size).as_run(), _policy(max(stage, 2), world_size)
+        assert run == replace(like, stage=stage)
+        assert _policy(stage, world_size, reduce_scatter=False).as_run() == run
