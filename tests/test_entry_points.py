@@ -6,11 +6,14 @@ import os
 import subprocess
 import sys
 import tomllib
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from infinity.commands.cli import TORCHRUN_COMMAND
+from infinity.commands.cli import main as infinity_main
+from io_daemon.__main__ import main as io_daemon_main
 from io_daemon.rank.client import Client
 from io_daemon.rank.process import DaemonProcess
 from io_daemon.shared.protocol import Access
@@ -92,3 +95,25 @@ def test_the_launcher_of_ranks_runs_nothing_of_the_working_directory(tmp_path: P
         [*TORCHRUN_COMMAND, "--help"], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("main", "command"),
+    [
+        *((infinity_main, words) for words in ("", "run", "demo", "doctor", "trace", "config", "config check",
+                                               "config keys", "config schema")),
+        *((io_daemon_main, words) for words in ("", "serve", "status", "gc", "bench", "bench io", "bench sweep",
+                                                "bench step", "bench compare")),
+    ],
+)  # fmt: skip
+def test_every_help_screen_says_what_the_command_does_in_words_for_its_user(
+    main: Callable[[list[str]], int], command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*command.split(), "--help"])
+    assert ended.value.code == 0
+    usage, what, *_ = capsys.readouterr().out.split("\n\n")
+    assert usage.startswith("usage: ")
+    assert what[0].isupper()
+    assert what.endswith(".")
+    assert "``" not in what, "a docstring is for who reads the code"

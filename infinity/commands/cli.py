@@ -72,7 +72,9 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_trace(commands)
     config = commands.add_parser(
-        "config", help="check a configuration, list its keys, print its schema"
+        "config",
+        help="check a configuration, list its keys, print its schema",
+        description="What a training configuration may say, and what it comes to.",
     ).add_subparsers(required=True, metavar="COMMAND")
     check = config.add_parser(
         "check",
@@ -98,7 +100,11 @@ def _parser() -> argparse.ArgumentParser:
         help="print the configuration as resolved, and where each value comes from, as JSON",
     )
     check.set_defaults(function=_config_check)
-    keys = config.add_parser("keys", help="every key of the dialect and what becomes of it")
+    keys = config.add_parser(
+        "keys",
+        help="every key of the dialect and what becomes of it",
+        description="List every key of the dialect: whether it works, is subsumed or refused, and why.",
+    )
     keys.add_argument("--json", action="store_true", help="print one JSON array")
     keys.set_defaults(function=_config_keys)
     schema = config.add_parser(

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from infinity.tiers.base import ChunkLayout, HostStore, Lease
-from io_daemon.rank.client import Client, Grant
+from io_daemon.rank.client import Client
+from io_daemon.rank.lease import Grant
 from io_daemon.shared.arena import frame_offset
 from io_daemon.shared.metrics import TenantStats
 from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, align_up

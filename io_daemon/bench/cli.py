@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import importlib.util
 import json
-import os
 import signal
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Final, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from rich.console import Console
 
 from io_daemon.bench.advice import advise_compare, advise_io, advise_sweep
@@ -26,6 +23,7 @@ from io_daemon.bench.compare import CompareSettings, run_compare
 from io_daemon.bench.engines.factory import ENGINES, REACTOR_ENGINES, engine_problem
 from io_daemon.bench.progress import LiveProgress
 from io_daemon.bench.report.baseline import compare_with_baseline, parse_percent, refuse_other
+from io_daemon.bench.report.files import check_files, check_names, load_baseline
 from io_daemon.bench.report.table import print_report
 from io_daemon.bench.result import IoResult, Report
 from io_daemon.bench.run import Observer, run_io
@@ -35,8 +33,7 @@ from io_daemon.bench.steps.step_settings import StepSettings, add_step_options
 from io_daemon.bench.sweep import SweepSettings, run_sweep
 from io_daemon.command.options import parse_fault, parse_path, settings_from
 from io_daemon.command.sizes import parse_bytes, parse_seconds
-from io_daemon.config import UNLIMITED_BYTES, first_problem
-from io_daemon.disk.swap_dir import check_swap_dir
+from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.errors import ConfigError
 from io_daemon.machine.facts import describe_machine
 
@@ -119,7 +116,7 @@ def _add_step(kinds: argparse._SubParsersAction[Any]) -> None:
 
 def _add_compare(kinds: argparse._SubParsersAction[Any]) -> None:
     compare = kinds.add_parser(
-        "compare", help="the same load by fio, side by side", description="fio and this tool in turns on one file."
+        "compare", help="the same load by fio, side by side", description="Run fio and this tool in turns on one file."
     )
     compare.add_argument("directory", type=parse_path, help="where to measure")
     compare.add_argument(
@@ -267,8 +264,9 @@ def _report(
     advise: Callable[[Any], str],
 ) -> int:
     """Measure, print, write what was asked for; the exit code."""
-    _check_outputs(arguments, directories)
-    baseline = _load_baseline(arguments.baseline) if arguments.baseline else None
+    check_names(directories)
+    check_files({name: getattr(arguments, name, None) for name in ("html", "png")})
+    baseline = load_baseline(arguments.baseline) if arguments.baseline else None
     settings_values = json.loads(settings.model_dump_json())
     machine = describe_machine(directories).model_dump(mode="json")
     if baseline is not None:
@@ -308,53 +306,9 @@ def _report(
     return EXIT_REGRESSION if regressions else EXIT_OK
 
 
-def _check_outputs(arguments: argparse.Namespace, directories: Sequence[Path]) -> None:
-    """Before anything is measured: the directories are fit for it, the report can name them, and what is asked for can
-    be written."""
-    for directory in directories:
-        try:
-            str(directory).encode()
-            check_swap_dir(directory)
-        except UnicodeEncodeError as error:
-            raise ConfigError("directory", os.fsencode(directory), "is no UTF-8, which JSON needs") from error
-        except ConfigError as error:
-            raise ConfigError("directory", error.value, error.remedy) from error
-    for name in ("html", "png"):
-        path = getattr(arguments, name, None)
-        if path is None:
-            continue
-        if (problem := _write_problem(path)) is not None:
-            raise ConfigError(name, str(path), f"cannot be written ({problem}): name a file in a directory of yours")
-        missing = [module for module in ("matplotlib", "jinja2") if importlib.util.find_spec(module) is None]
-        if missing:
-            raise ConfigError(name, str(path), f"needs {' and '.join(missing)}: pip install 'infinity[plot]'")
-
-
-def _write_problem(path: Path) -> str | None:
-    # a page takes the place of what has its name: never a device's, or a link's such as /dev/stdout
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        return "it is no regular file"
-    if path.exists() and not os.access(path, os.W_OK):
-        return "no permission"
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):  # what os.access says of a directory does not hold for root
-            return None
-    except OSError as error:
-        return error.strerror
-
-
 def _has_bad_blocks(result: Any) -> bool:
     measured = getattr(result, "confirmation", result)
     return isinstance(measured, IoResult) and measured.has_bad_blocks
-
-
-def _load_baseline(path: Path) -> Report:
-    try:
-        return Report.model_validate_json(path.read_text())
-    except ValidationError as error:
-        raise ConfigError("baseline", str(path), f"is no report of this version: {first_problem(error)}") from error
-    except (OSError, ValueError) as error:
-        raise ConfigError("baseline", str(path), f"cannot be read: {error}") from error
 
 
 @contextmanager

@@ -93,7 +93,11 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    serve = commands.add_parser("serve", help="run the daemon in the foreground")
+    serve = commands.add_parser(
+        "serve",
+        help="run the daemon in the foreground",
+        description="Serve this node's ranks from swap files in the directories named, until SIGTERM or Ctrl-C.",
+    )
     serve.add_argument("--socket", dest="socket_path", type=parse_path, help=f"default: {default_socket_path()}")
     _add_swap_dirs(serve)
     serve.add_argument(
@@ -159,7 +163,11 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
     )
     serve.set_defaults(run=_serve, parser=serve)
 
-    status = commands.add_parser("status", help="print what a running daemon does")
+    status = commands.add_parser(
+        "status",
+        help="print what a running daemon does",
+        description="Print a running daemon's devices, tenants and traffic. Exit code 3 if none answers.",
+    )
     status.add_argument("--socket", type=parse_path, help=f"default: {default_socket_path()}")
     shape = status.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print JSON")

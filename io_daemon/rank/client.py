@@ -11,13 +11,13 @@ import threading
 import time
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Final, Literal, NamedTuple
+from typing import Final
 
 from io_daemon._native import CompletionRing, Region, SubmissionRing
-from io_daemon.errors import DaemonLostError, DeviceIOError, IntegrityError, ProtocolError, WorldError
+from io_daemon.errors import ProtocolError, WorldError
 from io_daemon.policy.trace import Trace
 from io_daemon.rank.connection import Connection, M, process_state
+from io_daemon.rank.lease import Completion, Grant, Lease, describe, error_of
 from io_daemon.shared.arena import LockMemory, create_arena, frame_offset
 from io_daemon.shared.bulk import as_memfd, pack_specs
 from io_daemon.shared.control import (
@@ -36,7 +36,7 @@ from io_daemon.shared.control import (
     close_all,
 )
 from io_daemon.shared.metrics import TenantStats
-from io_daemon.shared.protocol import Access, ChunkSpec, ObjectKind, Opcode, Status, kinds_of
+from io_daemon.shared.protocol import Access, ChunkSpec, Opcode, Status, kinds_of
 from io_daemon.shared.table import TableView
 
 CONTROL_TIMEOUT_S: Final = 60.0
@@ -48,37 +48,6 @@ WAIT_S_MAX: Final = 3600.0
 SUBMIT_RETRY_S: Final = 0.0005
 REAP_MAX: Final = 256
 LEASES_DUMPED_MAX: Final = 8
-
-
-class Completion(NamedTuple):
-    """``wire::Cqe``, in the order in which the ring pops it."""
-
-    seq: int
-    status: int
-    error_number: int
-    chunk: int
-    file: int
-    kind: int
-    born_mask: int
-    offset: int
-    expected: int
-    actual: int
-
-
-@dataclass(frozen=True, slots=True)
-class Grant:
-    """``frames``: per kind of the lease, frame numbers in byte order. ``born_mask``: kinds never written so far."""
-
-    frames: dict[int, tuple[int, ...]]
-    born_mask: int
-
-
-@dataclass(slots=True)
-class _Lease:
-    chunk: int
-    read: int
-    write: int
-    state: Literal["issued", "granted", "failed"] = "issued"
 
 
 _open_clients: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -110,7 +79,7 @@ class Client:
         self._event_fds: list[int] = []
         self._next_seq = 1
         self._submission = threading.Lock()
-        self._leases: dict[int, _Lease] = {}
+        self._leases: dict[int, Lease] = {}
         self._arrival = threading.Condition()
         self._arrived: dict[int, Completion] = {}
         self._awaited: set[int] = set()
@@ -207,7 +176,7 @@ class Client:
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> int:
         """Ask for a lease on the kinds in ``read | write``; its seq, at once."""
-        return self._push(Opcode.ACQUIRE, _Lease(chunk, read, write), read=read, write=write, chunk=chunk)
+        return self._push(Opcode.ACQUIRE, Lease(chunk, read, write), read=read, write=write, chunk=chunk)
 
     def wait(self, seq: int, timeout_s: float | None = None) -> Grant:
         """Block until the lease is granted. Kinds acquired for read that were never written are zero-filled.
@@ -221,7 +190,7 @@ class Client:
         completion = self._completion(seq, LEASE_TIMEOUT_S if timeout_s is None else timeout_s)
         if completion.status != Status.OK:
             lease.state = "failed"
-            raise self._error_of(completion, lease)
+            raise error_of(completion, lease, self._attached.swap_files if self._attached is not None else ())
         lease.state = "granted"
         frames = {}
         for kind in kinds_of(lease.read | lease.write):
@@ -253,7 +222,7 @@ class Client:
     def echo(self) -> float:
         """Seconds for one round trip through the rings and the daemon's loop."""
         start = time.perf_counter()
-        seq = self._push(Opcode.ECHO, _Lease(0, 0, 0))
+        seq = self._push(Opcode.ECHO, Lease(0, 0, 0))
         try:
             self._completion(seq, CONTROL_TIMEOUT_S)
         finally:
@@ -294,7 +263,7 @@ class Client:
     def _push(
         self,
         opcode: Opcode,
-        lease: _Lease | None,
+        lease: Lease | None,
         *,
         read: int = 0,
         write: int = 0,
@@ -387,42 +356,9 @@ class Client:
 
     # --- errors
 
-    def _error_of(self, completion: Completion, lease: _Lease) -> WorldError:
-        files = self._swap_files()
-        path = files[completion.file] if completion.file < len(files) else "?"
-        match completion.status:
-            case Status.IO_ERROR | Status.SHORT_IO:
-                return DeviceIOError(
-                    errno=completion.error_number,
-                    path=path,
-                    offset=completion.offset,
-                    expected_bytes=completion.expected,
-                    actual_bytes=completion.actual,
-                    operation=f"I/O for {_kind_name(completion.kind)} of chunk {completion.chunk}",
-                )
-            case Status.INTEGRITY:
-                return IntegrityError(
-                    path=path,
-                    offset=completion.offset,
-                    expected_checksum=completion.expected,
-                    actual_checksum=completion.actual,
-                )
-            case Status.SHUTTING_DOWN:
-                return DaemonLostError(
-                    f"the I/O daemon is shutting down; {self._describe_lease(completion.seq, lease)} was refused"
-                )
-            case _:
-                return ProtocolError(f"the daemon refused {self._describe_lease(completion.seq, lease)} as malformed")
-
-    def _swap_files(self) -> tuple[str, ...]:
-        return self._attached.swap_files if self._attached is not None else ()
-
     def _describe(self, seq: int) -> str:
         lease = self._leases.get(seq)
-        return f"answer {seq}" if lease is None else self._describe_lease(seq, lease)
-
-    def _describe_lease(self, seq: int, lease: _Lease) -> str:
-        return f"lease {seq} (chunk {lease.chunk}, read {_mask_names(lease.read)}, write {_mask_names(lease.write)})"
+        return f"answer {seq}" if lease is None else describe(seq, lease)
 
     def _dump(self, waiting_for: str, timeout_s: float) -> str:
         pid = self._connection.daemon_pid
@@ -432,15 +368,7 @@ class Client:
             f"{daemon} did not grant {waiting_for} within {timeout_s:g} s",
             f"  {len(self._sq)} submissions lie unread, {len(leases)} leases are open:",
         ]
-        lines += [f"  {self._describe_lease(seq, lease)} {lease.state}" for seq, lease in leases[:LEASES_DUMPED_MAX]]
+        lines += [f"  {describe(seq, lease)} {lease.state}" for seq, lease in leases[:LEASES_DUMPED_MAX]]
         if len(leases) > LEASES_DUMPED_MAX:
             lines.append(f"  … and {len(leases) - LEASES_DUMPED_MAX} more")
         return "\n".join(lines)
-
-
-def _kind_name(kind: int) -> str:
-    return ObjectKind(kind).name if kind < len(ObjectKind) else f"kind {kind}"
-
-
-def _mask_names(mask: int) -> str:
-    return "|".join(_kind_name(kind) for kind in kinds_of(mask)) or "nothing"

@@ -12,7 +12,7 @@ from typing import Final
 
 from io_daemon._native import CompletionRing, Region, SubmissionRing
 from io_daemon.disk.swap_file import Owner, SwapFile
-from io_daemon.errors import ProtocolError
+from io_daemon.errors import ProtocolError, SwapSpaceError
 from io_daemon.policy.actions import Complete, StartIo
 from io_daemon.serve.swap_device import Requester, SwapDevice, SwapRequest
 from io_daemon.shared.arena import SEALS, adopt_arena, frame_offset
@@ -171,6 +171,27 @@ class Holdings:
                 self.seats.append(Seat.take(device, request, index, owner, arena))
                 resources.callback(self.seats[-1].leave)
             self._resources = resources.pop_all()
+
+    @property
+    def swap_bytes(self) -> int:
+        """All its swap files together."""
+        return sum(seat.swap_file.file_bytes for seat in self.seats)
+
+    def grow(self, growth_bytes: Sequence[int], budget_bytes: int) -> None:
+        """Reserve so much more in each swap file; all or none. Raises SwapSpaceError, also beyond the budget."""
+        if self.swap_bytes + sum(growth_bytes) > budget_bytes:
+            raise SwapSpaceError(
+                path=", ".join(str(seat.device.swap_dir.path) for seat in self.seats),
+                needed_bytes=sum(growth_bytes),
+                free_bytes=max(0, budget_bytes - self.swap_bytes),
+                remedy="the daemon grants one rank no more: raise its --swap-budget-bytes",
+            )
+        with contextlib.ExitStack() as undo:
+            for seat, num_bytes in zip(self.seats, growth_bytes, strict=True):
+                before_bytes = seat.swap_file.file_bytes
+                seat.swap_file.grow(before_bytes + num_bytes)
+                undo.callback(seat.swap_file.shrink, before_bytes)
+            undo.pop_all()
 
     def close(self) -> None:
         self._resources.close()

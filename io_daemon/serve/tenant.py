@@ -6,29 +6,30 @@ What it owns lies in ``holdings``; ``close`` gives all of it back, once the last
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import Final, TypeVar
 
 from io_daemon.config import ServeConfig
 from io_daemon.disk.swap_file import Owner
-from io_daemon.errors import ProtocolError, SwapSpaceError, WorldError
+from io_daemon.errors import ProtocolError
 from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
 from io_daemon.policy.counters import Counters
 from io_daemon.policy.extents import ExtentAllocator
-from io_daemon.policy.residency import PlanRequest
+from io_daemon.policy.residency import Plan
 from io_daemon.policy.scheduler import TRACES_MAX, TenantScheduler
 from io_daemon.policy.trace import Trace
 from io_daemon.policy.window import ahead_bytes, window_frames
+from io_daemon.serve.busy_clock import BusyClock
 from io_daemon.serve.holdings import NUM_CQES, NUM_SQES, Holdings
 from io_daemon.serve.planner import Planner
+from io_daemon.serve.plans import PlansToCome
 from io_daemon.serve.swap_device import SwapDevice
 from io_daemon.serve.threads import in_thread
 from io_daemon.shared.arena import arena_bytes
+from io_daemon.shared.bulk import free_piecemeal
 from io_daemon.shared.control import Attach, Attached, Ended
 from io_daemon.shared.metrics import IoTotals, TenantStats
 from io_daemon.shared.protocol import ChunkSpec, Opcode, Status
@@ -40,8 +41,6 @@ BATCH_MAX: Final = 64
 """Submissions taken in one turn of the loop, so that one busy rank does not keep the others waiting."""
 ROOM_RETRY_S: Final = 0.001
 """How soon to look again for room in a completion ring that its rank does not empty."""
-
-FREED_AT_ONCE: Final = 1024
 
 T = TypeVar("T")
 
@@ -73,10 +72,7 @@ class Tenant:
         self._unanswered: set[int] = set()
         self._rejected = False
         self._num_chunks = 0
-        self._planner = planner
-        self._planning: dict[int, asyncio.Task[None]] = {}
-        self._num_plans = 0
-        self._plan_turn = asyncio.Lock()
+        self._plans = PlansToCome(planner, str(self))
         self._scheduler_turn = asyncio.Lock()
         self._is_apart = False
         """A thread has the scheduler."""
@@ -174,8 +170,7 @@ class Tenant:
 
         try:
             growth_bytes = await self._apart(needed)
-            self._check_swap_budget(sum(growth_bytes))
-            await asyncio.to_thread(self._grow_files, growth_bytes)
+            await in_thread(lambda: self._holdings.grow(growth_bytes, self._config.swap_budget_bytes))
             chunks = await self._apart(enter)
         finally:
             await asyncio.to_thread(free_piecemeal, specs)
@@ -191,25 +186,14 @@ class Tenant:
         """Have a plan made for passes marked ``trace_id``; it is followed from the first of them that begins when it
         is there. ``read``, called in a thread, gives the trace. Raises ValueError for a trace that does not fit the
         chunks, or for too many traces."""
-        known = self._planning.keys() | self._scheduler.traces
+        known = self._plans.traces | self._scheduler.traces
         if trace_id not in known and len(known) >= TRACES_MAX:
             raise ValueError(f"{TRACES_MAX} traces wait for their plan or have one already")
         request = await self._apart(lambda: (self._scheduler.plan_request(read()), ()))
-        if (earlier := self._planning.pop(trace_id, None)) is not None:
-            await _end([earlier])
-        self._planning[trace_id] = asyncio.ensure_future(self._plan(trace_id, request))
+        await self._plans.ask(trace_id, request, self._adopt)
 
-    async def _plan(self, trace_id: int, request: PlanRequest) -> None:
-        try:
-            async with self._plan_turn:
-                plan = await self._planner.plan(request)
-            await self._apart(lambda: (None, self._scheduler.adopt_plan(trace_id, plan)))
-            self._num_plans += 1
-        except (WorldError, OSError, ValueError) as error:  # chunks may have gone since it was asked for
-            log.warning("%s: goes on without a plan for trace %d: %s", self, trace_id, error)
-        finally:
-            if self._planning.get(trace_id) is asyncio.current_task():
-                del self._planning[trace_id]
+    async def _adopt(self, trace_id: int, plan: Plan) -> None:
+        await self._apart(lambda: (None, self._scheduler.adopt_plan(trace_id, plan)))
 
     async def _apart(self, work: Callable[[], tuple[T, Sequence[Action]]]) -> T:
         """Have ``work`` done on the scheduler in a thread, since it may take seconds. This tenant's submissions and the
@@ -372,8 +356,7 @@ class Tenant:
         for seat in self.seats:
             self._count_in_flight(-seat.device.forget(self.tenant_id))
         await asyncio.to_thread(self.unlink_files)  # a journal may have to be waited for
-        await _end(self._planning.values())
-        self._planning.clear()  # a task that was cancelled holds its frames, and they this tenant and its descriptors
+        await self._plans.end()
         await self._quiet.wait()
         async with self._scheduler_turn:  # a plan that was cancelled may still be looked at in a thread
             await asyncio.to_thread(self._give_back)
@@ -390,27 +373,6 @@ class Tenant:
             self._retry.cancel()
             self._retry = None
 
-    # --- space
-
-    def _check_swap_budget(self, growth_bytes: int) -> None:
-        used_bytes = sum(seat.swap_file.file_bytes for seat in self.seats)
-        if used_bytes + growth_bytes > self._config.swap_budget_bytes:
-            raise SwapSpaceError(
-                path=", ".join(str(seat.device.swap_dir.path) for seat in self.seats),
-                needed_bytes=growth_bytes,
-                free_bytes=max(0, self._config.swap_budget_bytes - used_bytes),
-                remedy="the daemon grants one rank no more: raise its --swap-budget-bytes",
-            )
-
-    def _grow_files(self, growth_bytes: Sequence[int]) -> None:
-        """All or none."""
-        with contextlib.ExitStack() as undo:
-            for seat, num_bytes in zip(self.seats, growth_bytes, strict=True):
-                before_bytes = seat.swap_file.file_bytes
-                seat.swap_file.grow(before_bytes + num_bytes)
-                undo.callback(seat.swap_file.shrink, before_bytes)
-            undo.pop_all()
-
     # --- figures
 
     def stats(self) -> TenantStats:
@@ -425,53 +387,14 @@ class Tenant:
             frames_free=self._scheduler.num_free_frames,
             resident_bytes=tuple(self._scheduler.resident_bytes),
             num_chunks=self._num_chunks,
-            num_plans=self._num_plans,
+            num_plans=self._plans.num_made,
             num_leases=self._scheduler.num_leases,
             num_in_flight=self._num_in_flight,
-            swap_bytes=sum(seat.swap_file.file_bytes for seat in self.seats),
+            swap_bytes=self._holdings.swap_bytes,
             swap_files=tuple(str(seat.swap_file.path) for seat in self.seats),
             total=_totals(counters.totals, self._clock.total_s()),
             last_step=_totals(counters.last_step, self._clock.last_step_s) if counters.last_step is not None else None,
         )
-
-
-def free_piecemeal(items: list[ChunkSpec]) -> None:
-    """Empty a list: freed in one go, hundreds of thousands of objects would keep all threads from running."""
-    while items:
-        del items[-FREED_AT_ONCE:]
-
-
-async def _end(tasks: Iterable[asyncio.Task[None]]) -> None:
-    """Cancel them, and wait until they have ended."""
-    cancelled = [task for task in tasks if task.cancel()]
-    await asyncio.gather(*cancelled, return_exceptions=True)
-
-
-class BusyClock:
-    """Wall-clock seconds in which something was running; in all, and between the last two marks."""
-
-    def __init__(self) -> None:
-        self.last_step_s = 0.0
-        self._total_s = 0.0
-        self._at_mark_s = 0.0
-        self._since: float | None = None
-
-    def start(self) -> None:
-        if self._since is None:
-            self._since = time.monotonic()
-
-    def stop(self) -> None:
-        if self._since is not None:
-            self._total_s += time.monotonic() - self._since
-            self._since = None
-
-    def total_s(self) -> float:
-        return self._total_s + (0.0 if self._since is None else time.monotonic() - self._since)
-
-    def mark(self) -> None:
-        now_s = self.total_s()
-        self.last_step_s = now_s - self._at_mark_s
-        self._at_mark_s = now_s
 
 
 def _totals(counters: Counters, io_s: float) -> IoTotals:

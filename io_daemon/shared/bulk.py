@@ -18,6 +18,7 @@ READ_BYTES: Final = 16 << 20
 CHUNK_BYTES: Final = 8 * KINDS_MAX + 1
 """One chunk takes so much in ``pack_specs``: the sizes of its kinds, and a mask."""
 SPECS_AT_ONCE: Final = 4096
+FREED_AT_ONCE: Final = 1024
 
 
 @contextlib.contextmanager
@@ -73,3 +74,9 @@ def unpack_specs(data: bytes) -> list[ChunkSpec]:
         rows = sizes[start : start + SPECS_AT_ONCE].tolist()
         specs += [ChunkSpec(tuple(row), mask) for row, mask in zip(rows, masks[start:], strict=False)]
     return specs
+
+
+def free_piecemeal(items: list[ChunkSpec]) -> None:
+    """Empty a list: freed in one go, hundreds of thousands of objects would keep all threads from running."""
+    while items:
+        del items[-FREED_AT_ONCE:]

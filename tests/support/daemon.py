@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon._native import Region
-from io_daemon.rank.client import Client, Grant
+from io_daemon.rank.client import Client
+from io_daemon.rank.lease import Grant
 from io_daemon.shared.arena import frame_offset
 from io_daemon.shared.protocol import ChunkSpec, ObjectKind
 

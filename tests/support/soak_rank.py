@@ -17,7 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from io_daemon.errors import DaemonLostError, ProtocolError, WorldError
-from io_daemon.rank.client import Client, Grant
+from io_daemon.rank.client import Client
+from io_daemon.rank.lease import Grant
 from io_daemon.shared.control import LENGTH, Hello, Message, Register, Unregister, UploadTrace, encode
 from io_daemon.shared.protocol import PROTOCOL_VERSION, Access, ChunkSpec, kinds_of
 from tests.support.daemon import frame

@@ -29,12 +29,16 @@ from infinity.commands.demo.training import (
 )
 
 NUM_STEPS = 48
+DESCRIPTION = (
+    "Train a small GPT on the text of Python's standard library, with its optimizer state on NVMe and less host memory "
+    "than that state takes; draw the loss and the traffic. Exit code 1 if the model did not learn."
+)
 
 
 def main(words: Sequence[str] | None = None) -> int:
     """Exit code 0 if the model learned: the mean loss of the last ten steps lies below the text's unigram entropy and
     at no more than 0.7 of that of the first ten."""
-    parser = argparse.ArgumentParser(prog="infinity demo", description=__doc__)
+    parser = argparse.ArgumentParser(prog="infinity demo", description=DESCRIPTION)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimizer steps (default {NUM_STEPS})")
     parser.add_argument("--swap-dir", type=Path, help="where the swap files go (default: the temporary directory)")
     parser.add_argument(

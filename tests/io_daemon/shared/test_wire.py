@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from io_daemon._native import WIRE_CONSTANTS, WIRE_LAYOUT
-from io_daemon.rank.client import Completion
+from io_daemon.rank.lease import Completion
 from io_daemon.shared import protocol, wire
 from io_daemon.shared.states import ObjectRecord
 
