@@ -13,8 +13,9 @@ import torch
 from torch import nn
 
 from infinity.engine.runtime import Runtime
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, EngineStateError
 from infinity.plan.leaves import ModuleKind, get_leaf_modules, set_leaf_modules, unset_leaf_modules
+from infinity.weights.ended import Ended
 from infinity.weights.owners import owner_of
 from io_daemon.shared.protocol import ObjectKind
 
@@ -174,19 +175,26 @@ def _mark(
 
 
 def _read(param: torch.Tensor, state: ObjectKind | str | None, *, whole: bool) -> torch.Tensor | None:
-    owner = owner_of(param)
-    if not isinstance(owner, Runtime):
+    owner = _runtime_of(param)
+    if owner is None:
         return None
     owner.refuse_over("reading a parameter's state")
     return owner.states.read(owner.sharded_param(param), _kind(owner, state), whole=whole)
 
 
 def _write(param: torch.Tensor, state: ObjectKind | str | None, value: torch.Tensor, *, whole: bool) -> None:
-    owner = owner_of(param)
-    if not isinstance(owner, Runtime):
+    owner = _runtime_of(param)
+    if owner is None:
         raise ConfigError("param", tuple(param.shape), "no engine has this parameter: write to it as to any tensor")
     owner.refuse_over("writing a parameter's state")
     owner.states.write(owner.sharded_param(param), _kind(owner, state), value, whole=whole)
+
+
+def _runtime_of(param: torch.Tensor) -> Runtime | None:
+    owner = owner_of(param)
+    if isinstance(owner, Ended):
+        raise EngineStateError(f"the engine of {owner.name_of(param)} was destroyed: ask for it before destroy()")
+    return owner if isinstance(owner, Runtime) else None
 
 
 def _kind(owner: Runtime, state: ObjectKind | str | None) -> ObjectKind:

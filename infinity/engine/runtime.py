@@ -26,6 +26,7 @@ from infinity.update.gradients import GradientChunks
 from infinity.update.reducer import Reducer
 from infinity.weights import access, owners
 from infinity.weights.autocast import CastOnce
+from infinity.weights.ended import Ended
 from infinity.weights.heap import return_freed
 from infinity.weights.holding import ModuleCalls
 from infinity.weights.leaf import LeafCalls
@@ -114,17 +115,18 @@ class Runtime(owners.Owner):
             param.hold_accumulator()
 
     def close(self) -> None:
-        """Give everything back. The parameters stay owned, and refuse every use."""
+        """Give everything back. The parameters stay owned, and refuse every use; nothing refers to the model."""
         self.calls.remove()
         self.leaves.remove()
         for handle in self._removable:
             handle.remove()
         self._removable.clear()
         self.reducer.clear()
-        for group in self.sharded.groups:
-            for param in group.params:
-                access.hide(param.param, param.placeholder)
-                param.drop()
+        ended = Ended(self.sharded.params)
+        for param in self.sharded.params:
+            access.hide(param.param, param.placeholder)
+            owners.adopt(param.param, ended)
+            param.drop()
         self.store.close()
         self.collectives.close()
 
@@ -255,7 +257,8 @@ class Runtime(owners.Owner):
         return self._param_of[id(param)].layout
 
     def gradient_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        if self._has_gradient(param):
+        is_described = torch._guards.TracingContext.try_get() is not None  # by a compiler, which looks at all there is
+        if not is_described and self._has_gradient(param):
             self._refuse_gradient(param)
         return access.own_gradient(param)
 
