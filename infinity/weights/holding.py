@@ -84,7 +84,7 @@ class ModuleCalls:
 
     def _hook(self, name: str, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
         def enter(called: nn.Module, _args: Any) -> None:
-            _refuse_transforms(called)
+            _refuse_transforms(name)
             calls = self._thread.calls
             call = _Call(called, outermost=not calls)
             calls.append(call)
@@ -139,16 +139,29 @@ class _Hook:
         refuse_module_copy(self._name, "copied")
 
 
-def _refuse_transforms(module: nn.Module) -> None:
+def _refuse_transforms(name: str) -> None:
+    """Raises WeightsError for a module that is called to be traced: what is recorded would hold placeholders."""
     if torch._C._get_tracing_state() is not None:
         raise WeightsError(
-            type(module).__name__,
+            name,
             "is traced by torch.jit, which would record placeholders for its weights",
-            "trace a model built anew with what engine.full_state_dict() returns",
+            "load what engine.full_state_dict() returns into a model built anew, and trace that",
+        )
+    if torch.compiler.is_compiling():
+        raise WeightsError(
+            name,
+            "holds sharded weights and is traced by torch.compile, whose graphs would keep their placeholders",
+            "compile functions of activations instead, or remove torch.compile",
+        )
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
+        raise WeightsError(
+            name,
+            "is traced by torch.fx, which would record placeholders for its weights",
+            "load what engine.full_state_dict() returns into a model built anew, and trace that",
         )
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise WeightsError(
-            type(module).__name__,
+            name,
             "is called inside a transform of torch.func, which sees no sharded weights",
             "transform the model before infinity.initialize(), or compute the gradient with engine.backward()",
         )
