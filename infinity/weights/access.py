@@ -56,8 +56,8 @@ LAYOUT: Final = _callables("stride is_contiguous storage_offset layout is_pinned
 """What only the owner knows: how the weights lie when they are here."""
 MEMORY: Final = _callables(
     """
-    data_ptr untyped_storage storage _typed_storage share_memory_ __dlpack__ set_ resize_ resize_as_ pin_memory
-    _use_count _is_view
+    data_ptr const_data_ptr untyped_storage storage _typed_storage share_memory_ __dlpack__ resize_ resize_as_
+    pin_memory _use_count _is_view
     """
 )
 """What reaches past the tensor into memory that is given back."""
@@ -103,7 +103,11 @@ def drop_gradient(param: nn.Parameter) -> None:
 
 
 class OwnedParameter(DsNames):
-    """What holds wherever the weights are: a copy of the parameter would not be it."""
+    """What holds wherever the weights are: a copy of the parameter would not be it, and other memory not its own."""
+
+    def set_(self, *source: Any, **kwargs: Any) -> Any:
+        """Torch asks no ``__torch_function__`` about it."""
+        return _set(self, *source, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), known_owner_of(self).copy(self))
@@ -128,7 +132,7 @@ class UnshardedParameter(OwnedParameter):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        known_owner_of(self).set_data(self, value)
+        _set_data(self, value)
 
     def detach(self) -> torch.Tensor:
         """Torch's, unless ``nn.Parameter(param)`` asks."""
@@ -154,6 +158,11 @@ class _Elsewhere:
     """What stands for weights that are elsewhere: answers what it can, and has the weights lent for the rest."""
 
     __slots__ = ()
+
+    def as_subclass(self: Any, cls: Any) -> Any:
+        """Torch asks no ``__torch_function__`` about it."""
+        return self.view_as(self).as_subclass(cls)
+
     answers: ClassVar[Mapping[Any, Callable[..., Any]]]
 
     @classmethod
@@ -354,7 +363,6 @@ ShardedAlias.answers = {
 }
 ShardedParameter.answers = {
     **ShardedAlias.answers,
-    torch.Tensor.set_: _set,
     _GRAD.__get__: lambda param: known_owner_of(param).gradient_of(param),
     _GRAD.__set__: lambda param, value: known_owner_of(param).set_gradient(param, value),
     _GRAD.__delete__: lambda param: known_owner_of(param).set_gradient(param, None),
