@@ -32,7 +32,7 @@ from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.update.client_schedule import Client, choose_schedule
 from infinity.update.optimizer import ShardedOptimizer, group_indices, sharded_from_config, sharded_from_torch
-from infinity.weights.admission import refuse_owned
+from infinity.weights.admission import refuse_owned, refuse_without_values
 from infinity.weights.heap import return_freed
 from infinity.weights.sharded_model import Layout
 from infinity.weights.staging import StagingArea, budget_beside, staged_param
@@ -93,6 +93,7 @@ def initialize(
         unmet = mark_leaves(model, parsed.zero_optimization.leaf_module)
         for word in unmet if collectives.rank == 0 else ():
             _log.warning("zero_optimization.leaf_module: %s means nothing in this model", word)
+        refuse_without_values(model.named_parameters())
         layout = Layout.of(model, parsed, collectives.world_size)
         _check_same_model(layout, collectives)
         optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)

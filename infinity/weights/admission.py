@@ -45,21 +45,31 @@ def refuse_owned(named: Iterable[tuple[str, nn.Parameter]], is_staged: Any) -> N
             )
 
 
+def refuse_without_values(named: Iterable[tuple[str, nn.Parameter]]) -> None:
+    """Raises ConfigError for a parameter on the meta device."""
+    for name, param in named:
+        if param.is_meta:
+            raise ConfigError(f"model.{name}", "meta", "it has no values: build the model on the CPU, or under Init")
+
+
+def admit_kind(key: str, param: nn.Parameter) -> None:
+    """Raises ConfigError for a parameter, ``key`` to the user, that cannot be cut into shards whatever its values."""
+    if is_lazy(param):
+        raise ConfigError(key, "lazy", "its shape is not known yet: call the model once before, or give it its sizes")
+    if param.layout is not torch.strided:
+        raise ConfigError(key, str(param.layout), "only dense parameters can be sharded: call .to_dense() on it")
+    if owner_of(param) is None and param.numel() and _overlaps_itself(param):
+        raise ConfigError(key, "overlapping", "some of its elements share a place in memory: register it .clone()d")
+
+
 def _admit_param(name: str, param: nn.Parameter) -> None:
     key = f"model.{name}"
-    if is_lazy(param):
-        raise ConfigError(key, "lazy", "its shape is not known yet: call the model once before infinity.initialize()")
+    admit_kind(key, param)
     if not param.is_floating_point():
         remedy = "only floating-point parameters can be sharded: make it a buffer with register_buffer()"
         raise ConfigError(key, str(param.dtype), remedy)
-    if param.layout is not torch.strided:
-        raise ConfigError(key, str(param.layout), "only dense parameters can be sharded: call .to_dense() on it")
-    if owner_of(param) is not None:
-        return
-    if param.requires_grad and not param.is_leaf:
+    if owner_of(param) is None and param.requires_grad and not param.is_leaf:
         raise ConfigError(key, "not a leaf", "it has a history: register nn.Parameter(value.detach())")
-    if param.numel() and _overlaps_itself(param):
-        raise ConfigError(key, "overlapping", "some of its elements share a place in memory: register it .clone()d")
 
 
 def _overlaps_itself(param: nn.Parameter) -> bool:

@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from torch.nn.parameter import is_lazy
 
 from infinity.config import parse_config
 from infinity.config.load import Source
 from infinity.errors import ConfigError
 from infinity.tiers.collectives import Collectives
+from infinity.weights.admission import admit_kind
 from infinity.weights.staging import StagingArea, staged_param
 
 WITHOUT_CONFIG: Final = {"zero_optimization": {"stage": 3}}
@@ -39,7 +39,8 @@ class Init:
         process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
             RANK and WORLD_SIZE are set and nobody has.
 
-    Lazy parameters are refused when they are registered. Collective: every rank runs the same constructors.
+    Lazy, sparse and expanded parameters are refused when they are registered. Collective: every rank runs the same
+    constructors.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class Init:
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if not self._enabled or param is None or staged_param(param) is not None or param.device.type == "meta":
             return
-        if is_lazy(param):
-            raise TypeError(f"{type(module).__name__}.{name} is lazy: its shape must be known to be sharded")
+        key = f"{type(module).__name__}.{name}"
+        admit_kind(key, param)
         if self._area is None:
             raise AssertionError("registered outside the context")
         if self._dtype is not None and param.is_floating_point():
             param.data = param.data.to(self._dtype)
-        self._area.adopt(param, f"{type(module).__name__}.{name}")
+        self._area.adopt(param, key)
