@@ -28,6 +28,7 @@ from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.sub_group import SubGroup
 from infinity.update.update import Outcome, Update
 from infinity.weights.buffers import FollowedBuffers
+from infinity.weights.saved_tensors import stale_graphs_named
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.metrics import TenantStats
 
@@ -99,7 +100,8 @@ class TrainingLoop:
             scaled = loss / accumulated if scale and accumulated > 1 else loss
             loss_scale = update.scale.value
             differentiated = scaled if loss_scale == 1.0 else scaled.float() * loss_scale
-            differentiated.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
+            with stale_graphs_named(type(self.runtime.module).__name__):
+                differentiated.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
             reducer.finish()
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()

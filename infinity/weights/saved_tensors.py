@@ -10,8 +10,8 @@ the user's that stand outside go on seeing everything but the weights; inside th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -210,6 +210,22 @@ def _unchanged(saved: SavedTensor) -> torch.Tensor:
             f"version {saved.version} instead"
         )
     return saved.tensor
+
+
+@contextmanager
+def stale_graphs_named(name: str) -> Iterator[None]:
+    """Torch's own check, in our words: what a backward of the module ``name`` needs was written to, by an update or by
+    the user, after forward saved it."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error, WeightsError) or "modified by an inplace operation" not in str(error):
+            raise
+        raise WeightsError(
+            name,
+            f"cannot be differentiated: {str(error).partition(' Hint:')[0].rstrip('.')}",
+            "call backward before step(), and forward again after it; write to nothing that forward saved",
+        ) from error
 
 
 def hooks_are_allowed() -> bool:

@@ -42,5 +42,5 @@ def refuse_module_copy(name: str, how: str) -> NoReturn:
     raise WeightsError(
         name,
         f"cannot be {how}: its weights are sharded, and it holds none",
-        "take engine.full_state_dict() and load it into a module built anew",
+        "load what engine.full_state_dict() gives before destroy() into a module built anew",
     )
