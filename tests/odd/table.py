@@ -1,4 +1,4 @@
-"""``python -m tests.odd.table``: every case under every setting, as the table in docs/odd-models.md or as JSON.
+"""``python -m tests.odd.table >docs/odd-uses.md``: every case under every setting, as the table or as JSON.
 
 One row a case: bits equal, refused with the message, or failed, and where settings differ each of them.
 """
@@ -21,7 +21,11 @@ MESSAGE_CHARS_MAX = 240
 
 def modules() -> list[str]:
     """The modules of cases, by name."""
-    return [f"tests.odd.{path.stem}" for path in sorted(DIRECTORY.glob("test_*.py"))]
+    return [
+        f"tests.odd.{path.stem}"
+        for path in sorted(DIRECTORY.glob("test_*.py"))
+        if "\ncases = Cases(__name__)\n" in path.read_text()
+    ]
 
 
 def verdicts(module: str, judges: Judges) -> Iterator[tuple[Case, list[Verdict]]]:
@@ -47,6 +51,10 @@ def _short(message: str) -> str:
     return text if len(text) <= MESSAGE_CHARS_MAX else f"{text[:MESSAGE_CHARS_MAX]} …"
 
 
+def title(module: str) -> str:
+    return module.rpartition(".")[2].removeprefix("test_").replace("_", " ")
+
+
 def markdown(results: dict[str, list[tuple[Case, list[Verdict]]]]) -> str:
     lines = [
         "# Odd models and odd uses",
@@ -55,14 +63,25 @@ def markdown(results: dict[str, list[tuple[Case, list[Verdict]]]]) -> str:
         "observes and the final weights are compared bit by bit, or infinity refuses in words. Settings: every module",
         "resharded at once (`each`), groups of several modules (`grouped`), the default thresholds; fp32, bf16, nvme.",
         "",
+        counts(results),
+        "",
     ]
     for module, rows in results.items():
         doc = (sys.modules[module].__doc__ or module).strip().splitlines()[0]
-        lines += [f"## {module.rpartition('.')[2].removeprefix('test_').replace('_', ' ')}", "", doc, ""]
-        lines += ["| case | settings | result |", "|---|---|---|"]
-        lines += [f"| {c.name.replace('_', ' ')} | {len(c.settings)} | {result_of(found)} |" for c, found in rows]
+        lines += [f"## {title(module)}", "", doc, "", "| case | settings | result |", "|---|---|---|"]
+        lines += [f"| {row_name(case)} | {len(case.settings)} | {result_of(found)} |" for case, found in rows]
         lines += [""]
-    return "\n".join([*lines, counts(results), ""])
+    return "\n".join(lines)
+
+
+def row_name(case: Case) -> str:
+    return case.name.replace("_", " ")
+
+
+def rows_in(table: str) -> dict[str, list[str]]:
+    """The rows' names under each title of what ``markdown`` made."""
+    sections = (section.splitlines() for section in table.split("\n## ")[1:])
+    return {lines[0]: [line.split(" | ")[0][2:] for line in lines if line.startswith("| ")][1:] for lines in sections}
 
 
 def counts(results: dict[str, list[tuple[Case, list[Verdict]]]]) -> str:
@@ -87,7 +106,7 @@ def main() -> int:
     arguments = parser.parse_args()
     chosen = [name for name in modules() if not arguments.modules or name.partition("test_")[2] in arguments.modules]
     results = {}
-    with Judges() as judges:
+    with Judges(*chosen) as judges:
         for module in chosen:
             results[module] = list(verdicts(module, judges))
             if arguments.json:

@@ -5,14 +5,11 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, square
 from tests.support.cases import DEFAULT, EACH, GROUPED, Case, Cases
-
-pytestmark = pytest.mark.slow
 
 cases = Cases(__name__)
 FEW = (EACH, GROUPED, DEFAULT)
@@ -23,7 +20,7 @@ def batch(world: Any, step: int) -> Tensor:
     return tensor
 
 
-def compiled(name: str, compile_part: Any) -> None:
+def compiled(name: str, compile_part: Any, *, slow: bool) -> None:
     """The reference is compiled as well: a compiler may fuse."""
 
     def script(world: Any) -> None:
@@ -36,7 +33,7 @@ def compiled(name: str, compile_part: Any) -> None:
 
     script.__name__ = name
     script.__doc__ = name.replace("_", " ")
-    cases(settings=FEW)(script)
+    cases(settings=FEW, slow=slow)(script)
 
 
 def _block(backend: str) -> Any:
@@ -70,10 +67,10 @@ def _model_after(backend: str) -> Any:
 
 
 for backend in ("eager", "aot_eager", "inductor"):
-    compiled(f"a_block_compiled_by_{backend}", _block(backend))
-    compiled(f"blocks_compiled_in_place_by_{backend}", _block_in_place(backend))
-    compiled(f"the_model_compiled_before_initialize_by_{backend}", _model_before(backend))
-    compiled(f"the_model_compiled_after_initialize_by_{backend}", _model_after(backend))
+    compiled(f"a_block_compiled_by_{backend}", _block(backend), slow=backend != "eager")
+    compiled(f"blocks_compiled_in_place_by_{backend}", _block_in_place(backend), slow=backend != "eager")
+    compiled(f"the_model_compiled_before_initialize_by_{backend}", _model_before(backend), slow=backend != "eager")
+    compiled(f"the_model_compiled_after_initialize_by_{backend}", _model_after(backend), slow=backend != "eager")
 
 
 @cases(settings=FEW)

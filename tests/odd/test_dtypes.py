@@ -211,6 +211,28 @@ def autocast_inside_forward(world: Any) -> None:
 
 
 @cases(must="equal")
+def autocast_around_two_forwards_of_one_pass(world: Any) -> None:
+    """Its cache must not give the second forward weights that were resharded after the first."""
+    engine = world.initialize(Net())
+    for step in range(3):
+        with world.autocast():
+            first = engine(world.randn(ROWS, WIDTH, seed=step))
+            loss = square(engine(first)) + square(first)
+        world.backward(engine, loss)
+        engine.step()
+
+
+@cases(must="equal")
+def autocast_around_backward_and_step(world: Any) -> None:
+    """Its cache is not cleared between steps."""
+    engine = world.initialize(Net())
+    with world.autocast():
+        for step in range(3):
+            world.backward(engine, square(engine(world.randn(ROWS, WIDTH, seed=step))))
+            engine.step()
+
+
+@cases(must="equal")
 def autocast_around_an_evaluation(world: Any) -> None:
     engine = world.initialize(Net())
     with world.autocast(), torch.no_grad():

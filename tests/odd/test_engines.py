@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import weakref
 from typing import Any
@@ -19,6 +20,25 @@ cases = Cases(__name__)
 def batch(world: Any, step: int) -> torch.Tensor:
     tensor: torch.Tensor = world.randn(ROWS, WIDTH, seed=step)
     return tensor
+
+
+@cases
+def a_frozen_teacher_with_an_engine(world: Any) -> None:
+    """Nothing to optimize: a reference model that is only to be offloaded."""
+    teacher = world.initialize(Net().requires_grad_(False).eval(), optimizer=None)
+    student = world.initialize(Net(1))
+    for step in range(3):
+        with torch.no_grad():
+            target = teacher(batch(world, step))
+        world.backward(student, F.mse_loss(student(batch(world, step)).float(), target.float()))
+        student.step()
+
+
+@cases
+def a_frozen_teacher_with_the_optimizer_of_the_config(world: Any) -> None:
+    teacher = world.initialize(Net().requires_grad_(False).eval())
+    with torch.no_grad():
+        world.observe("target", teacher(batch(world, 0)))
 
 
 @cases(must="equal")
@@ -178,8 +198,42 @@ after_destroy("full_state_dict", lambda world, engine, _model, _loss: world.obse
 after_destroy("module_forward", lambda world, _engine, model, _loss: world.observe("y", model(batch(world, 1))))
 after_destroy("zero_grad", lambda _world, engine, _model, _loss: engine.zero_grad())
 after_destroy("reading_a_weight", lambda world, _engine, model, _loss: world.observe("w", model.head.weight + 0))
+after_destroy("copying_the_module", lambda world, _e, model, _l: world.observe("w", copy.deepcopy(model).state_dict()))
 after_destroy("destroy", lambda _world, engine, _model, _loss: engine.destroy())
 after_destroy("train_and_eval", lambda _world, engine, _model, _loss: (engine.train(), engine.eval()))
+
+
+@cases(must="equal")
+def a_model_that_nobody_refers_to_any_more(world: Any) -> None:
+    """Once its engine has ended, nothing of ours keeps it."""
+    model = Net()
+    engine = world.initialize(model)
+    world.backward(engine, square(engine(batch(world, 0))))
+    engine.step()
+    gone = weakref.ref(model)
+    world.retire(engine)
+    world.models.clear()
+    del model, engine
+    gc.collect()
+    world.observe("gone", gone() is None)
+
+
+@cases
+def a_loss_from_before_a_step(world: Any) -> None:
+    """A stale graph: plain torch says that a saved tensor was modified by the step."""
+    engine = world.initialize(Net())
+    stale = square(engine(batch(world, 0)))
+    world.backward(engine, square(engine(batch(world, 1))))
+    engine.step()
+    world.backward(engine, stale)
+    engine.step()
+
+
+@cases
+def step_without_backward(world: Any) -> None:
+    engine = world.initialize(Net())
+    engine.step()
+    world.observe("steps", engine.global_steps)
 
 
 @cases(must="equal")

@@ -12,8 +12,6 @@ import pytest
 
 from tests.support.forkserver import REPOSITORY
 
-pytestmark = pytest.mark.slow
-
 HEAD = """
     import torch, infinity
     from torch import nn
@@ -45,12 +43,16 @@ def run(ending: str, swap_dir: Path | None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=200, check=False)
 
 
-@pytest.mark.parametrize("ending", ENDINGS)
+QUICK = ("forgets_destroy", "keeps_a_graph")
+
+
+@pytest.mark.parametrize("ending", [pytest.param(e, marks=[] if e in QUICK else pytest.mark.slow) for e in ENDINGS])
 def test_nothing_is_printed(ending: str) -> None:
     done = run(ending, None)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ending", ["forgets_destroy", "drops_the_engine", "destroys"])
 def test_nothing_is_left_on_disk(ending: str, tmp_path: Path) -> None:
     done = run(ending, tmp_path)

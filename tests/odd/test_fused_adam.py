@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 from tests.odd.nets import ROWS, WIDTH, square
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, Case, Cases
-
-pytestmark = pytest.mark.slow
 
 cases = Cases(__name__)
 EVERY = (EACH, GROUPED, DEFAULT, EACH_BF16, NVME)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -13,8 +12,6 @@ from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 from tests.odd.nets import ROWS, WIDTH, Net, square, trains
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, GROUPED_BF16, NVME, POISON, Case, Cases
-
-pytestmark = pytest.mark.slow
 
 cases = Cases(__name__)
 EVERY = (EACH, GROUPED, DEFAULT, EACH_BF16, GROUPED_BF16, POISON)

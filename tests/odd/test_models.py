@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,8 +12,6 @@ from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.odd.nets import ROWS, WIDTH, Block, Net, square
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, POISON, Case, Cases
-
-pytestmark = pytest.mark.slow
 
 cases = Cases(__name__)
 LENGTH = 5

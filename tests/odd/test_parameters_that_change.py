@@ -5,16 +5,13 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, skip_init
 
 from tests.odd.nets import ROWS, WIDTH, Block, Net, square, trains
-from tests.support.cases import Case, Cases
-
-pytestmark = pytest.mark.slow
+from tests.support.cases import DEFAULT, EACH, GROUPED, Case, Cases
 
 cases = Cases(__name__)
 
@@ -60,7 +57,7 @@ def changed(name: str, change: Any, **kwargs: Any) -> None:
     for script in (after_init, after_initialize, after_a_step, between_forward_and_backward):
         script.__name__ = f"{name}_{script.__name__}"
         script.__doc__ = script.__name__.replace("_", " ")
-        cases(writes=True, **kwargs)(script)
+        cases(writes=True, slow=script is after_a_step, **kwargs)(script)
 
 
 def _freeze(_world: Any, model: Any) -> None:
@@ -125,6 +122,7 @@ def _delete(_world: Any, model: Any) -> None:
 
 
 def _swap(_world: Any, model: Any) -> None:
+    """torch swaps nothing that somebody refers to weakly, and owners do."""
     torch.utils.swap_tensors(model.blocks[0].expand.weight, model.blocks[1].expand.weight)
 
 
@@ -168,6 +166,20 @@ def _prune(_world: Any, model: Any) -> None:
     prune.random_unstructured(model.head, "weight", amount=0.3)
 
 
+def _wrap(_world: Any, model: Any) -> None:
+    """Another Parameter over the same memory, as torch's parametrizations make them."""
+    model.head.weight = nn.Parameter(model.head.weight)
+
+
+def _wrap_data(_world: Any, model: Any) -> None:
+    model.head.weight = nn.Parameter(model.head.weight.data)
+
+
+def _set(_world: Any, model: Any) -> None:
+    with torch.no_grad():
+        model.head.weight.set_(torch.eye(WIDTH, dtype=model.head.weight.dtype))
+
+
 def _grad_flags(_world: Any, model: Any) -> None:
     """Frozen and trained again."""
     model.requires_grad_(False)
@@ -198,9 +210,12 @@ for label, function in {
     "spectral_norm": _spectral_norm,
     "parametrised": _parametrize,
     "pruned": _prune,
+    "wrapped": _wrap,
+    "data_wrapped": _wrap_data,
+    "set": _set,
     "frozen_and_unfrozen": _grad_flags,
 }.items():
-    changed(label, function)
+    changed(label, function, by_torch="has weakref associated with it" if label == "swapped" else "")
 
 
 def _unfrozen(when: str) -> None:
@@ -441,7 +456,7 @@ built("a_kept_transpose", lambda: WithTensor(lambda m: m.linear.weight.t()))
 built("a_kept_copy", lambda: WithTensor(lambda m: m.linear.weight.detach().clone()))
 built("a_parameter_over_the_storage_of_another", lambda: WithTensor(lambda m: nn.Parameter(m.linear.weight.data)))
 built("a_parameter_that_is_a_view_of_another", lambda: WithTensor(lambda m: nn.Parameter(m.linear.weight.data[:3])))
-built("an_expanded_parameter", lambda: WithTensor(lambda m: nn.Parameter(torch.ones(1).expand(WIDTH))))
+built("an_expanded_parameter", lambda: WithTensor(lambda m: nn.Parameter(torch.ones(1).expand(WIDTH))), about="made")
 built("a_transposed_parameter", lambda: WithTensor(lambda m: nn.Parameter(torch.randn(WIDTH, 3).t())))
 built("a_strided_parameter", lambda: WithTensor(lambda m: nn.Parameter(torch.randn(WIDTH, 6)[:, ::2])))
 built("an_empty_parameter", lambda: WithTensor(lambda m: nn.Parameter(torch.zeros(0, 3))))
@@ -460,6 +475,9 @@ built("initialisation_by_assigning_data", lambda: initialised(_assign_data))
 built("initialisation_by_detached_copy", lambda: initialised(lambda w: w.detach().copy_(torch.eye(WIDTH))))
 built("initialisation_by_index", lambda: initialised(_assign_rows))
 built("initialisation_by_numpy", lambda: initialised(lambda w: w.data.numpy().fill(0.01)))
+built("weights_widened_by_data", lambda: widened(_assign), must="equal")
+built("weights_widened_by_set", lambda: widened(_set_memory), must="equal")
+built("a_model_cast_and_cast_back", lambda: Net().double().float(), must="equal")
 built("initialisation_by_apply", lambda: Net().apply(_normal), must="equal")
 built("skip_init", lambda: skipped())
 built("a_parameter_list", lambda: Listed(nn.ParameterList), must="equal")
@@ -534,6 +552,29 @@ def _assign_rows(weight: Tensor) -> None:
         weight[:, 1] = -0.5
 
 
+def widened(assign: Any) -> nn.Module:
+    """Weights that are staged by then get other shapes."""
+    model = Net()
+    torch.manual_seed(8)
+    block: Any = model.blocks[0]
+    for param, shape in (
+        (block.expand.weight, (3 * WIDTH, WIDTH)),
+        (block.expand.bias, (3 * WIDTH,)),
+        (block.contract.weight, (WIDTH, 3 * WIDTH)),
+    ):
+        assign(param, torch.randn(shape) * 0.1)
+    return model
+
+
+def _assign(param: nn.Parameter, value: Tensor) -> None:
+    param.data = value
+
+
+def _set_memory(param: nn.Parameter, value: Tensor) -> None:
+    with torch.no_grad():
+        param.set_(value)
+
+
 def _normal(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
         nn.init.normal_(module.weight, std=0.02)
@@ -602,9 +643,9 @@ def optimizer_groups_that_leave_a_parameter_out(world: Any) -> None:
     trains(world, model, parameters=groups)
 
 
-@cases
+@cases(settings=(EACH, GROUPED, DEFAULT))
 def a_parameter_in_two_optimizer_groups(world: Any) -> None:
-    """torch refuses it."""
+    """torch refuses it. (In bf16 the reference steps masters, two of one parameter.)"""
     model = Net()
     trains(world, model, parameters=[{"params": list(model.parameters())}, {"params": [model.head.weight]}])
 

@@ -108,6 +108,16 @@ def a_weight_is_changed_between_forward_and_backward(world: Any) -> None:
 
 
 @cases(writes=True)
+def a_weight_is_clamped_in_forward(world: Any) -> None:
+    def rule(net: Any, x: Tensor) -> Any:
+        with torch.no_grad():
+            net.a.weight.clamp_(-0.05, 0.05)
+        return net.a(x)
+
+    trains(world, Rule(rule))
+
+
+@cases(writes=True)
 def a_weight_is_normalised_between_steps(world: Any) -> None:
     """As StyleGAN and word2vec do."""
     model = Rule(lambda net, x: net.a(x))
@@ -129,6 +139,22 @@ def weights_are_clipped_between_steps(world: Any) -> None:
         engine.step()
         for param in model.parameters():
             param.data.clamp_(-0.1, 0.1)
+
+
+@cases(writes=True)
+def an_embedding_with_max_norm(world: Any) -> None:
+    """Its forward renormalises the weight in place."""
+
+    class Words(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words, self.net = nn.Embedding(11, WIDTH, max_norm=1.0), Net(1)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.net(self.words(x))
+
+    engine = world.initialize(Words())
+    world.train(engine, lambda step: square(engine(world.tokens(ROWS, below=11, seed=step))))
 
 
 def _noted(log: list[int]) -> Any:
@@ -203,6 +229,17 @@ def hooks_around_backward_only(world: Any) -> None:
         loss = square(engine(batch(world, step)))
         with saved_tensors_hooks(lambda t: t, lambda t: t):
             world.backward(engine, loss)
+        engine.step()
+
+
+@cases
+def packing_that_is_disabled(world: Any) -> None:
+    """``disable_saved_tensors_hooks``: nobody may have hooks here, the user says."""
+    engine = world.initialize(Net())
+    for step in range(2):
+        with torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            loss = square(engine(batch(world, step)))
+        world.backward(engine, loss)
         engine.step()
 
 

@@ -121,6 +121,29 @@ def values_of_a_state_dict_become_numpy(world: Any) -> None:
 
 
 @cases
+def torch_save_of_the_module(world: Any) -> None:
+    model = Net()
+    trains(world, model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    world.observe("weights", dict(loaded.state_dict()))
+
+
+@cases
+def torch_save_of_the_module_after_destroy(world: Any) -> None:
+    model = Net()
+    engine = trains(world, model)
+    world.retire(engine)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    world.observe("weights", dict(loaded.state_dict()))
+
+
+@cases
 def a_state_dict_after_destroy_is_read(world: Any) -> None:
     model = Net()
     engine = trains(world, model)

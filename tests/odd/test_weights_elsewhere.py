@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
@@ -41,6 +41,19 @@ class KeepsOnContext(torch.autograd.Function):
         return gradient @ ctx.weight, gradient.t() @ ctx.x
 
 
+class SavesForBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        (gradient,) = gradients
+        x, weight = ctx.saved_tensors
+        return gradient @ weight, gradient.t() @ x
+
+
 @cases(also=(POISON,))
 def a_custom_function_keeps_a_weight_on_ctx(world: Any) -> None:
     trains(world, Rule(lambda net, x: KeepsOnContext.apply(x, net.a.weight)))
@@ -49,6 +62,11 @@ def a_custom_function_keeps_a_weight_on_ctx(world: Any) -> None:
 @cases
 def a_custom_function_keeps_a_view_on_ctx(world: Any) -> None:
     trains(world, Rule(lambda net, x: KeepsOnContext.apply(x, net.a.weight.t())))
+
+
+@cases(must="equal")
+def a_custom_function_saves_a_weight(world: Any) -> None:
+    trains(world, Rule(lambda net, x: SavesForBackward.apply(x, net.a.weight)))
 
 
 @cases
@@ -92,6 +110,14 @@ def a_checkpointed_function_over_raw_weights(world: Any) -> None:
 def a_reentrant_checkpoint_over_raw_weights(world: Any) -> None:
     def rule(net: Any, x: Tensor) -> Any:
         return checkpoint(lambda h: F.linear(F.gelu(F.linear(h, net.a.weight)), net.b.weight), x, use_reentrant=True)
+
+    trains(world, Rule(rule))
+
+
+@cases
+def a_checkpointed_function_that_takes_the_weight(world: Any) -> None:
+    def rule(net: Any, x: Tensor) -> Any:
+        return checkpoint(F.linear, x, net.a.weight, use_reentrant=False)
 
     trains(world, Rule(rule))
 
@@ -201,6 +227,18 @@ def averaged_model_made_before_initialize(world: Any) -> None:
     model = Net().to(world.dtype)
     average = AveragedModel(model)
     engine = world.initialize(model)
+    for step in range(2):
+        world.backward(engine, square(engine(batch(world, step))))
+        engine.step()
+        average.update_parameters(model)
+    world.observe("average", {k: v.clone() for k, v in average.module.state_dict().items()})
+
+
+@cases
+def averaged_model_made_after_initialize(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model)
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9))
     for step in range(2):
         world.backward(engine, square(engine(batch(world, step))))
         engine.step()
@@ -578,6 +616,25 @@ def data_parallel_around_the_engines_module(world: Any) -> None:
 
 
 @cases
+def weights_as_another_subclass(world: Any) -> None:
+    model = Net(1)
+    trains(world, model, num_steps=1)
+    with torch.no_grad():
+        world.observe(
+            "weight", [model.head.weight.as_subclass(Tensor).sum(), model.head.weight.data.as_subclass(Tensor)]
+        )
+
+
+@cases
+def torch_jit_trace_of_the_module(world: Any) -> None:
+    model = Net(1)
+    trains(world, model, num_steps=1)
+    with torch.no_grad():
+        traced = torch.jit.trace(model, batch(world, 0), check_trace=False)
+        world.observe("traced", traced(batch(world, 1)))
+
+
+@cases
 def comparing_two_weights(world: Any) -> None:
     model = Net()
     trains(world, model, num_steps=1)
@@ -599,6 +656,15 @@ def operators_on_a_parameter(world: Any) -> None:
         world.observe("bool", bool((weight != 0).any()))
         world.observe("rows", len(weight))
         world.observe("iterated", [row.sum() for row in weight][:2])
+
+
+@cases(writes=True)
+def an_out_argument_that_is_a_parameter(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model)
+    with torch.no_grad():
+        torch.mul(model.head.weight, 0.5, out=model.head.weight)
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
 
 
 @cases

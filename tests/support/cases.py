@@ -35,7 +35,9 @@ class Case:
     settings: tuple[Setting, ...]
     must: Must
     about: str
+    by_torch: str
     writes: bool
+    slow: bool
 
     @property
     def summary(self) -> str:
@@ -60,7 +62,9 @@ class Cases:
         also: Sequence[Setting] = (),
         must: Must = "either",
         about: str = "",
+        by_torch: str = "",
         writes: bool = False,
+        slow: bool = False,
     ) -> Callable[[Script], Script]: ...
 
     def __call__(
@@ -71,7 +75,9 @@ class Cases:
         also: Sequence[Setting] = (),
         must: Must = "either",
         about: str = "",
+        by_torch: str = "",
         writes: bool = False,
+        slow: bool = False,
     ) -> Script | Callable[[Script], Script]:
         """Register a script.
 
@@ -79,14 +85,16 @@ class Cases:
             settings: under which it is judged; ``also`` are added to the usual ones.
             must: "equal" where a refusal would be a failure, too; "refused" where going on would be.
             about: what a refusal must say instead of naming a parameter or a module of the model.
+            by_torch: torch's own words, where it refuses before we could.
             writes: the script itself writes to weights, so a refusal need not find them as they were.
+            slow: `make test` leaves it out.
         """
 
         def register(function: Script) -> Script:
             name = function.__name__
             if name in self.by_name:
                 raise ValueError(f"two cases are called {name}")
-            self.by_name[name] = Case(name, function, (*settings, *also), must, about, writes)
+            self.by_name[name] = Case(name, function, (*settings, *also), must, about, by_torch, writes, slow)
             return function
 
         return register if script is None else register(script)
@@ -99,7 +107,8 @@ class Cases:
         parameters = []
         for case in self.by_name.values():
             first, others = case.settings[:SETTINGS_AT_ONCE], case.settings[SETTINGS_AT_ONCE:]
-            parameters.append(pytest.param(replace(case, settings=first), id=case.name))
+            marks = [pytest.mark.slow] if case.slow else []
+            parameters.append(pytest.param(replace(case, settings=first), id=case.name, marks=marks))
             if others:
                 slow = replace(case, settings=others)
                 parameters.append(pytest.param(slow, id=f"{case.name}-more", marks=pytest.mark.slow))

@@ -22,7 +22,7 @@ from tests.support.judge import Verdict, judge
 from tests.support.world import Setting
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-CASE_TIMEOUT_S = 60.0
+CASE_TIMEOUT_S = 120.0
 
 
 class Judges:
@@ -77,7 +77,9 @@ def judged_in_child(module: str, case: Case, setting: Setting) -> Verdict:
     """Fork, judge in the child, and wait for its verdict with a deadline."""
 
     def work(say: Say) -> None:
-        verdict = judge(case.script, setting, name=case.name, about=case.about, writes=case.writes)
+        verdict = judge(
+            case.script, setting, name=case.name, about=case.about, by_torch=case.by_torch, writes=case.writes
+        )
         say(json.dumps(verdict.as_json()))
 
     child = Child(work)

@@ -60,11 +60,20 @@ class Run:
     error: BaseException | None = None
 
 
-def judge(script: Script, setting: Setting, *, name: str = "", about: str = "", writes: bool = False) -> Verdict:
+def judge(
+    script: Script,
+    setting: Setting,
+    *,
+    name: str = "",
+    about: str = "",
+    by_torch: str = "",
+    writes: bool = False,
+) -> Verdict:
     """Run ``script`` in both worlds.
 
     Args:
         about: a pattern that a refusal must match instead of naming a parameter or a module.
+        by_torch: torch's own words, where it refuses what ours are before we could.
         writes: the script itself writes to weights, so after a refusal they only must be finite.
     """
     plain = _run(script, PlainWorld(setting))
@@ -72,7 +81,7 @@ def judge(script: Script, setting: Setting, *, name: str = "", about: str = "", 
         return Verdict(script=name, setting=str(setting), outcome="failed", message=f"the reference: {broken}")
     with _environment(setting), InfinityWorld.opened(setting) as world:
         run = _run(script, world)
-        outcome, message = _compare(plain, run, about, writes=writes)
+        outcome, message = _compare(plain, run, about, by_torch, writes=writes)
         error_type = "" if run.error is None else type(run.error).__name__
     return Verdict(script=name, setting=str(setting), outcome=outcome, message=message, error_type=error_type)
 
@@ -110,9 +119,11 @@ def _run(script: Script, world: World) -> Run:
     return Run(world)
 
 
-def _compare(plain: Run, run: Run, about: str, *, writes: bool) -> tuple[str, str]:
+def _compare(plain: Run, run: Run, about: str, by_torch: str, *, writes: bool) -> tuple[str, str]:
     if run.error is not None:
         refusal = _refusal_in(run.error)
+        if by_torch and by_torch in str(run.error):
+            refusal, about = run.error, by_torch
         if plain.error is not None and (refusal is not None or type(run.error) is type(plain.error)):
             return "equal", f"both: {type(plain.error).__name__}: {plain.error}"
         if refusal is None:

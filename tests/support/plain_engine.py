@@ -129,11 +129,10 @@ class PlainEngine(nn.Module):
         return None if self._grad_norm is None or math.isnan(self._grad_norm) else self._grad_norm
 
     def full_state_dict(self) -> dict[str, Any]:
-        """As the engine's: a copy of every entry of ``state_dict``."""
-        return {
-            name: value.detach().clone() if isinstance(value, Tensor) else value
-            for name, value in self.module.state_dict().items()
-        }
+        """As the engine's: a copy of every entry of ``state_dict``, one of what stands there under several names."""
+        entries = self.module.state_dict(keep_vars=True)
+        copies = {id(value): value.detach().clone() for value in entries.values() if isinstance(value, Tensor)}
+        return {name: copies.get(id(value), value) for name, value in entries.items()}
 
     def destroy(self) -> None:
         """Nothing to give back."""
