@@ -21,6 +21,11 @@ DEMAND_SETS_WANTED: Final = 32
 """Enough frame sets that reads, updates and writes overlap, and that residency is fine-grained."""
 CHUNKS_WANTED: Final = 128
 """A group's last chunk fills its frames only partly; with this many chunks the waste stays at a few per cent."""
+LEASE_NUMEL: Final = 1 << 18
+"""A lease costs as much as the work on so many elements: of a small model fewer, larger chunks are made, ..."""
+WASTE_MAX: Final = 1 / 16
+"""... as long as no more than this share of their frames is empty."""
+UNLIMITED_BYTES: Final = 1 << 62
 AUTO_STREAMED_BYTES_MAX: Final = 2 << 30
 """Without a stated budget, the arena takes what is pinned plus at most this much for streaming."""
 
@@ -74,13 +79,16 @@ def plan_memory(
         BudgetError: with the smallest ``budget_bytes`` that works.
     """
     largest_group = align_up(max(shape.group_shard_numels, default=NORM_BLOCK), NORM_BLOCK)
-    balanced = sum(shape.group_shard_numels) // CHUNKS_WANTED
-    chunk_numel = max(NORM_BLOCK, min(chunk_numel_max, largest_group, balanced) // NORM_BLOCK * NORM_BLOCK)
+    wanted = min(chunk_numel_max, largest_group, sum(shape.group_shard_numels) // CHUNKS_WANTED)
+    chunk_numel = max(NORM_BLOCK, wanted // NORM_BLOCK * NORM_BLOCK)
+    while 2 * chunk_numel <= min(chunk_numel_max, LEASE_NUMEL) and _waste(shape, 2 * chunk_numel) <= WASTE_MAX:
+        chunk_numel *= 2
     candidates: list[MemoryPlan] = []
     while True:
         candidate = _plan_for_chunk(shape, chunk_numel, budget_bytes, local_world_size)
         streamed_frames = candidate.num_frames - candidate.pinned_frames
-        if streamed_frames >= DEMAND_SETS_WANTED * candidate.demand_frames:
+        holds_all = candidate.num_frames == _plan_for_chunk(shape, chunk_numel, UNLIMITED_BYTES, 1).num_frames
+        if holds_all or streamed_frames >= DEMAND_SETS_WANTED * candidate.demand_frames:
             return candidate
         if streamed_frames >= DEMAND_SETS_MIN * candidate.demand_frames:
             candidates.append(candidate)
@@ -136,6 +144,13 @@ def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | Non
         swap_bytes=swap_bytes,
         chunks_max=max(num_chunks, 1),
     )
+
+
+def _waste(shape: StateShape, chunk_numel: int) -> float:
+    """The share of the frames that last chunks leave empty."""
+    numel = sum(shape.group_shard_numels)
+    filled = sum(-(-shard_numel // chunk_numel) * chunk_numel for shard_numel in shape.group_shard_numels)
+    return 1 - numel / filled if filled else 0.0
 
 
 def _chunk_sizes(shard_numel: int, chunk_numel: int) -> list[tuple[int, int]]:

@@ -88,3 +88,14 @@ def test_a_chunk_never_exceeds_the_sub_group() -> None:
         shape([1 << 26], BF16), budget_bytes=1 << 32, chunk_numel_max=40_000, local_world_size=1, budget_key="k"
     )
     assert made.chunk_numel == 2 * NORM_BLOCK
+
+
+def test_a_small_model_has_few_chunks_unless_they_would_stay_empty() -> None:
+    """A lease costs what it costs, however little it holds."""
+    few = plan(shape([1_250_000], BF16), 1 << 30)
+    assert few.chunk_numel > 8 * NORM_BLOCK
+    assert few.num_frames * few.frame_bytes < 1.5 * 16 * 1_250_000, "with two sets of frames to work in"
+    many = plan(shape([17_000] * 60, BF16), 1 << 30)
+    assert many.chunk_numel == NORM_BLOCK, "two blocks in a chunk would leave half of it empty"
+    tight = plan(shape([1_250_000], BF16), 4 << 20)
+    assert tight.chunk_numel < few.chunk_numel, "the budget decides first"
