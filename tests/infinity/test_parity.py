@@ -19,15 +19,24 @@ CELLS = sorted({*selection("pairwise"), *selection("short")})
 
 
 @pytest.fixture(scope="module")
-def verdicts(tmp_path_factory: pytest.TempPathFactory) -> dict[Cell, Verdict]:
-    """Every cell's verdict: one launch of processes for each world size."""
-    found = {}
-    for num_ranks in (1, 2):
-        directory = tmp_path_factory.mktemp(f"ranks{num_ranks}")
-        cells = [cell for cell in CELLS if cell.num_ranks == num_ranks]
-        for verdict in launch(cells, num_steps=NUM_STEPS, num_ranks=num_ranks, directory=directory):
-            found[verdict.cell] = verdict
-    return found
+def verdicts(tmp_path_factory: pytest.TempPathFactory) -> Verdicts:
+    return Verdicts(tmp_path_factory)
+
+
+class Verdicts:
+    """Every cell's verdict: one launch of processes for each world size, when its first cell is asked for."""
+
+    def __init__(self, directories: pytest.TempPathFactory) -> None:
+        self._directories = directories
+        self._found: dict[Cell, Verdict] = {}
+
+    def __getitem__(self, cell: Cell) -> Verdict:
+        if cell not in self._found:
+            directory = self._directories.mktemp(f"ranks{cell.num_ranks}")
+            cells = [other for other in CELLS if other.num_ranks == cell.num_ranks]
+            for verdict in launch(cells, num_steps=NUM_STEPS, num_ranks=cell.num_ranks, directory=directory):
+                self._found[verdict.cell] = verdict
+        return self._found[cell]
 
 
 def test_pairwise_selection_covers_every_pair_of_the_full_matrix() -> None:
@@ -39,7 +48,7 @@ def test_pairwise_selection_covers_every_pair_of_the_full_matrix() -> None:
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=str)
-def test_cell(cell: Cell, verdicts: dict[Cell, Verdict]) -> None:
+def test_cell(cell: Cell, verdicts: Verdicts) -> None:
     verdict = verdicts[cell]
     assert not verdict.failure, verdict.failure
     assert verdict.num_steps == NUM_STEPS
