@@ -127,6 +127,16 @@ def test_a_gradient_that_no_backward_gave_is_noted_until_the_step_ends() -> None
     assert not own.reducer.holds(3)
 
 
+def test_a_step_has_gradients_from_the_first_one_to_its_end() -> None:
+    own = OneRank()
+    found = [own.reducer.has_any]
+    own.give(2, 1.0)
+    own.reducer.finish()
+    found.append(own.reducer.has_any)
+    own.reducer.clear()
+    assert [*found, own.reducer.has_any] == [False, True, False]
+
+
 def on_two(work: Callable[[OneRank], Any]) -> list[OneRank]:
     def run(collectives: ThreadedCollectives) -> OneRank:
         own = OneRank(collectives)
