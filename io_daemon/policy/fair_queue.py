@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Final, Generic, Protocol, TypeVar
 
@@ -11,6 +12,8 @@ SHARES: Final = 32
 two blocks of a depth of 32. Half of the window may be writes."""
 LINGER: Final = 4
 """Maxima in flight that are started before a tenant is taken to be at work, or to read on demand, no more."""
+ENOUGH: Final = 0.75
+"""A tenant that has had this part of an equal share lately does not come off badly."""
 
 _DEMAND_READ, _DEMAND_WRITE, _PREFETCH, _WRITE_BEHIND = range(4)
 _URGENT: Final = (_DEMAND_READ, _DEMAND_WRITE, _PREFETCH)
@@ -52,10 +55,11 @@ class FairQueue(Generic[Request]):
     request.
 
     **How much is in flight.** At most ``in_flight_bytes_max`` are started and not completed. While somebody reads on
-    demand and others are at work, much less, since that rank stands still and its read waits for all that is in
-    flight: one part in SHARES for each tenant at work, of which half may be writes. Within so small a window it is
-    the turns that decide who has how much of the drive. "While" is counted in bytes, as there is no clock here: until
-    LINGER maxima have been started since. One request is always allowed, however large.
+    demand, others are at work and it has had less than ENOUGH of an equal share, much less, since that rank stands
+    still and its read waits for all that is in flight: one part in SHARES for each tenant at work, of which half may be
+    writes. Within so small a window it is the turns that decide who has how much of the drive. Tenants that ask for as
+    much as each other have their shares without it, and the drive its depth. "While" and "lately" are counted in bytes,
+    as there is no clock here: LINGER maxima started since. One request is always allowed, however large.
 
     ``push`` what the schedulers return; ``pop`` until None and start it; ``complete`` when it has ended, then ``pop``
     again.
@@ -77,7 +81,10 @@ class FairQueue(Generic[Request]):
         """In all: the time of this place."""
         self._last_push: dict[int, int] = {}
         """The time at which each tenant last asked for anything."""
-        self._last_demand_read: int | None = None
+        self._last_demand_read: dict[int, int] = {}
+        """The time at which each tenant last asked for a read that it waits for."""
+        self._paces: dict[int, tuple[float, int]] = {}
+        """Bytes started for each tenant lately (what is LINGER maxima old counts a third), and when that was so."""
 
     def __len__(self) -> int:
         """Requests that wait."""
@@ -90,7 +97,7 @@ class FairQueue(Generic[Request]):
             self._turns.append(tenant)
         self._last_push[tenant] = self._started_bytes
         if request.demand and not request.write:
-            self._last_demand_read = self._started_bytes
+            self._last_demand_read[tenant] = self._started_bytes
         lane = (_DEMAND_WRITE if request.write else _DEMAND_READ) if request.demand else (
             _WRITE_BEHIND if request.write else _PREFETCH)  # fmt: skip
         backlog.lanes[lane].append(request)
@@ -136,7 +143,8 @@ class FairQueue(Generic[Request]):
 
     def remove(self, tenant: int) -> list[Request]:
         """Forget a tenant that has left: what of it had not been started."""
-        self._last_push.pop(tenant, None)
+        for of_tenant in self._last_push, self._last_demand_read, self._paces:
+            of_tenant.pop(tenant, None)
         backlog = self._backlogs.pop(tenant, None)
         if backlog is None:
             return []
@@ -151,6 +159,7 @@ class FairQueue(Generic[Request]):
             del self._backlogs[tenant]
             self._turns.remove(tenant)
         self._num_waiting -= 1
+        self._paces[tenant] = (self._pace(tenant) + request.num_bytes, self._started_bytes)
         self._started_bytes += request.num_bytes
         self.in_flight_bytes += request.num_bytes
         if request.write:
@@ -173,9 +182,16 @@ class FairQueue(Generic[Request]):
     def _window_bytes(self) -> int:
         """So many bytes may be in flight now."""
         since = self._started_bytes - LINGER * self.in_flight_bytes_max
-        if self._last_demand_read is None or self._last_demand_read < since:
+        at_work = [tenant for tenant, at in self._last_push.items() if at >= since]
+        standing = [tenant for tenant in at_work if self._last_demand_read.get(tenant, since - 1) >= since]
+        if len(at_work) < 2 or not standing:
             return self.in_flight_bytes_max
-        num_at_work = sum(at >= since for at in self._last_push.values())
-        if num_at_work < 2:
+        enough = ENOUGH * sum(map(self._pace, at_work)) / len(at_work)
+        if min(map(self._pace, standing)) > enough:
             return self.in_flight_bytes_max
-        return min(self.in_flight_bytes_max, num_at_work * self.in_flight_bytes_max // SHARES)
+        return min(self.in_flight_bytes_max, len(at_work) * self.in_flight_bytes_max // SHARES)
+
+    def _pace(self, tenant: int) -> float:
+        """Bytes started for the tenant lately."""
+        num_bytes, at = self._paces.get(tenant, (0.0, 0))
+        return num_bytes * math.exp((at - self._started_bytes) / (LINGER * self.in_flight_bytes_max))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import deque
 
 import hypothesis.strategies as st
 import pytest
@@ -229,6 +230,35 @@ def test_the_window_is_whole_while_nobody_reads_on_demand(demand: bool, write: b
         queue.push(io_id % 2, io(io_id, QUANTUM, write=write, demand=demand))
     assert len(in_flight_of(queue, 0)) == 32
     assert queue.in_flight_bytes == 64 * QUANTUM
+
+
+def depths(num_each: tuple[int, int]) -> list[int]:
+    """Bytes in flight, in quanta, as a queue goes on in which each tenant always has so many reads on demand."""
+    queue: FairQueue[StartIo] = FairQueue(64 * QUANTUM, quantum_bytes=QUANTUM)
+    started: deque[tuple[int, StartIo]] = deque()
+    found: list[int] = []
+    waiting = [0, 0]
+    for io_id in range(2000):
+        for tenant in (0, 1):
+            while waiting[tenant] < num_each[tenant]:
+                queue.push(tenant, io(io_id, QUANTUM, demand=True))
+                waiting[tenant] += 1
+        while (each := queue.pop()) is not None:
+            started.append(each)
+        found.append(queue.in_flight_bytes // QUANTUM)
+        tenant, ended = started.popleft()
+        waiting[tenant] -= 1
+        queue.complete(ended)
+    return found
+
+
+def test_tenants_that_ask_for_as_much_as_each_other_have_the_drives_depth() -> None:
+    """Two ranks of a job that both read on demand: each has its share of the turns, so nothing need be held back."""
+    assert min(depths((64, 64))[100:]) == 64
+
+
+def test_a_tenant_that_has_less_than_its_share_is_not_held_up_by_the_others_depth() -> None:
+    assert max(depths((64, 1))[100:]) <= 2 * 64 // SHARES
 
 
 def test_a_tenant_alone_has_the_whole_queue() -> None:
