@@ -72,7 +72,7 @@ class SavedTensors:
     def around_call(self) -> AbstractContextManager[None]:
         """Hooks for a call of a module from outside, or for one operation."""
         top = _top()
-        if top is not None and isinstance(top[0], _Pack):
+        if top is not None and isinstance(top[0], (_Pack, _PackForUser)):
             return nullcontext()
         if top is None or not _counts_what_it_sees(top[0]):
             return saved_tensors_hooks(_Pack(self, top), self._unpacker(top))

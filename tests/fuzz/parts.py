@@ -371,6 +371,86 @@ class Keeps(Part):
         return y
 
 
+class Counting(Part):
+    """Buffers that forward changes: one in place, one by another tensor."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("mean", torch.zeros(WIDTH))
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.mix(x)
+        if self.training:
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(y.detach().mean(0).to(self.mean.dtype), alpha=0.1)
+            self.calls = self.calls + 1
+        return y - self.mean.to(y.dtype)
+
+
+class Narrow(Part):
+    """Switches autocast on itself."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = self.part(x)
+        return y.to(x.dtype)
+
+
+class Overwriting(Part):
+    """Changes what it gave its part, in place, once that has read it."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part = part
+
+    def forward(self, x: Tensor) -> Any:
+        given = x * 1.5
+        y = self.part(torch.sin(given))
+        return y + given.mul_(0.5)
+
+
+class Noisy(Part):
+    """Draws random numbers before and after its part, which may draw some again when it is recomputed."""
+
+    def __init__(self, part: Part, rate: float = 0.3) -> None:
+        super().__init__()
+        self.part, self.rate = part, rate
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.part(F.dropout(x, self.rate, self.training))
+        return y + 0.1 * torch.rand_like(y)
+
+
+class Structured(Part):
+    """Its inner module takes keywords and gives a dict of tuples."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.inner = _InDict(part)
+
+    def forward(self, x: Tensor) -> Any:
+        found = self.inner(hidden=x, scale=2.0)
+        return found["pair"][0] + found["pair"][1] * found["scale"]
+
+
+class _InDict(nn.Module):
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part, self.gain = part, nn.Parameter(torch.full((WIDTH,), 0.5))
+
+    def forward(self, *, hidden: Tensor, scale: float) -> Any:
+        return {"pair": (self.part(hidden), hidden * self.gain), "scale": scale}
+
+
 class Scored(NamedTuple):
     hidden: Tensor
     penalty: Tensor
@@ -426,6 +506,13 @@ def loss_of(output: Any) -> Tensor:
         output = list(output)
     leaves = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if isinstance(leaf, Tensor)]
     return torch.stack([leaf.float().square().mean() for leaf in leaves]).sum()
+
+
+def input_gradient(loss: Tensor, engine: Any, x: Tensor) -> Tensor:
+    """For a penalty: the gradient of another forward's output with respect to its input, with its graph."""
+    given = x.detach().clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(loss_of(engine(given)), given, create_graph=True, allow_unused=True)
+    return loss.detach() * 0 if gradient is None else gradient
 
 
 def nth(model: nn.Module, number: int) -> nn.Parameter:

@@ -20,14 +20,15 @@ LEAVES = (
     "Linear()", "Linear()", "Linear(bias=False)", "Wide()", "Wide(7)", "Wide(dropout=0.2)", "Norm()", "Norm('batch')",
     "Raw()", "Scale()", "Sliced()", "TwoWays()", "Strided()", "LowRank()", "LowRank(merged=True)", "Listed()",
     "Recurrent()", "Recurrent('GRU')", "Attention()", "Normed()", "Normed('old_weight')", "Normed('spectral')",
-    "OnContext()", "Hooked()",
+    "OnContext()", "Hooked()", "Counting()",
 )  # fmt: skip
 WRAPPERS = (
     "Residual({})", "Residual({}, in_place=True)", "Twice({})", "Checkpointed({})", "Checkpointed({})",
     "Checkpointed({}, use_reentrant=True)", "Borrowing({})", "Borrowing({}, calls=False)", "Branches({}, {})",
     "Branches({}, {}, detached=True)", "WithoutGradient({})", "Routed({}, {})", "Routed({}, {}, {})",
     "Alternating({}, {})", "OnCpu({})", "InThread({})", "Keeps({})", "Chain({}, {})", "Chain({}, {}, {})",
-    "Sequence({}, {})", "Sequence({}, {}, {})",
+    "Sequence({}, {})", "Sequence({}, {}, {})", "Narrow({})", "Overwriting({})", "Noisy({})", "Structured({})",
+    "Checkpointed(Noisy({}))",
 )  # fmt: skip
 OUTPUTS = ("tensor", "tensor", "tensor", "dict", "named", "dataclass", "weight", "generator", "closure")
 
@@ -59,6 +60,7 @@ AFTER_FORWARD = (
     "loss = loss + 1e-3 * sum(p.float().square().sum() for p in model.parameters())",
     "world.observe('norm', [p.detach().float().norm() for p in model.parameters()])",
     "with torch.no_grad(): world.observe('evaluated', loss_of(engine(x)))",
+    "loss = loss + 1e-2 * input_gradient(loss, engine, x).square().sum()",
     "with torch.no_grad(): world.observe('module', engine.module(x) if False else loss_of(engine.module(x)))",
 )
 AFTER_STEP = (

@@ -282,3 +282,22 @@ def test_hooks_may_be_switched_off() -> None:
     assert saved_tensors.hooks_are_allowed()
     with torch.autograd.graph.disable_saved_tensors_hooks("off"):
         assert not saved_tensors.hooks_are_allowed()
+
+
+def test_inside_the_users_hooks_an_operation_of_its_own_shows_them_every_tensor() -> None:
+    """Checkpointing counts what it sees, and a weight that was borrowed for one operation may be held in the other."""
+    fixture = Fixture()
+    x = torch.ones(2, 4, requires_grad=True)
+    seen: list[torch.Size] = []
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor.shape)
+        return tensor
+
+    with (
+        torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed),
+        fixture.saved.beside_user_hooks(),
+        fixture.saved.around_call(),
+    ):
+        x @ fixture.param.t()
+    assert sorted(seen) == [torch.Size([2, 4]), torch.Size([4, 3])]
