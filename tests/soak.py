@@ -202,10 +202,12 @@ def by_minute(samples: Sequence[Sample]) -> list[dict[str, float]]:
 
 
 def flatness(minutes: Sequence[dict[str, float]]) -> dict[str, float]:
-    """The last whole minute over the second one; empty for a run too short to say."""
+    """The last whole minute over the second one, or the first after it that has samples; empty for a run too short to
+    say."""
     if len(minutes) < MINUTES_TO_JUDGE:
         return {}
-    return {name: round(minutes[-1][name] / minutes[1][name], 4) for name in ("own_mib", "rss_mib", "fds")}
+    second = next(each for each in minutes if each["minute"] >= 2)
+    return {name: round(minutes[-1][name] / second[name], 4) for name in ("own_mib", "rss_mib", "fds")}
 
 
 def status_of(daemon: ServedDaemon) -> DaemonStatus:
