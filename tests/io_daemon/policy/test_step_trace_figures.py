@@ -40,14 +40,14 @@ def test_an_object_takes_whole_frames(trace: StepTrace) -> None:
     assert (other.pinned_frames, other.total_frames) == (0, 27)
 
 
-def test_the_update_begins_with_the_first_lease_that_reads_moments(trace: StepTrace) -> None:
+def test_the_update_begins_with_the_first_lease_that_writes_weights(trace: StepTrace) -> None:
     first = trace.first_update_event
     assert trace.events.ops[first] == "a"
     lease = trace.events.lease[first]
     assert lease == 3 * NUM_CHUNKS, "after forward, and weight and gradient in backward"
     values = json.loads(trace.model_dump_json())
-    for column in ("read", "write"):
-        values["leases"][column] = [mask & 0b111 or 0b1 for mask in values["leases"][column]]
+    values["leases"]["write"] = [mask & ~0b1 for mask in values["leases"]["write"]]
+    values["leases"]["dirty"] = [mask & ~0b1 for mask in values["leases"]["dirty"]]
     without = StepTrace.model_validate(values)
     assert without.first_update_event == len(without.events.ops)
 
