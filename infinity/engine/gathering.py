@@ -11,7 +11,7 @@ from infinity.engine.state_io import StateIO
 from infinity.errors import DaemonLostError, WorldError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.live_set import LiveSet
-from infinity.weights.param import ShardedParam
+from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.param_group import ParamGroup
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.protocol import ObjectKind
@@ -32,10 +32,11 @@ class Gathering:
         lock: AbstractContextManager[object],
         refuse_write: Callable[[ShardedParam], None],
         refuse_views: Callable[[ShardedParam], None],
+        refuse_unseen: Callable[[ShardedParam], None],
     ) -> None:
         self._sharded, self._io, self._collectives = sharded, io, collectives
         self._live_set, self._group_of, self._lock = live_set, group_of, lock
-        self._refuse_write, self._refuse_views = refuse_write, refuse_views
+        self._refuse_write, self._refuse_views, self._refuse_unseen = refuse_write, refuse_views, refuse_unseen
         self._num_writable: dict[int, int] = {}
         """Parameter index -> how many of the contexts that it is gathered in keep what is written."""
 
@@ -71,9 +72,11 @@ class Gathering:
                 if modifier_rank is not None and whole_world:
                     self._keep(params, modifier_rank)
             finally:
-                changed = self._end(params, groups, writable=modifier_rank is not None)
-        if changed is not None:
-            self._refuse_write(changed)
+                changed, unseen = self._end(params, groups, writable=modifier_rank is not None)
+        for param in changed:
+            self._refuse_write(param)
+        for param in unseen:
+            self._refuse_unseen(param)
 
     def refresh(self, param: ShardedParam) -> None:
         """The store has new weights of the parameter: those that are on the device follow. Collective."""
@@ -81,7 +84,7 @@ class Gathering:
             return
         values = self._io.read(param, ObjectKind.WEIGHT)
         with torch.no_grad():
-            param.allocate().copy_(_flat(values, param))
+            param.allocate().copy_(flattened(values, param.order))
         param.count_update()
 
     def begin_write(self, param: ShardedParam) -> None:
@@ -99,7 +102,7 @@ class Gathering:
         if data.shape != param.shape:
             raise ValueError(f"{param.name}: its shape stays {tuple(param.shape)}, {tuple(data.shape)} was given")
         with torch.no_grad():
-            param.allocate().copy_(_flat(data, param))
+            param.allocate().copy_(flattened(data, param.order))
 
     def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:
         changed = torch.tensor([param.is_changed for param in params], dtype=torch.uint8)
@@ -120,14 +123,15 @@ class Gathering:
 
     def _end(
         self, params: Sequence[ShardedParam], groups: Sequence[ParamGroup], *, writable: bool
-    ) -> ShardedParam | None:
-        """A parameter that was changed where that is not kept."""
+    ) -> tuple[list[ShardedParam], list[ShardedParam]]:
+        """The parameters that were changed where that is not kept, and those that autograd keeps where no hook is."""
         for param in params if writable else ():
             self._num_writable[param.index] -= 1
             if not self._num_writable[param.index]:
                 del self._num_writable[param.index]
         with self._lock:
             changed = [param for param in params if param.is_changed and not self.keeps_writes(param)]
+            unseen = [p for p in params if not self._group_of[p.index].persistent and p.is_kept_unseen()]
             for param in params:
                 param.hide()
             for group in groups:
@@ -135,8 +139,4 @@ class Gathering:
                 self._live_set.linger(group)
             for param in changed:
                 self._live_set.forget(self._group_of[param.index])
-        return changed[0] if changed else None
-
-
-def _flat(values: torch.Tensor, param: ShardedParam) -> torch.Tensor:
-    return values.permute(param.order).reshape(-1)
+        return changed, unseen

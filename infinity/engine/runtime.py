@@ -77,6 +77,7 @@ class Runtime(owners.Owner):
             lock=self._lock,
             refuse_write=lambda param: owners.refuse_write(self, param.param),
             refuse_views=self._refuse_views,
+            refuse_unseen=self._refuse_unseen,
         )
         self.states = StateAccess(
             sharded,
@@ -183,11 +184,14 @@ class Runtime(owners.Owner):
         if changed:
             owners.refuse_write(self, changed[0].param)
         if unseen and self._streams:
-            self.refuse(
-                unseen[0].param,
-                "was saved for backward where its engine does not see it, in another thread or with hooks switched off",
-                "use it in the thread that calls the engine, or call a module that owns it there",
-            )
+            self._refuse_unseen(unseen[0])
+
+    def _refuse_unseen(self, param: ShardedParam) -> NoReturn:
+        self.refuse(
+            param.param,
+            "was saved for backward where its engine does not see it, in another thread or with hooks switched off",
+            "use it in the thread that calls the engine, or call a module that owns it there",
+        )
 
     def hooks(self, *, outermost: bool) -> AbstractContextManager[None]:
         if not self._streams or not torch.is_grad_enabled() or not hooks_are_allowed():
@@ -196,39 +200,17 @@ class Runtime(owners.Owner):
 
     # Uses of single parameters: the ``Owner``
 
+    def borrow(self, params: Sequence[nn.Parameter]) -> AbstractContextManager[None]:
+        return self.gathered(params, None)
+
     @contextmanager
-    def borrow(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
+    def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
         self._refuse_use_after_end(params[0])
         lent = [self._param_of[id(param)] for param in params]
         self._cast_once.use(lent)
-        groups = list({id(group): group for group in (self._group_of[param.index] for param in lent)}.values())
-        with self._lock:
-            for group in groups:
-                self.live_set.use(group, in_pass=self._phases.in_training_pass or self._num_calls > 0)
-                group.num_holds += 1
-            for param in lent:
-                param.show()
-        try:
-            with self.hooks(outermost=True):
-                yield
-        finally:
-            with self._lock:
-                changed = [param for param in lent if not param.hide()]
-                for group in groups:
-                    group.num_holds -= 1
-                    self.live_set.linger(group)
-                for param in changed:
-                    self.live_set.forget(self._group_of[param.index])
-        if changed:
-            owners.refuse_write(self, changed[0].param)
-
-    def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> AbstractContextManager[None]:
-        self._refuse_use_after_end(params[0])
-        return self._gathering.gathered(
-            [self._param_of[id(param)] for param in params],
-            in_pass=self._phases.in_training_pass or self._num_calls > 0,
-            modifier_rank=modifier_rank,
-        )
+        in_pass = self._phases.in_training_pass or self._num_calls > 0
+        with self._gathering.gathered(lent, in_pass=in_pass, modifier_rank=modifier_rank), self.hooks(outermost=True):
+            yield
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         self.refuse_over("ds_tensor")

@@ -139,13 +139,18 @@ def test_staged_parameters_have_them_too(tmp_path: Path) -> None:
     assert not hasattr(nn.Linear(1, 1).weight, "ds_numel")
 
 
-def test_a_loss_of_gathered_weights_gives_their_gradients(engine: Engine) -> None:
+@pytest.mark.parametrize("inside", [True, False], ids=["backward inside", "backward after it"])
+def test_a_loss_of_gathered_weights_gives_their_gradients(engine: Engine, inside: bool) -> None:
     plain = build()
     (batch,) = batches_of(0, world_size=1, bf16=False)
     (loss_of(plain, batch) + plain.get_parameter("4.weight").square().sum()).backward()  # type: ignore[no-untyped-call]
     weight = engine.module.get_parameter("4.weight")
     with GatheredParameters(weight):
-        engine.backward(loss_of(engine, batch) + weight.square().sum())
+        loss = loss_of(engine, batch) + weight.square().sum()
+        if inside:
+            engine.backward(loss)
+    if not inside:
+        engine.backward(loss)
     expected = plain.get_parameter("4.weight").grad
     found = utils.safe_get_full_grad(weight)
     assert found is not None
