@@ -20,7 +20,6 @@ from infinity.config import Config, parse_config, read_environment
 from infinity.engine import Engine
 from infinity.engine.build import build_engine
 from infinity.errors import ConfigError
-from infinity.loader import make_loader
 from infinity.observe.breakdowns import Memory, WallClock
 from infinity.observe.comms import CommsLog
 from infinity.observe.flops import FlopsOfAStep
@@ -122,7 +121,7 @@ def initialize(
             area.close_store()
         return_freed()
         engine.lr_scheduler = schedule
-        loader = _loader(parsed, training_data, collate_fn, collectives)
+        loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler
 
@@ -185,24 +184,6 @@ def _check_same_model(layout: Layout, collectives: Collectives) -> None:
 def _staging_areas(model: nn.Module) -> list[StagingArea]:
     staged = (staged_param(param) for param in model.parameters())
     return list(dict.fromkeys(s.area for s in staged if s is not None))
-
-
-def _loader(
-    config: Config,
-    data: Dataset[Any] | None,
-    collate_fn: Callable[[list[Any]], Any] | None,
-    collectives: Collectives,
-) -> DataLoader[Any] | None:
-    if data is None:
-        return None
-    return make_loader(
-        data,
-        batch_size=config.train_micro_batch_size_per_gpu,
-        shuffle=True,
-        drop_last=config.dataloader_drop_last,
-        collectives=collectives,
-        collate_fn=collate_fn,
-    )
 
 
 def _observers(config: Config, model: nn.Module, device: torch.device, collectives: Collectives) -> Observers:

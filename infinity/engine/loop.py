@@ -19,7 +19,6 @@ from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.errors import DaemonLostError, EngineStateError, WeightsError
 from infinity.observe.observer import Observers, StepFacts
-from infinity.plan.stage import StagePolicy
 from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
@@ -60,7 +59,6 @@ class TrainingLoop:
         self._num_without_reduction = 0
         self.was_step_applied = False
         """Whether the last call of ``step`` has changed the weights."""
-        self.policy = StagePolicy.of(config.zero_optimization, runtime.collectives.world_size)
         self.boundary: bool | None = None
         """What the user says the next ``step`` is; None: the number of micro-batches decides."""
         self._observers = observers

@@ -20,6 +20,7 @@ from infinity.engine.phases import Phases
 from infinity.engine.state_access import StateAccess
 from infinity.engine.state_io import StateIO
 from infinity.errors import EngineStateError, WeightsError
+from infinity.plan.stage import StagePolicy
 from infinity.states import ShardedState, StepPhase
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
@@ -55,7 +56,8 @@ class Runtime(owners.Owner):
         self._param_of = {id(param.param): param for param in sharded.params}
         self._group_of = {param.index: group for group in sharded.groups for param in group.params}
         zero = config.zero_optimization
-        self.shards_weights = zero.stage >= 3
+        self.policy = StagePolicy.of(zero, collectives.world_size)
+        self.shards_weights = self.policy.shards_weights
         self.live_set = LiveSet(
             sharded.groups,
             live_numel_max=zero.stage3_max_live_parameters,
@@ -224,7 +226,7 @@ class Runtime(owners.Owner):
 
     def _refuse_use_after_end(self, param: nn.Parameter) -> None:
         if self._phases.is_over:
-            self.refuse(param, "is used after its engine ended", "export engine.full_state_dict() before destroy()")
+            owners.refuse_ended(self, param)
 
     def refuse_over(self, call: str) -> None:
         """Raises EngineStateError if the weights are gone."""

@@ -30,15 +30,12 @@ class StateIO:
             for segment in chunk.segments:
                 self._segments[segment.param].append((chunk_id, segment))
         self._placements = {p.param: p for placement in sharded.layout.placements for p in placement.params}
-        self._dtypes = {
-            p.param: sharded.precision.dtypes(trainable=placement.trainable)
-            for placement in sharded.layout.placements
-            for p in placement.params
-        }
+        kinds = {trainable: frozenset(sharded.precision.dtypes(trainable=trainable)) for trainable in (True, False)}
+        self._kinds = {p.param: kinds[group.trainable] for group in sharded.layout.placements for p in group.params}
 
     def has(self, param: ShardedParam, kind: int) -> bool:
         """Whether the parameter has state of that kind: a frozen one has weights only."""
-        return kind in self._dtypes[param.index]
+        return kind in self._kinds[param.index]
 
     def own_range(self, param: ShardedParam) -> tuple[int, int]:
         """(first element, numel) of this rank's part."""

@@ -60,12 +60,11 @@ class GradientChunks:
     def replace(self, param: int, first: int, values: torch.Tensor) -> None:
         """The parameter's gradient becomes ``values``: this rank's part, which begins at element ``first``."""
         self._written[param] = False
-        chunks = [c for c, placement in enumerate(self._chunks) if any(s.param == param for s in placement.segments)]
 
         def gradient_of(segment: Segment) -> torch.Tensor | None:
             return values[segment.param_offset - first :][: segment.numel] if segment.param == param else None
 
-        self.add(chunks, gradient_of, [param], norms=False)
+        self.add(range(len(self._chunks)), gradient_of, [param], norms=False)
 
     def _acquire(self, chunk: int) -> Lease:
         grad = ObjectKind.GRAD.mask

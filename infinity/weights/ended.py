@@ -24,13 +24,13 @@ class Ended(owners.Owner):
         return access.ShardedAlias.of(param)
 
     def borrow(self, params: Sequence[nn.Parameter]) -> NoReturn:
-        self._refuse_use(params[0])
+        owners.refuse_ended(self, params[0])
 
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> NoReturn:
-        self._refuse_use(params[0])
+        owners.refuse_ended(self, params[0])
 
     def shard_of(self, param: nn.Parameter) -> NoReturn:
-        self._refuse_use(param)
+        owners.refuse_ended(self, param)
 
     def is_persistent(self, param: nn.Parameter) -> bool:
         return False
@@ -43,20 +43,17 @@ class Ended(owners.Owner):
 
     def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor | None) -> None:
         if gradient is not None:
-            self._refuse_use(param)
+            owners.refuse_ended(self, param)
         access.drop_gradient(param)
 
     def set_data(self, param: nn.Parameter, data: torch.Tensor) -> NoReturn:
-        self._refuse_use(param)
+        owners.refuse_ended(self, param)
 
     def copy(self, param: nn.Parameter) -> NoReturn:
-        self._refuse_use(param)
+        owners.refuse_ended(self, param)
 
     def name_of(self, param: torch.Tensor) -> str:
         return self._known[id(param)][0]
 
     def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
         raise WeightsError(f"{self.name_of(param)} (shape {tuple(param.shape)})", problem, remedy)
-
-    def _refuse_use(self, param: nn.Parameter) -> NoReturn:
-        self.refuse(param, "is used after its engine ended", "export engine.full_state_dict() before destroy()")

@@ -111,6 +111,10 @@ def refuse_pickle(owner: Owner, param: nn.Parameter) -> NoReturn:
     )
 
 
+def refuse_ended(owner: Owner, param: nn.Parameter) -> NoReturn:
+    owner.refuse(param, "is used after its engine ended", "export engine.full_state_dict() before destroy()")
+
+
 def refuse_remake(owner: Owner, param: nn.Parameter) -> NoReturn:
     owner.refuse(
         param,
