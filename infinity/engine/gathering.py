@@ -7,13 +7,13 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
-from infinity.engine.state_io import StateIO
 from infinity.errors import DaemonLostError, WorldError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.param_group import ParamGroup
 from infinity.weights.sharded_model import ShardedModel
+from infinity.weights.state_io import StateIO
 from io_daemon.shared.protocol import ObjectKind
 
 

@@ -18,7 +18,6 @@ from infinity.config import Config
 from infinity.engine.gathering import Gathering
 from infinity.engine.phases import Phases
 from infinity.engine.state_access import StateAccess
-from infinity.engine.state_io import StateIO
 from infinity.errors import EngineStateError, WeightsError
 from infinity.plan.stage import StagePolicy
 from infinity.states import ShardedState, StepPhase
@@ -37,6 +36,7 @@ from infinity.weights.param_group import ParamGroup
 from infinity.weights.saved_tensors import SavedTensors, hooks_are_allowed
 from infinity.weights.sharded_model import ShardedModel
 from infinity.weights.state_dicts import StateDictHook
+from infinity.weights.state_io import StateIO
 from infinity.weights.structure import Structure
 from io_daemon.shared.protocol import ObjectKind
 

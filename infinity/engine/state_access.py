@@ -11,13 +11,13 @@ from collections.abc import Callable
 import torch
 
 from infinity.engine.phases import Phases
-from infinity.engine.state_io import StateIO
 from infinity.errors import EngineStateError
 from infinity.states import StepPhase
 from infinity.update.gradients import GradientChunks
 from infinity.update.reducer import Reducer
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.sharded_model import ShardedModel
+from infinity.weights.state_io import StateIO
 from io_daemon.shared.protocol import ObjectKind
 
 
