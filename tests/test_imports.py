@@ -37,7 +37,7 @@ LADDERS = {
         "update",
         "loader report",
         "engine",
-        "zero utils",
+        "zero utils deepspeed_config",
         "entry",
         "__init__",
         "commands",

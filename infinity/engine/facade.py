@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from infinity.config import Config
 from infinity.engine.answers import Answers
+from infinity.engine.compiling import Compiled
 from infinity.engine.export import full_master_state_dict, full_state_dict
 from infinity.engine.loop import TrainingLoop
 from infinity.engine.phases import Phases
@@ -59,10 +60,11 @@ class Engine(Answers):
             tier=tier,
             observers=observers or Observers(),
         )
+        self._compiled = Compiled(self._runtime)
         self.module = module
         self.training = module.training
         # also at exit, and when nobody holds the engine any more: nothing below refers back to it
-        self._end = weakref.finalize(self, self._loop.close)
+        self._end = weakref.finalize(self, _end, self._compiled, self._loop)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -101,9 +103,13 @@ class Engine(Answers):
         """
         return self._loop.backward(loss, retain_graph=retain_graph, scale=scale_wrt_gas, create_graph=create_graph)
 
-    def step(self) -> None:
-        """The end of a micro-batch; the ``gradient_accumulation_steps``-th updates the parameters."""
-        self._loop.step()
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """The end of a micro-batch; the ``gradient_accumulation_steps``-th updates the parameters.
+
+        Args:
+            lr_kwargs: what the schedule's ``step`` is called with after the update.
+        """
+        self._loop.step(lr_kwargs or {})
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the next ``step`` updates."""
@@ -148,6 +154,27 @@ class Engine(Answers):
             The norm before clipping, 0-D fp32 on the CPU.
         """
         return self._loop.clip_grad_norm(max_norm)
+
+    def compile(
+        self, backend: str | Callable[..., Any] = "inductor", compile_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Have torch's compiler take the model's forward.
+
+        Its weights must stay in memory, as they do below stage 3, or where all of them are persistent.
+
+        Args:
+            backend: as ``torch.compile`` takes it.
+            compile_kwargs: other arguments of ``torch.compile``.
+
+        Raises:
+            EngineStateError: weights come and go, and a graph would keep what stands for them.
+        """
+        self._compiled.compile(backend, compile_kwargs or {})
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether ``compile`` was called."""
+        return self._compiled.is_compiled
 
     # Batches
 
@@ -254,3 +281,8 @@ class Engine(Answers):
 
     def __exit__(self, *exc_info: object) -> None:
         self.destroy()
+
+
+def _end(compiled: Compiled, loop: TrainingLoop) -> None:
+    compiled.undo()
+    loop.close()

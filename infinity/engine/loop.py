@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from infinity.config import Config
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
-from infinity.errors import DaemonLostError, EngineStateError, WeightsError
+from infinity.errors import ConfigError, DaemonLostError, EngineStateError, WeightsError
 from infinity.observe.observer import Observers, StepFacts
 from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
@@ -115,8 +115,13 @@ class TrainingLoop:
         finally:
             self._num_without_reduction -= 1
 
-    def step(self) -> None:
+    def step(self, scheduled: Mapping[str, Any]) -> None:
+        """``scheduled``: what the schedule's own step is called with, if this step updates."""
         self._trained("step")
+        if scheduled and self.lr_scheduler is None:
+            raise ConfigError(
+                "lr_kwargs", dict(scheduled), "there is no schedule whose step could take it: leave it out"
+            )
         if self._num_without_reduction:
             raise EngineStateError("step() inside no_sync(): the gradients are not reduced yet; call it outside")
         if self.phases.phase is not StepPhase.IDLE:
@@ -133,7 +138,7 @@ class TrainingLoop:
         self.global_samples += self._samples_of_update()
         if self.was_step_applied:
             if self.lr_scheduler is not None:
-                self.lr_scheduler.step()
+                self.lr_scheduler.step(**scheduled)
         else:
             self.skipped_steps += 1
             self._log_skipped(self.optimizer.loss_scale)

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from infinity.config import parse_config
+from infinity.config import Config, parse_config
 from infinity.config.load import Source
 from infinity.errors import ConfigError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.admission import admit_kind
+from infinity.weights.init_arguments import placed, refuse_foreign
 from infinity.weights.staging import StagingArea, staged_param
 
 WITHOUT_CONFIG: Final = {"zero_optimization": {"stage": 3}}
@@ -38,6 +39,11 @@ class Init:
         config: the dialect's old name of ``config_dict_or_path``.
         process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
             RANK and WORLD_SIZE are set and nobody has.
+        data_parallel_group: the dialect's name of ``process_group``.
+        remote_device: "cpu" or "nvme", as ``offload_param.device`` of the configuration says it.
+        pin_memory: as ``offload_param.pin_memory``.
+        mem_efficient_linear: taken for the dialect's sake: autograd never holds a gathered copy of a weight.
+        foreign: the dialect's arguments for what is not built (``mpu``, quantised communication): refused by name.
 
     Lazy, sparse and expanded parameters are refused when they are registered. Collective: every rank runs the same
     constructors.
@@ -52,15 +58,25 @@ class Init:
         enabled: bool = True,
         config: Source | None = None,
         process_group: dist.ProcessGroup | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
+        remote_device: str | None = None,
+        pin_memory: bool = False,
+        mem_efficient_linear: bool = True,
+        **foreign: object,
     ) -> None:
+        refuse_foreign(foreign)
         if config is not None and config_dict_or_path is not None:
             raise ConfigError(
                 "config", "given", "is an old name of config_dict_or_path, which is given too: remove one"
             )
         if dtype is not None and not dtype.is_floating_point:
             raise ConfigError("dtype", dtype, "must be a floating-point dtype of torch's: weights are trained")
+        if process_group is not None and data_parallel_group not in (None, process_group):
+            raise ConfigError("data_parallel_group", "given", "is another group than process_group: remove one")
+        process_group = process_group or data_parallel_group
         source = config if config_dict_or_path is None else config_dict_or_path
-        self._config_source: Source = WITHOUT_CONFIG if source is None else source
+        source = WITHOUT_CONFIG if source is None else source
+        self._config_source: Source = placed(source, remote_device, pin_memory=pin_memory) if enabled else source
         self._process_group, self._dtype, self._enabled = process_group, dtype, enabled
         self._hook: Any = None
         self._area: StagingArea | None = None
@@ -69,6 +85,13 @@ class Init:
                 for prefix, child in module.named_modules():
                     for name, param in child.named_parameters(recurse=False):
                         self._registered(child, f"{prefix}.{name}" if prefix else name, param)
+
+    @property
+    def config(self) -> Config:
+        """The configuration as it is staged by; known inside the context and after it."""
+        if self._area is None:
+            raise AssertionError("asked before it was entered")
+        return self._area.config
 
     def __enter__(self) -> Init:
         if not self._enabled:

@@ -148,3 +148,84 @@ def test_loaders_deal_out_micro_batches() -> None:
     assert [batch[0][:, 0].tolist() for batch in ordered] == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     with pytest.raises(ConfigError, match="train, eval, predict"):
         engine.deepspeed_io(data, route="sideways")
+
+
+def test_parameters_have_the_models_names_behind_the_modules() -> None:
+    engine = make()
+    names = [f"module.{name}" for name, _ in engine.module.named_parameters()]
+    assert [name for name, _ in engine.named_parameters()] == names
+    assert [id(param) for param in engine.parameters()] == [id(param) for param in engine.module.parameters()]
+    assert sum(param.numel() for param in engine.parameters()) == sum(p.numel() for p in build().parameters())
+
+
+def test_backward_may_keep_the_graph_and_leave_the_loss_undivided() -> None:
+    engine, counted = make(), make()
+    loss = engine(torch.full((2, 8), 1.0)).square().mean()
+    assert engine.backward(loss, retain_graph=True) == loss.detach() / 2
+    assert engine.backward(loss, False, False) == loss.detach()
+    engine.set_gradient_accumulation_boundary(True)
+    engine.step()
+    undivided = counted(torch.full((2, 8), 1.0)).square().mean()
+    counted.backward(undivided * 3)
+    counted.set_gradient_accumulation_boundary(True)
+    counted.step()
+    mine, theirs = engine.full_state_dict(), counted.full_state_dict()
+    assert all(torch.allclose(mine[name], theirs[name]) for name in theirs)
+
+
+def test_the_schedules_step_gets_what_step_is_given() -> None:
+    class Told(torch.optim.lr_scheduler.LambdaLR):
+        def step(self, epoch: int | None = None) -> None:
+            told.append(epoch)
+
+    told: list[int | None] = []
+    engine = infinity.initialize(
+        model=build(), config=CONFIG, lr_scheduler=lambda optimizer: Told(optimizer, lambda _: 1.0)
+    )[0]
+    told.clear()
+    for number in range(4):
+        engine.backward(engine(torch.full((2, 8), 1.0)).square().mean())
+        engine.step({"epoch": number} if number else None)
+    assert told == [1, 3]
+    plain = make()
+    with pytest.raises(ConfigError, match="there is no schedule") as refusal:
+        plain.step(lr_kwargs={"epoch": 1})
+    assert refusal.value.key == "lr_kwargs"
+
+
+@pytest.mark.parametrize(
+    "zero", [{"stage": 2}, {"stage": 3, "stage3_param_persistence_threshold": 1000}], ids=["stage 2", "persistent"]
+)
+def test_a_model_whose_weights_stay_is_compiled(zero: dict[str, Any]) -> None:
+    torch._dynamo.reset()
+    plain, counted, graphs = build(), build(), []
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    optimizer = torch.optim.AdamW(plain.parameters(), 1e-2, weight_decay=0.0, fused=True)
+    engine, *_ = infinity.initialize(
+        model=counted, config={**CONFIG, "gradient_accumulation_steps": 1, "zero_optimization": zero}
+    )
+    engine.compile(backend=backend, compile_kwargs={"dynamic": False})
+    engine.compile(backend="no such backend")  # once is enough
+    assert engine.is_compiled
+    for number in range(3):
+        micro_batch(engine, number)
+        plain(torch.full((2, 8), 1.0 + number)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert graphs, "nothing was compiled"
+    weights = engine.full_state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
+    engine.destroy()
+    assert "forward" not in vars(counted)
+
+
+def test_weights_that_come_and_go_are_not_compiled() -> None:
+    engine = make()
+    with pytest.raises(EngineStateError, match=r"zero_optimization\.stage 2"):
+        engine.compile()
+    micro_batch(engine, 0)
+    assert not engine.is_compiled

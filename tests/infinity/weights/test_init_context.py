@@ -97,3 +97,42 @@ def test_disabled_it_is_nothing() -> None:
         model = _build()
     infinity.Init(module=model, enabled=False)
     assert not any(isinstance(param, ShardedParameter) for param in model.parameters())
+
+
+def test_the_dialects_other_arguments_say_what_the_configuration_says(tmp_path: Path) -> None:
+    nvme = {"stage": 3, "offload_param": {"nvme_path": str(tmp_path)}}
+    with infinity.Init({"zero_optimization": nvme}, remote_device="nvme", mem_efficient_linear=False, mpu=None) as init:
+        model = _build()
+    assert init.config.zero_optimization.offload_param.device == "nvme"
+    assert _same(_trained(model), _trained(_build()))
+    with infinity.Init(remote_device="cpu", data_parallel_group=None) as init:
+        _build()
+    assert init.config.zero_optimization.offload_param.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "remedy"),
+    [
+        ({"remote_device": "cuda"}, "remote_device", "one of none, cpu, nvme"),
+        ({"remote_device": "cpu", "config": {"zero_optimization": {"offload_param": {"device": "nvme"}}}},
+         "remote_device", "contradicts zero_optimization.offload_param.device = 'nvme'"),
+        ({"pin_memory": True}, "pin_memory", "nothing is offloaded"),
+        ({"mpu": object()}, "mpu", "process_group"),
+        ({"zero_param_parallel_group": object()}, "zero_param_parallel_group", "ZeRO\\+\\+ is not built"),
+        ({"zero_quantized_weights": True}, "zero_quantized_weights", "communication is exact"),
+        ({"zero_quantized_nontrainable_weights": True}, "zero_quantized_nontrainable_weights", "is exact"),
+        ({"sequence_data_parallel_group": object()}, "sequence_data_parallel_group", "no sequence parallelism"),
+        ({"param_swapper": object()}, "param_swapper", "offload_param.device"),
+    ],
+)  # fmt: skip
+def test_arguments_that_cannot_be_honoured_are_refused_by_name(
+    arguments: dict[str, Any], key: str, remedy: str
+) -> None:
+    with pytest.raises(ConfigError, match=remedy) as refusal:
+        infinity.Init(**arguments)
+    assert refusal.value.key == key
+
+
+def test_an_argument_that_nobody_knows_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="no_such"):
+        infinity.Init(no_such=True)
