@@ -20,7 +20,7 @@ from infinity.config import Config, parse_config, read_environment
 from infinity.engine import Engine
 from infinity.engine.build import build_engine
 from infinity.errors import ConfigError
-from infinity.observe.breakdowns import Memory, WallClock
+from infinity.observe.breakdowns import Memory, Progress, WallClock
 from infinity.observe.comms import CommsLog
 from infinity.observe.flops import FlopsOfAStep
 from infinity.observe.monitors import monitors_of
@@ -193,7 +193,7 @@ def _observers(config: Config, model: nn.Module, device: torch.device, collectiv
         return Observers()
     if config.dump_state:
         _log.info("the configuration: %s", config.model_dump_json(indent=2))
-    observers: list[Observer] = [*monitors_of(config)]
+    observers: list[Observer] = [*monitors_of(config), Progress(config.steps_per_print)]
     if config.wall_clock_breakdown:
         observers.append(WallClock(config.steps_per_print))
     if config.memory_breakdown:

@@ -24,6 +24,8 @@ FaultNumber = Annotated[int, Field(ge=0, lt=1 << 63)]
 Fault = tuple[FaultKind, FaultNumber, FaultNumber]
 """(what, which block I/O, value), as ``_native.Reactor`` takes it."""
 
+SOCKET_PATH_BYTES_MAX: Final = 107
+"""The sockaddr_un of the kernel holds 108 bytes, the last of them NUL."""
 TIMEOUT_S_MAX: Final = 86_400.0
 """A day: whoever waits for longer would not be believed, and no clock of the C++ side overflows."""
 Timeout = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX, allow_inf_nan=False)]

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from typing import Final
 
 from infinity.config.complaints import Complaints
 from infinity.config.sections import Config
-
-SOCKET_PATH_BYTES_MAX: Final = 107
-"""sockaddr_un holds 108 bytes, the last of them NUL."""
+from io_daemon.config import SOCKET_PATH_BYTES_MAX
 
 
 def check_offload(config: Config, complaints: Complaints) -> None:

@@ -143,10 +143,6 @@ class TrainingLoop:
             self.skipped_steps += 1
             self._log_skipped(self.optimizer.loss_scale)
         self._tell_observers()
-        every = self.config.steps_per_print
-        if every and self.global_steps % every == 0 and self.runtime.collectives.rank == 0:
-            rates = [group["lr"] for group in self.optimizer.param_groups]
-            _log.info("step %d, lr %s, %.3f s", self.global_steps, rates, self._times.seconds)
         self._last_times = self._close_times()
         self._close_traffic()
 

@@ -6,7 +6,7 @@ import logging
 
 import torch
 
-from infinity.observe.observer import Observer, StepFacts
+from infinity.observe.observer import Periodic, StepFacts
 from io_daemon.disk.kernel_text import read_text
 from io_daemon.disk.mounts import PROC
 from io_daemon.machine.meminfo import available_bytes
@@ -16,33 +16,36 @@ GIB = 1 << 30
 _log = logging.getLogger(__name__)
 
 
-class WallClock(Observer):
-    """``wall_clock_breakdown``: forward, backward and update of every ``every``-th step."""
+class Progress(Periodic):
+    """``steps_per_print``: that the job goes on, at which rates, and how fast."""
 
-    def __init__(self, every: int) -> None:
-        self._every = every
-
-    def after_step(self, facts: StepFacts) -> None:
-        if self._every and facts.step % self._every == 0:
-            _log.info(
-                "step %d time (ms) | fwd: %.2f | bwd: %.2f | step: %.2f | all: %.2f",
-                facts.step,
-                1e3 * facts.forward_s,
-                1e3 * facts.backward_s,
-                1e3 * facts.update_s,
-                1e3 * facts.step_s,
-            )
+    def note(self, facts: StepFacts) -> None:
+        _log.info("step %d, lr %s, %.3f s", facts.step, list(facts.learning_rates), facts.step_s)
 
 
-class Memory(Observer):
-    """``memory_breakdown``: this process's memory, and the device's, after every ``every``-th step."""
+class WallClock(Periodic):
+    """``wall_clock_breakdown``: times of forward, backward and update."""
+
+    def note(self, facts: StepFacts) -> None:
+        _log.info(
+            "step %d time (ms) | fwd: %.2f | bwd: %.2f | step: %.2f | all: %.2f",
+            facts.step,
+            1e3 * facts.forward_s,
+            1e3 * facts.backward_s,
+            1e3 * facts.update_s,
+            1e3 * facts.step_s,
+        )
+
+
+class Memory(Periodic):
+    """``memory_breakdown``: this process's memory, and the device's."""
 
     def __init__(self, every: int, device: torch.device) -> None:
-        self._every, self._device = every, device
+        super().__init__(every)
+        self._device = device
 
-    def after_step(self, facts: StepFacts) -> None:
-        if self._every and facts.step % self._every == 0:
-            _log.info("step %d memory | %s", facts.step, memory_line(self._device))
+    def note(self, facts: StepFacts) -> None:
+        _log.info("step %d memory | %s", facts.step, memory_line(self._device))
 
 
 def memory_line(device: torch.device) -> str:

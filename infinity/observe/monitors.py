@@ -10,7 +10,7 @@ from typing import Any, TextIO
 
 from infinity.config import Config
 from infinity.errors import ConfigError
-from infinity.observe.observer import Observer, StepFacts
+from infinity.observe.observer import Periodic, StepFacts
 
 Figures = dict[str, float]
 """Figures of one step by the dialect's names."""
@@ -31,17 +31,13 @@ def figures_of(facts: StepFacts) -> Figures:
     return figures
 
 
-class Monitor(Observer):
-    """Writes figures over the number of samples, at every ``every``-th step."""
+class Monitor(Periodic):
+    """Writes figures over the number of samples."""
 
     wants_loss = True
 
-    def __init__(self, every: int) -> None:
-        self._every = every
-
-    def after_step(self, facts: StepFacts) -> None:
-        if self._every and facts.step % self._every == 0:
-            self.write(facts.samples, figures_of(facts))
+    def note(self, facts: StepFacts) -> None:
+        self.write(facts.samples, figures_of(facts))
 
     def write(self, samples: int, figures: Figures) -> None:
         """Write one point of every figure."""

@@ -50,6 +50,21 @@ class Observer:
         """The engine ends."""
 
 
+class Periodic(Observer):
+    """One that is told of every ``every``-th step alone; 0 is never."""
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+
+    def after_step(self, facts: StepFacts) -> None:
+        if self._every and facts.step % self._every == 0:
+            self.note(facts)
+
+    def note(self, facts: StepFacts) -> None:
+        """The step is one of those."""
+        raise NotImplementedError
+
+
 class Observers(Observer):
     """Several, told in turn."""
 
@@ -85,5 +100,7 @@ class Observers(Observer):
             observer.after_step(facts)
 
     def close(self) -> None:
-        for observer in self._observers:
-            observer.close()
+        """Each is closed once, whoever says so how often, and whatever becomes of the others."""
+        with ExitStack() as closing:
+            while self._observers:
+                closing.callback(self._observers.pop().close)

@@ -14,12 +14,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
+from io_daemon.config import SOCKET_PATH_BYTES_MAX
 from io_daemon.disk.kernel_text import read_text
 from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, WorldError
 from io_daemon.shared.control import Channel, Ended, Fault, Hello, Message, Welcome, close_all
 from io_daemon.shared.protocol import PROTOCOL_VERSION
 
-SOCKET_PATH_BYTES_MAX: Final = 107
 PEER_CREDENTIALS: Final = struct.Struct("iII")
 
 M = TypeVar("M", bound=Message)

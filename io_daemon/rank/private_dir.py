@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, Self
 
+from io_daemon.config import SOCKET_PATH_BYTES_MAX
 from io_daemon.errors import ConfigError
-from io_daemon.rank.connection import SOCKET_PATH_BYTES_MAX
 from io_daemon.rank.socket_lock import SocketLock, lock_path
 
 PREFIX: Final = "infinity."

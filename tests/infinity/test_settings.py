@@ -196,7 +196,7 @@ def test_a_schedule_without_anything_to_train_is_none() -> None:
 @pytest.mark.parametrize(("every", "lines"), [(2, 3), (4, 1), (0, 0), (float("inf"), 0)])
 def test_progress_is_printed_every_so_many_steps(every: float, lines: int, caplog: pytest.LogCaptureFixture) -> None:
     with (
-        caplog.at_level(logging.INFO, logger="infinity.engine.loop"),
+        caplog.at_level(logging.INFO, logger="infinity.observe"),
         _engine(_config(steps_per_print=every)) as (e, _),
     ):
         _train(e)

@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 import infinity
 from infinity.config.observing import CommsLogger
 from infinity.errors import ConfigError
 from infinity.observe.comms import CommsLog
+from infinity.observe.observer import Observer, Observers
 from tests.support.ranks import run_ranks
 
 MICRO, IN, HIDDEN, OUT = 2, 16, 32, 4
@@ -113,6 +115,35 @@ def test_wandb_and_tensorboard_are_told_the_figures(monkeypatch: pytest.MonkeyPa
         "wandb": [{"project": "deepspeed", "group": None, "entity": "t"}, (4, 0.01), "finished"],
         "tensorboard": [str(tmp_path / "DeepSpeedJobName"), (4, 0.01), "finished"],
     }
+
+
+def test_an_observer_is_closed_once_where_initialize_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine closes it, and so does what cleans up behind a failed start."""
+    closed: list[str] = []
+
+    class Looker(Observer):
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def close(self) -> None:
+            closed.append(self.name)
+            if self.name == "broken":
+                raise OSError("the disk is full")
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise ConfigError("training_data", None, "cannot be dealt out")
+
+    lookers = [Looker("first"), Looker("broken"), Looker("last")]
+    monkeypatch.setattr("infinity.entry.monitors_of", lambda _: lookers[::2])
+    monkeypatch.setattr("infinity.engine.facade.make_loader", fails)
+    config = {"train_batch_size": 1, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+    with pytest.raises(ConfigError, match="cannot be dealt out"):
+        infinity.initialize(model=nn.Linear(2, 2), config=config, training_data=TensorDataset(torch.zeros(1)))
+    assert sorted(closed) == ["first", "last"]
+    closed.clear()
+    with pytest.raises(OSError, match="the disk is full"):
+        Observers(lookers).close()
+    assert sorted(closed) == ["broken", "first", "last"], "one that fails must not keep the others open"
 
 
 def test_breakdowns_and_the_configuration_are_logged(caplog: pytest.LogCaptureFixture) -> None:

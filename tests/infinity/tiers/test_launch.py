@@ -16,11 +16,10 @@ from pathlib import Path
 import pytest
 
 from infinity.config import Environment
-from infinity.config.paths import SOCKET_PATH_BYTES_MAX
 from infinity.errors import ConfigError, DaemonLostError
 from infinity.tiers import launch
 from infinity.tiers.launch import DaemonProcess
-from io_daemon.config import DaemonSettings
+from io_daemon.config import SOCKET_PATH_BYTES_MAX, DaemonSettings
 
 ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 60.0

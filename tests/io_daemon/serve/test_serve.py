@@ -19,10 +19,9 @@ from io_daemon.__main__ import main
 from io_daemon._native import Reactor
 from io_daemon.command.cli import EXIT_FAULT, EXIT_NO_DAEMON, EXIT_USAGE
 from io_daemon.command.options import parse_fault
-from io_daemon.config import FaultKind
+from io_daemon.config import SOCKET_PATH_BYTES_MAX, FaultKind
 from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, SwapSpaceError
 from io_daemon.rank.client import Client
-from io_daemon.rank.connection import SOCKET_PATH_BYTES_MAX
 from io_daemon.serve import startup
 from io_daemon.shared.protocol import PROTOCOL_VERSION
 from tests.io_daemon.conftest import Serve
