@@ -9,12 +9,18 @@ if TYPE_CHECKING:
     from infinity import utils, zero
     from infinity.engine import Engine
     from infinity.entry import initialize
+    from infinity.pretrained import load_pretrained
     from infinity.weights.init_context import Init
 
-__all__ = ["Engine", "Init", "initialize", "utils", "zero"]
+__all__ = ["Engine", "Init", "initialize", "load_pretrained", "utils", "zero"]
 __version__ = "0.1.0"
 
-_HOMES = {"Engine": "infinity.engine", "Init": "infinity.weights.init_context", "initialize": "infinity.entry"}
+_HOMES = {
+    "Engine": "infinity.engine",
+    "Init": "infinity.weights.init_context",
+    "initialize": "infinity.entry",
+    "load_pretrained": "infinity.pretrained",
+}
 
 
 def __getattr__(name: str) -> Any:

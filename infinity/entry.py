@@ -92,7 +92,7 @@ def initialize(
         unmet = mark_leaves(model, parsed.zero_optimization.leaf_module)
         for word in unmet if collectives.rank == 0 else ():
             _log.warning("zero_optimization.leaf_module: %s means nothing in this model", word)
-        refuse_without_values(model.named_parameters())
+        refuse_without_values(model)
         layout = Layout.of(model, parsed, collectives.world_size)
         _check_same_model(layout, collectives)
         optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)

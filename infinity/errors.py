@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from io_daemon.errors import (
@@ -24,9 +25,11 @@ __all__ = [
     "EngineStateError",
     "IntegrityError",
     "LossScaleError",
+    "MismatchedWeightsError",
     "ProtocolError",
     "SwapSpaceError",
     "WeightsError",
+    "WeightsFileError",
     "WorldError",
 ]
 
@@ -62,3 +65,44 @@ class LossScaleError(RuntimeError):
             f"a gradient is not finite at the least loss scale, {scale:g}: training has diverged, or the model needs "
             "more range than fp16 has: use bf16, lower the learning rate, or write a smaller fp16.min_loss_scale"
         )
+
+
+class WeightsFileError(WorldError):
+    """A file of weights that cannot be read or written. ``problem`` says why, ``remedy`` what to do, ``errno`` is the
+    system's where it has one, else 0."""
+
+    def __init__(self, path: str, problem: str, remedy: str, *, errno: int = 0) -> None:
+        self.path, self.problem, self.remedy, self.errno = path, problem, remedy, errno
+        super().__init__(f"{path} {problem}: {remedy}")
+
+    @classmethod
+    def of(cls, error: OSError, path: str, verb: str) -> WeightsFileError:
+        """The system's error, met when the file was to be ``verb``."""
+        number = error.errno or 0
+        return cls(
+            str(error.filename or path),
+            f"cannot be {verb}: {os.strerror(number) if number else error} (errno {number})",
+            "name a directory that can be, or free space there" if verb == "written" else "check path and permissions",
+            errno=number,
+        )
+
+
+class MismatchedWeightsError(ValueError):
+    """Weights of another model than the one they are for; nothing was changed.
+
+    ``missing``: names that the model has and the file lacks, ``unexpected``: the other way round, ``unfit``: what is in
+    both and differs in shape or kind, in words.
+    """
+
+    LINES_MAX = 50
+    """So many of each kind does the text name; the attributes have all."""
+
+    def __init__(self, path: str, *, missing: Sequence[str], unexpected: Sequence[str], unfit: Sequence[str]) -> None:
+        self.path = path
+        self.missing, self.unexpected, self.unfit = tuple(missing), tuple(unexpected), tuple(unfit)
+        lines = [f"{path} does not fit the model, which was left as it is (rename= maps names):"]
+        for what, names in (("missing", missing), ("unexpected", unexpected), ("does not fit", unfit)):
+            lines += [f"  {what}: {name}" for name in names[: self.LINES_MAX]]
+            if len(names) > self.LINES_MAX:
+                lines.append(f"  {what}: {len(names) - self.LINES_MAX} more")
+        super().__init__("\n".join(lines))

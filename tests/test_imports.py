@@ -29,6 +29,7 @@ LADDERS = {
     ),
     "infinity": (
         "errors states",
+        "files",
         "config",
         "observe",
         "plan",
@@ -38,7 +39,7 @@ LADDERS = {
         "loader report",
         "engine",
         "zero utils deepspeed_config",
-        "entry",
+        "entry pretrained",
         "__init__",
         "commands",
         "__main__",

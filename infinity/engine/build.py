@@ -17,6 +17,7 @@ from infinity.tiers.connection import NodePlace
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.weights.buffers import move_buffers
 from infinity.weights.param import ShardedParam, flattened, memory_order
+from infinity.weights.promises import take_promise
 from infinity.weights.sharded_model import Layout, ShardedModel
 from infinity.weights.staging import staged_param
 
@@ -56,8 +57,14 @@ def build_engine(
         poison=poison,
     )
     try:
-        _broadcast_plain(layout, collectives)
-        sharded.write_initial(_values_of)
+        promised = {p.index: new for p in sharded.params if (new := take_promise(p.param)) is not None}
+        _broadcast_plain([p.param for p in sharded.params if p.index not in promised], collectives)
+
+        def values_of(param: ShardedParam, first: int, numel: int) -> torch.Tensor:
+            new = promised.get(param.index)
+            return new(first, numel).to(param.param.dtype) if new else _values_of(param, first, numel)
+
+        collectives.together(lambda: sharded.write_initial(values_of), "write the initial weights")
         for param in layout.params:
             if (staged := staged_param(param)) is not None:
                 staged.discard()
@@ -77,8 +84,8 @@ def build_engine(
         raise
 
 
-def _broadcast_plain(layout: Layout, collectives: Collectives) -> None:
-    for param in layout.params:
+def _broadcast_plain(params: Sequence[nn.Parameter], collectives: Collectives) -> None:
+    for param in params:
         if staged_param(param) is None:
             values = flattened(param.detach(), memory_order(param)).contiguous()
             collectives.broadcast(values, "broadcast a parameter of rank 0")

@@ -7,7 +7,7 @@ but not to the engine, so that an engine nobody refers to any more can end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -89,6 +89,7 @@ class Runtime(owners.Owner):
             gradients=self.gradients,
             begin_write=self._gathering.begin_write,
             refresh=self._gathering.refresh,
+            together=collectives.together,
         )
         self._saved = SavedTensors(self._param_of, sharded.resident, self._bring, self._cast_once.use)
         self._streams = any(not group.persistent for group in sharded.groups)
@@ -217,6 +218,12 @@ class Runtime(owners.Owner):
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         self.refuse_over("ds_tensor")
         return self._io.read_own(self._param_of[id(param)], ObjectKind.WEIGHT).to(param.dtype)
+
+    def together(self, work: Callable[[], owners.Result], what: str) -> owners.Result:
+        return self.collectives.together(work, what)
+
+    def overwrite(self, values: Sequence[tuple[nn.Parameter, owners.Values]]) -> None:
+        self.states.overwrite([(self._param_of[id(param)], new) for param, new in values])
 
     def is_persistent(self, param: nn.Parameter) -> bool:
         return self._group_of[self._param_of[id(param)].index].persistent

@@ -6,7 +6,7 @@ store; 16-bit weights follow their master weights, and so do weights that are on
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -15,6 +15,7 @@ from infinity.errors import EngineStateError
 from infinity.states import StepPhase
 from infinity.update.gradients import GradientChunks
 from infinity.update.reducer import Reducer
+from infinity.weights.owners import Values
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.sharded_model import ShardedModel
 from infinity.weights.state_io import StateIO
@@ -22,7 +23,8 @@ from io_daemon.shared.protocol import ObjectKind
 
 
 class StateAccess:
-    """``refresh``: has the weights of a parameter that are on the device follow the store; collective."""
+    """``refresh``: has the weights of a parameter that are on the device follow the store; collective. ``together``:
+    ``Collectives.together``."""
 
     def __init__(
         self,
@@ -34,13 +36,14 @@ class StateAccess:
         gradients: GradientChunks,
         begin_write: Callable[[ShardedParam], None],
         refresh: Callable[[ShardedParam], None],
+        together: Callable[[Callable[[], None], str], None],
     ) -> None:
         self._stepped, self._states = sharded.precision.stepped, sharded.precision.state_kinds
         self.keeps_states: Callable[[int], bool] = lambda _param: True
         """Whether the next step heeds what is written to the optimizer's states of a parameter; the update knows."""
         self._io, self._phases = io, phases
         self._reducer, self._gradients = reducer, gradients
-        self._begin_write, self._refresh = begin_write, refresh
+        self._begin_write, self._refresh, self._together = begin_write, refresh, together
 
     def kind(self, state: str | None) -> ObjectKind:
         """The kind of the optimizer's ``state``, by name; None means the fp32 weights."""
@@ -86,6 +89,21 @@ class StateAccess:
             )
         else:
             self._io.write_own(param, [kind], own)
+
+    def overwrite(self, values: Sequence[tuple[ShardedParam, Values]]) -> None:
+        """New weights, and master weights where there are some. Collective."""
+        self._check_phase("written", StepPhase.IDLE)
+        for param, _ in values:
+            self._begin_write(param)
+
+        def write() -> None:
+            for param, new in values:
+                kinds = dict.fromkeys([self._of_frozen(param, self._stepped), ObjectKind.WEIGHT])
+                self._io.write_from(param, list(kinds), new)
+
+        self._together(write, "write new weights")
+        for param, _ in values:
+            self._refresh(param)
 
     def _of_frozen(self, param: ShardedParam, kind: ObjectKind) -> ObjectKind:
         return ObjectKind.WEIGHT if kind is self._stepped and not self._io.has(param, kind) else kind

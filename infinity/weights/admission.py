@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from infinity.errors import ConfigError
 from infinity.weights.owners import Owner, owner_of
+from infinity.weights.promises import check_promise
 
 
 def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
@@ -45,11 +46,19 @@ def refuse_owned(named: Iterable[tuple[str, nn.Parameter]], is_staged: Any) -> N
             )
 
 
-def refuse_without_values(named: Iterable[tuple[str, nn.Parameter]]) -> None:
-    """Raises ConfigError for a parameter on the meta device."""
-    for name, param in named:
+def refuse_without_values(model: nn.Module) -> None:
+    """Raises ConfigError for what is on the meta device and nobody has promised values for."""
+    for name, param in model.named_parameters():
         if param.is_meta:
-            raise ConfigError(f"model.{name}", "meta", "it has no values: build the model on the CPU, or under Init")
+            check_promise(name, param)
+    for name, buffer in model.named_buffers():
+        if buffer.is_meta:
+            raise ConfigError(
+                f"model.{name}",
+                "meta",
+                "the buffer has no values, and no file has it: compute it anew on the CPU, or build the model under "
+                "infinity.Init() or accelerate.init_empty_weights(), which leave buffers where they are",
+            )
 
 
 def admit_kind(key: str, param: nn.Parameter) -> None:

@@ -52,6 +52,9 @@ class Ended(owners.Owner):
     def copy(self, param: nn.Parameter) -> NoReturn:
         owners.refuse_ended(self, param)
 
+    def overwrite(self, values: Sequence[tuple[nn.Parameter, owners.Values]]) -> NoReturn:
+        owners.refuse_ended(self, values[0][0])
+
     def name_of(self, param: torch.Tensor) -> str:
         return self._known[id(param)][0]
 

@@ -7,13 +7,17 @@ builds, or the runtime of an engine.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, NoReturn
+from typing import ClassVar, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+Result = TypeVar("Result")
+Values = Callable[[int, int], torch.Tensor]
+"""(first element, numel) -> that part of new weights, 1-D in the parameter's memory order, of any float dtype."""
 
 
 class Owner(ABC):
@@ -69,6 +73,17 @@ class Owner(ABC):
     def remake(self, param: nn.Parameter) -> nn.Parameter:
         """``nn.Parameter(param)``: another parameter of the same memory."""
         refuse_remake(self, param)
+
+    def together(self, work: Callable[[], Result], what: str) -> Result:
+        """``work`` on every rank that shares the parameters; where it fails on one, all of them raise."""
+        return work()
+
+    def overwrite(self, values: Sequence[tuple[nn.Parameter, Values]]) -> None:
+        """Give parameters new weights, of which every rank asks for its part alone. Collective.
+
+        Nothing has changed where this refuses; where asking for values fails, a part of them may have.
+        """
+        self.refuse(values[0][0], "cannot be given new weights", "build the model anew")
 
     @abstractmethod
     def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:

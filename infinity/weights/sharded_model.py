@@ -28,6 +28,7 @@ from infinity.weights import access
 from infinity.weights.admission import admit
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import LeaseAllowance, ParamGroup
+from infinity.weights.promises import pieces
 from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 
@@ -240,16 +241,17 @@ class ShardedModel:
         lease = self.store.acquire(chunk_id, write=mask)
         try:
             lease.wait()
-            for kind in kinds:
-                for segment in chunk.segments:
-                    values = self._values(segment, values_of)
-                    for start, target in spans(lease.pieces(kind), segment.chunk_offset, segment.numel):
-                        target.copy_(values[start : start + target.numel()])
+            for segment in chunk.segments:
+                for first, numel in pieces(segment.numel):
+                    values = self._values(segment, first, numel, values_of)
+                    for kind in kinds:
+                        for start, target in spans(lease.pieces(kind), segment.chunk_offset + first, numel):
+                            target.copy_(values[start : start + target.numel()])
         except BaseException:
             lease.release()
             raise
         lease.release(dirty=mask)
 
-    def _values(self, segment: Segment, values_of: ValuesOf) -> torch.Tensor:
-        values = values_of(self.params[segment.param], segment.param_offset, segment.numel)
+    def _values(self, segment: Segment, first: int, numel: int, values_of: ValuesOf) -> torch.Tensor:
+        values = values_of(self.params[segment.param], segment.param_offset + first, numel)
         return values.to(FP32) if self.precision.master else values

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
@@ -24,6 +24,7 @@ from infinity.tiers.memory import MemoryStore
 from infinity.weights import access, owners
 from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.weights.param import ShardedParam, flattened, memory_order
+from infinity.weights.promises import fill
 from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind, align_up
 
 STAGING_FRAMES: Final = 8
@@ -169,6 +170,20 @@ class StagingArea(owners.Owner):
         """A parameter of its own, in memory."""
         with self.borrow([param]):
             return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+
+    def together(self, work: Callable[[], owners.Result], what: str) -> owners.Result:
+        return self.collectives.together(work, what)
+
+    def overwrite(self, values: Sequence[tuple[nn.Parameter, owners.Values]]) -> None:
+        def write() -> None:
+            for param, new in values:
+                staged = self.staged(param)
+                if staged.is_staged:
+                    staged.write(new)
+                else:
+                    fill(param, new)
+
+        self.collectives.together(write, "write new weights to the staging area")
 
     def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
         raise WeightsError(self.staged(param).name, problem, remedy)
@@ -338,6 +353,21 @@ class StagedParam:
             lease.release()
             position += taken
         return torch.cat(parts) if len(parts) != 1 else parts[0]
+
+    def write(self, values: owners.Values) -> None:
+        """New values of a staged parameter: this rank's shard, piece by piece."""
+        for offset, chunk in self._pieces():
+            numel = max(0, min(self.piece_numel, self.shard_numel - offset, self.numel - self.start - offset))
+            lease = self.area.store.acquire(chunk, write=STAGING)
+            try:
+                lease.wait()
+                (piece,) = lease.pieces(ObjectKind.STAGING)
+                if numel:
+                    piece[:numel].copy_(values(self.start + offset, numel))
+            except BaseException:
+                lease.release()
+                raise
+            lease.release(dirty=STAGING)
 
     def discard(self) -> None:
         """An engine has taken the values over, or the parameter begins anew."""

@@ -14,7 +14,9 @@ import torch
 from infinity.plan.sharding import Segment
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.tiers.collectives import Collectives
+from infinity.weights.owners import Values
 from infinity.weights.param import ShardedParam
+from infinity.weights.promises import pieces
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.protocol import ObjectKind
 
@@ -71,14 +73,18 @@ class StateIO:
     def write_own(self, param: ShardedParam, kinds: Sequence[ObjectKind], values: torch.Tensor) -> None:
         """Write this rank's part, [its numel], of several kinds at once, each rounded to its own dtype."""
         first, _ = self.own_range(param)
+        self.write_from(param, kinds, lambda start, numel: values[start - first :][:numel])
+
+    def write_from(self, param: ShardedParam, kinds: Sequence[ObjectKind], values: Values) -> None:
+        """Write this rank's part of several kinds at once, of values that are asked for piece by piece."""
         mask = sum(kind.mask for kind in kinds)
 
-        def put(segment: Segment, start: int, piece: torch.Tensor) -> None:
-            piece.copy_(values[segment.param_offset - first + start :][: piece.numel()])
-
         def put_all(lease: Lease, segment: Segment) -> None:
-            for kind in kinds:
-                _each(lease, kind, segment, put)
+            for first, numel in pieces(segment.numel):
+                new = values(segment.param_offset + first, numel)
+                for kind in kinds:
+                    for start, piece in spans(lease.pieces(kind), segment.chunk_offset + first, numel):
+                        piece.copy_(new[start : start + piece.numel()])
 
         # what the chunk's other parameters have must be there, too: a lease to write only may hold anything
         self._stream(param, mask, mask, put_all)

@@ -1,0 +1,69 @@
+"""What ``torch.save`` wrote: tensors by name, mapped and never loaded whole."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from infinity.errors import WeightsFileError
+from infinity.files.entry import Entry, WeightsFile
+
+MAPPED_BYTES_MAX: Final = 64 << 20
+"""Pages that were read through one mapping count as this process's memory: it is made anew after so many bytes."""
+WRAPPERS: Final = ("state_dict", "model_state_dict", "module")
+"""Keys under which training scripts put a state dict beside other things."""
+
+
+class TorchFile(WeightsFile):
+    def __init__(self, path: str) -> None:
+        """Raises WeightsFileError for what ``torch.load`` does not take with ``weights_only`` and ``mmap``."""
+        super().__init__(path)
+        self._tensors: dict[str, torch.Tensor] | None = None
+        self._num_bytes = 0
+        self._entries = {
+            name: Entry(dtype=tensor.dtype, shape=tuple(tensor.shape)) for name, tensor in self._mapped().items()
+        }
+
+    @property
+    def entries(self) -> Mapping[str, Entry]:
+        return self._entries
+
+    def read(self, name: str, first: int, numel: int) -> torch.Tensor:
+        values = self._mapped()[name].reshape(-1)[first : first + numel].clone()
+        self._num_bytes += values.nbytes
+        if self._num_bytes >= MAPPED_BYTES_MAX:
+            self._tensors, self._num_bytes = None, 0
+        return values
+
+    def _mapped(self) -> dict[str, torch.Tensor]:
+        self.check_identity()
+        if self._tensors is None:
+            self._tensors = _tensors_of(_load(self.path), self.path)
+        return self._tensors
+
+
+def _load(path: str) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
+    except OSError as error:
+        raise WeightsFileError.of(error, path, "read") from error
+    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise WeightsFileError(
+            path,
+            f"cannot be read as tensors of torch's ({reason})",
+            "copy it again if it is truncated; a file from before torch 1.6, or with objects in it, must be loaded and "
+            "saved anew, best by safetensors.torch.save_file()",
+        ) from error
+
+
+def _tensors_of(loaded: Any, path: str) -> dict[str, torch.Tensor]:
+    for wrapper in WRAPPERS:
+        if isinstance(loaded, Mapping) and isinstance(loaded.get(wrapper), Mapping):
+            loaded = loaded[wrapper]
+    if not isinstance(loaded, Mapping):
+        raise WeightsFileError(path, f"holds a {type(loaded).__name__}", "save a state dict: a dict of tensors")
+    return {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}

@@ -1,0 +1,88 @@
+"""Values that a parameter is to have, and is given part by part: at once, or by ``initialize`` where it has no memory.
+
+A parameter on the meta device keeps a promise until ``initialize`` writes its shards: so the model is never built
+whole, and every rank asks for its own parts alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils import swap_tensors
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.errors import ConfigError
+from infinity.weights.owners import Values
+from infinity.weights.param import flattened, memory_order
+
+PIECE_NUMEL = 1 << 22
+"""Elements that are asked for at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Promise:
+    values: Values
+    version: int
+    """The parameter's when the promise was given: what writes to a meta parameter does nothing but count."""
+    shape: torch.Size
+
+
+_promises: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def pieces(numel: int) -> Iterator[tuple[int, int]]:
+    """(first element, numel) of each piece of so many elements."""
+    for first in range(0, numel, PIECE_NUMEL):
+        yield first, min(PIECE_NUMEL, numel - first)
+
+
+def promise(param: nn.Parameter, values: Values) -> None:
+    """A parameter on the meta device shall have these values, in its own dtype, in place of what it was promised."""
+    _promises[param] = Promise(values, param._version, param.shape)
+
+
+def check_promise(name: str, param: nn.Parameter) -> None:
+    """Raises ConfigError for a meta parameter that has no values to come, or was written to since."""
+    found: Promise | None = _promises[param] if param in _promises else None  # noqa: SIM401 (get is untyped)
+    if found is None:
+        raise ConfigError(
+            f"model.{name}",
+            "meta",
+            "it has no values: give it some with infinity.load_pretrained(), or build the model on the CPU or under "
+            "Init",
+        )
+    if (found.version, found.shape) != (param._version, param.shape):
+        raise ConfigError(
+            f"model.{name}",
+            "meta",
+            "it was changed after infinity.load_pretrained(), which a parameter without memory does not keep: change "
+            "it after infinity.initialize(), inside GatheredParameters(param, modifier_rank=0)",
+        )
+
+
+def take_promise(param: nn.Parameter) -> Values | None:
+    """What the parameter was promised, if anything; it is on the CPU from now on, without contents of its own."""
+    if param not in _promises:
+        return None
+    values: Values = _promises[param].values
+    del _promises[param]
+    placeholder = torch.full((), torch.nan, dtype=param.dtype).expand(param.shape)
+    stand_in = nn.Parameter(placeholder, requires_grad=param.requires_grad)
+    stand_in.__dict__.update(param.__dict__)
+    swap_tensors(param, stand_in)  # type: ignore[no-untyped-call]
+    return values
+
+
+def fill(param: torch.Tensor, values: Values) -> None:
+    """Write the values into a parameter or buffer that has memory of its own, in place."""
+    with torch.no_grad():
+        own = param.detach()
+        flat = flattened(own, memory_order(own))
+        for first, numel in pieces(param.numel()):
+            flat[first : first + numel].copy_(values(first, numel))
+        if param.numel() and flat.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
+            order = memory_order(own)  # with holes between its rows: ``flat`` is a copy
+            own.permute(order).copy_(flat.view([own.size(dim) for dim in order]))
