@@ -18,6 +18,7 @@ from io_daemon.errors import (
 
 __all__ = [
     "BudgetError",
+    "CheckpointError",
     "CombinedConfigError",
     "ConfigError",
     "DaemonLostError",
@@ -106,3 +107,12 @@ class MismatchedWeightsError(ValueError):
             if len(names) > self.LINES_MAX:
                 lines.append(f"  {what}: {len(names) - self.LINES_MAX} more")
         super().__init__("\n".join(lines))
+
+
+class CheckpointError(WorldError):
+    """A checkpoint that cannot be written or read. ``path`` is the file or directory, ``remedy`` what to do, ``errno``
+    the system's where it has one, else 0."""
+
+    def __init__(self, path: str | os.PathLike[str], problem: str, remedy: str, *, errno: int = 0) -> None:
+        self.path, self.problem, self.remedy, self.errno = str(path), problem, remedy, errno
+        super().__init__(f"{self.path}: {problem}; {remedy}")

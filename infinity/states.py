@@ -27,8 +27,10 @@ class StepPhase(Enum):
     FORWARD = auto()
     BACKWARD = auto()
     OPTIMIZER = auto()
+    CHECKPOINT = auto()
+    """All state is being saved or loaded."""
     FAILED = auto()
-    """A world error left the step half applied: only ``destroy`` is allowed."""
+    """A world error left the step, or what was loaded, half applied: only ``destroy`` is allowed."""
     CLOSED = auto()
 
 
@@ -39,10 +41,13 @@ SHARDED_TRANSITIONS: Final[Mapping[ShardedState, frozenset[ShardedState]]] = {
 }
 
 PHASE_TRANSITIONS: Final[Mapping[StepPhase, frozenset[StepPhase]]] = {
-    StepPhase.IDLE: frozenset({StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER, StepPhase.CLOSED}),
+    StepPhase.IDLE: frozenset(
+        {StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER, StepPhase.CHECKPOINT, StepPhase.CLOSED}
+    ),
     StepPhase.FORWARD: frozenset({StepPhase.IDLE, StepPhase.FAILED}),
     StepPhase.BACKWARD: frozenset({StepPhase.IDLE, StepPhase.FAILED}),
     StepPhase.OPTIMIZER: frozenset({StepPhase.IDLE, StepPhase.FAILED}),
+    StepPhase.CHECKPOINT: frozenset({StepPhase.IDLE, StepPhase.FAILED}),
     StepPhase.FAILED: frozenset({StepPhase.CLOSED}),
     StepPhase.CLOSED: frozenset(),
 }

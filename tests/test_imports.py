@@ -36,7 +36,7 @@ LADDERS = {
         "tiers",
         "weights",
         "update",
-        "loader report",
+        "checkpoint loader report",
         "engine",
         "zero utils deepspeed_config",
         "entry pretrained",

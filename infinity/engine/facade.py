@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from infinity.config import Config
 from infinity.engine.answers import Answers
+from infinity.engine.checkpoints import Checkpoints
 from infinity.engine.compiling import Compiled
 from infinity.engine.export import full_master_state_dict, full_state_dict
 from infinity.engine.loop import TrainingLoop
@@ -27,7 +28,7 @@ from infinity.update.optimizer import ShardedOptimizer
 from infinity.weights.sharded_model import ShardedModel
 
 
-class Engine(Answers):
+class Engine(Checkpoints, Answers):
     """Trains one model: ``loss = engine(batch); engine.backward(loss); engine.step()``. Made by ``initialize``.
 
     ``module`` is the user's model, which may also be called directly; attributes that the engine lacks are its. Outside

@@ -70,11 +70,12 @@ class TrainingLoop:
         self._traffic: TierTraffic | None = None
         self._last_traffic: TierTraffic | None = None
         self._followed_buffers = FollowedBuffers(runtime.module, runtime.collectives)
-        self._update: Update | None = None
+        self.update: Update | None = None
+        """None where nothing trains."""
         if optimizer is not None:
-            self._update = self._build_update(optimizer, optimizer_groups)
-            optimizer.bind(self.run_update, self._update.scale)
-            runtime.states.keeps_states = self._update.keeps_states
+            self.update = self._build_update(optimizer, optimizer_groups)
+            optimizer.bind(self.run_update, self.update.scale)
+            runtime.states.keeps_states = self.update.keeps_states
         self._close_traffic()
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -171,7 +172,7 @@ class TrainingLoop:
         self.micro_steps = 0
 
     def _tell_observers(self) -> None:
-        update, optimizer = self._update, self.optimizer
+        update, optimizer = self.update, self.optimizer
         if update is None or optimizer is None:
             raise AssertionError("an update without an optimizer")
         self._observers.after_step(
@@ -190,7 +191,7 @@ class TrainingLoop:
 
     def set_accumulation(self, *, micro_batch: int, accumulation: int) -> None:
         """Batch sizes are these from the next step on. Raises EngineStateError within a step."""
-        if self.micro_steps or self.runtime.reducer.has_any:
+        if self.is_within_step:
             raise EngineStateError("batch sizes change between steps, not while gradients accumulate")
         if accumulation > 1 and not self._sharded.precision.accumulates:
             raise EngineStateError(
@@ -228,10 +229,20 @@ class TrainingLoop:
         managed = self.config.managed_gradient_accumulation
         return not managed or self.micro_steps >= self.config.gradient_accumulation_steps - 1
 
+    @property
+    def is_within_step(self) -> bool:
+        """Whether gradients of a step are there that is not over."""
+        return bool(self.micro_steps or self.runtime.reducer.has_any)
+
+    def restore_counters(self, *, global_steps: int, global_samples: int, skipped_steps: int) -> None:
+        """Go on counting from a checkpoint."""
+        self.global_steps, self.global_samples = global_steps, global_samples
+        self.skipped_steps, self.micro_steps = skipped_steps, 0
+
     def zero_grad(self) -> None:
         self.runtime.reducer.clear()
-        if self._update is not None:
-            self._update.forget_clipping()
+        if self.update is not None:
+            self.update.forget_clipping()
         self._observers.drop_losses()
         self.micro_steps = 0
 
@@ -239,7 +250,7 @@ class TrainingLoop:
         return self._trained("clip_grad_norm_").clip_once(max_norm)
 
     def grad_norm(self) -> float | None:
-        return None if self._update is None else self._update.ask_for_norm()
+        return None if self.update is None else self.update.ask_for_norm()
 
     def io_report(self) -> IoReport:
         return IoReport.of(
@@ -263,9 +274,9 @@ class TrainingLoop:
             self.tier.close()
 
     def _trained(self, call: str) -> Update:
-        if self._update is None:
+        if self.update is None:
             raise WeightsError("the model", "has nothing to train", f"{call}() needs a parameter that requires_grad")
-        return self._update
+        return self.update
 
     def _build_update(self, optimizer: ShardedOptimizer, optimizer_groups: Sequence[int]) -> Update:
         sharded = self._sharded
@@ -308,7 +319,7 @@ class TrainingLoop:
         self.phases.go(StepPhase.IDLE)
 
     def _abort(self, phase: StepPhase, error: BaseException) -> None:
-        half_applied = phase is StepPhase.OPTIMIZER and self._update is not None and self._update.num_updated > 0
+        half_applied = phase is StepPhase.OPTIMIZER and self.update is not None and self.update.num_updated > 0
         if half_applied or isinstance(error, DaemonLostError):
             self.phases.go(StepPhase.FAILED)
             _log.error("the engine has failed in %s, its state is half a step ahead: destroy() it", phase.name)

@@ -17,8 +17,8 @@ class Phases:
         """Raises EngineStateError if the engine cannot get there from where it is."""
         if self.phase is StepPhase.FAILED and phase is not StepPhase.CLOSED:
             raise EngineStateError(
-                f"{self._engine} has failed, its state is half a step ahead: call destroy() and start from weights of "
-                "your own, as engine.full_state_dict() gives them between steps"
+                f"{self._engine} has failed, its state is half a step ahead or half loaded: call destroy(), build the "
+                "model anew, and go on from a checkpoint with engine.load_checkpoint()"
             )
         if self.phase is StepPhase.CLOSED:
             raise EngineStateError(f"{self._engine} was destroyed: build the model anew and call infinity.initialize()")

@@ -69,7 +69,7 @@ class Runtime(owners.Owner):
         self.reducer = Reducer(
             sharded.groups, self.gradients, collectives, num_params, gradient_dtype=sharded.precision.gradient
         )
-        self._io = io = StateIO(sharded, collectives)
+        self.io = io = StateIO(sharded, collectives)
         self._gathering = Gathering(
             sharded,
             io,
@@ -217,7 +217,7 @@ class Runtime(owners.Owner):
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         self.refuse_over("ds_tensor")
-        return self._io.read_own(self._param_of[id(param)], ObjectKind.WEIGHT).to(param.dtype)
+        return self.io.read_own(self._param_of[id(param)], ObjectKind.WEIGHT).to(param.dtype)
 
     def together(self, work: Callable[[], owners.Result], what: str) -> owners.Result:
         return self.collectives.together(work, what)
@@ -341,6 +341,22 @@ class Runtime(owners.Owner):
         self.live_set.reshard_all()
         self.store.abandon()
         self._end_training_pass()
+
+    def begin_rewrite(self) -> None:
+        """Weights are about to get other values in the store: nothing is in use, and nothing is leased ahead. Raises
+        EngineStateError or WeightsError, before anything changes, where something is."""
+        for group in self.sharded.groups:
+            if group.in_use:
+                raise EngineStateError(f"the weights of {group.name} are gathered: load outside GatheredParameters")
+        self.check_update()
+        self.skip_update()
+        self.live_set.reshard_all(persistent=True)
+
+    def end_rewrite(self) -> None:
+        """The store has them: what is on the device follows."""
+        self.refresh_persistent()
+        for param in self.sharded.params:
+            param.count_update()
 
     def _end_training_pass(self) -> None:
         self.return_freed()

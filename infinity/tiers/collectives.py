@@ -168,8 +168,11 @@ class Collectives:
             with _in_words(what, self._peers), self.log.timed("all_reduce", tensor.nbytes, what):
                 dist.all_reduce(tensor, op=operation, group=self._peers.control)
 
-    def together(self, work: Callable[[], Result], what: str) -> Result:
-        """Run ``work`` on every rank; if it fails on any, every rank raises: its own error, or who failed how."""
+    def together(
+        self, work: Callable[[], Result], what: str, *, as_error: Callable[[str], WorldError] = WorldError
+    ) -> Result:
+        """Run ``work`` on every rank; if it fails on any, every rank raises: its own error, or who failed how, of which
+        ``as_error`` makes one."""
         result: Result | None = None
         error: BaseException | None = None
         try:
@@ -181,7 +184,7 @@ class Collectives:
             raise error
         for rank, failure in enumerate(failures):
             if failure is not None:
-                raise WorldError(f"rank {rank} failed: {failure}")
+                raise as_error(f"rank {rank} failed: {failure}")
         return cast(Result, result)
 
 

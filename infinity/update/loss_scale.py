@@ -6,6 +6,7 @@ after as many good steps as the window says (Micikevicius et al. 2018). Numbers 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Final, Protocol
 
 from infinity.config import Config
@@ -22,6 +23,12 @@ class LossScale(Protocol):
     def update(self, *, overflow: bool) -> None:
         """A step was applied, or skipped because of ``overflow``. Raises LossScaleError where no scale is left."""
 
+    def state_dict(self) -> dict[str, float]:
+        """The numbers that steps have changed."""
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        """Go on from there; a scale of another kind goes on from what its configuration says."""
+
 
 class FixedLossScale(LossScale):
     """One scale for the whole training: what is configured, or 1 where nothing is scaled."""
@@ -30,6 +37,12 @@ class FixedLossScale(LossScale):
         self.value, self.checks_overflow = value, checks_overflow
 
     def update(self, *, overflow: bool) -> None:
+        """Nothing changes."""
+
+    def state_dict(self) -> dict[str, float]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Nothing changes."""
 
 
@@ -66,6 +79,14 @@ class DynamicLossScale(LossScale):
         if self._good_steps > 1 and (self._good_steps - 1) % self._window == 0:
             self._patience = self._hysteresis
             self.value *= FACTOR
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "patience": self._patience, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if state:
+            self.value = float(state["value"])
+            self._patience, self._good_steps = int(state["patience"]), int(state["good_steps"])
 
     def _fall(self) -> None:
         if self._patience > 1:

@@ -40,11 +40,11 @@ class FollowedBuffers:
             values = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
             self._collectives.broadcast(values, f"broadcast {values.numel()} elements of buffers of {values.dtype}")
             for buffer, value in zip(buffers, torch.split(values, [b.numel() for b in buffers]), strict=True):
-                _write(buffer, value.view(buffer.shape))
+                write_buffer(buffer, value.view(buffer.shape))
 
 
-def _write(buffer: torch.Tensor, value: torch.Tensor) -> None:
-    """``buffer.data``: in place without a new version."""
+def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
+    """Give it other contents, in place and without a new version."""
     if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
         buffer.data = value.clone()  # an expanded one cannot be written
     else:

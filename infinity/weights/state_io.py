@@ -7,7 +7,8 @@ Nothing here changes what is on the device; ``Runtime`` does, who calls. Element
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
+from functools import partial
 
 import torch
 
@@ -22,22 +23,48 @@ from io_daemon.shared.protocol import ObjectKind
 
 LEASES_AHEAD = 2
 
+Seen = Callable[[ObjectKind, Segment, torch.Tensor], None]
+"""What is done with elements of a chunk: their kind, where they belong, and a view of them while they are leased."""
+
+Source = Callable[[ObjectKind, Segment], torch.Tensor]
+"""(kind, which elements) -> their values, 1-D and in any dtype; a call is for ``numel_max`` elements at most."""
+
+_Request = tuple[int, int, int, Callable[[Lease], None]]
+"""(chunk, kinds that are read, kinds that are written, what is done with the lease)."""
+
 
 class StateIO:
     def __init__(self, sharded: ShardedModel, collectives: Collectives) -> None:
         self._store: ShardStore = sharded.store
-        self._collectives = collectives
+        self._collectives, self._chunks = collectives, sharded.chunks
         self._segments: dict[int, list[tuple[int, Segment]]] = {param.index: [] for param in sharded.params}
         for chunk_id, chunk in enumerate(sharded.chunks):
             for segment in chunk.segments:
                 self._segments[segment.param].append((chunk_id, segment))
         self._placements = {p.param: p for placement in sharded.layout.placements for p in placement.params}
-        kinds = {trainable: frozenset(sharded.precision.dtypes(trainable=trainable)) for trainable in (True, False)}
-        self._kinds = {p.param: kinds[group.trainable] for group in sharded.layout.placements for p in group.params}
+        dtypes = {trainable: sharded.precision.dtypes(trainable=trainable) for trainable in (True, False)}
+        self._dtypes = {p.param: dtypes[group.trainable] for group in sharded.layout.placements for p in group.params}
 
     def has(self, param: ShardedParam, kind: int) -> bool:
         """Whether the parameter has state of that kind: a frozen one has weights only."""
-        return kind in self._kinds[param.index]
+        return kind in self._dtypes[param.index]
+
+    def lasting(self, param: int) -> list[ObjectKind]:
+        """The kinds that the parameter of that index has and all others follow from: no gradient, no weight beside a
+        master weight."""
+        kinds = self._dtypes[param].keys()
+        derived = {ObjectKind.GRAD, *([ObjectKind.WEIGHT] if ObjectKind.MASTER in kinds else [])}
+        return [kind for kind in ObjectKind if kind in kinds - derived]
+
+    def lasting_bytes(self, params: Container[int]) -> int:
+        """The bytes of this rank's part of what ``scan`` goes through."""
+        return sum(
+            segment.numel * self._dtypes[param][kind].itemsize
+            for param, segments in self._segments.items()
+            if param in params
+            for _, segment in segments
+            for kind in self.lasting(param)
+        )
 
     def own_range(self, param: ShardedParam) -> tuple[int, int]:
         """(first element, numel) of this rank's part."""
@@ -53,7 +80,7 @@ class StateIO:
         def take(segment: Segment, start: int, piece: torch.Tensor) -> None:
             own[segment.param_offset - first + start :][: piece.numel()].copy_(piece)
 
-        self._stream(param, kind.mask, 0, lambda lease, segment: _each(lease, kind, segment, take))
+        self._each_chunk(param, kind.mask, 0, lambda lease, segment: _each(lease, kind, segment, take))
         return own
 
     def read(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
@@ -87,26 +114,91 @@ class StateIO:
                         piece.copy_(new[start : start + piece.numel()])
 
         # what the chunk's other parameters have must be there, too: a lease to write only may hold anything
-        self._stream(param, mask, mask, put_all)
+        self._each_chunk(param, mask, mask, put_all)
 
-    def _stream(self, param: ShardedParam, read: int, write: int, use: Callable[[Lease, Segment], None]) -> None:
-        """Lease the chunks that hold the parameter, in order, few at a time."""
-        waiting: Iterator[tuple[int, Segment]] = iter(self._segments[param.index])
-        leases: deque[tuple[Lease, Segment]] = deque()
+    def scan(self, params: Container[int], use: Seen, *, numel_max: int) -> None:
+        """Go through all that this rank keeps for good of ``params`` (indices), each chunk once, in stored dtypes."""
+
+        def seen(lease: Lease, kinds: Sequence[ObjectKind], segments: Sequence[Segment]) -> None:
+            for kind in kinds:
+                for part in (part for segment in segments for part in _cut(segment, numel_max)):
+                    found = [piece for _, piece in spans(lease.pieces(kind), part.chunk_offset, part.numel)]
+                    use(kind, part, found[0] if len(found) == 1 else torch.cat(found))
+
+        def requests() -> Iterable[_Request]:
+            for chunk_id, chunk in enumerate(self._chunks):
+                segments = [segment for segment in chunk.segments if segment.param in params]
+                if segments:
+                    kinds = self.lasting(segments[0].param)
+                    mask = sum(kind.mask for kind in kinds)
+                    yield chunk_id, mask, 0, partial(seen, kinds=kinds, segments=segments)
+
+        self._stream(requests())
+
+    def fill(self, params: Container[int], kind: ObjectKind, source: Source, *, numel_max: int) -> None:
+        """Write this rank's part of one kind of those of ``params`` (indices) that have it; with a master weight its
+        16-bit weight, too. What else a chunk holds stays."""
+
+        def put(lease: Lease, kinds: Sequence[ObjectKind], segments: Sequence[Segment]) -> None:
+            for part in (part for segment in segments for part in _cut(segment, numel_max)):
+                values = source(kind, part)
+                for each in kinds:
+                    for start, piece in spans(lease.pieces(each), part.chunk_offset, part.numel):
+                        piece.copy_(values[start : start + piece.numel()])
+
+        def requests() -> Iterable[_Request]:
+            for chunk_id, chunk in enumerate(self._chunks):
+                segments = [s for s in chunk.segments if s.param in params and kind in self._dtypes[s.param]]
+                if not segments:
+                    continue
+                kinds = [kind, ObjectKind.WEIGHT] if kind is ObjectKind.MASTER else [kind]
+                mask = sum(each.mask for each in kinds)
+                whole = len(segments) == len(chunk.segments)  # a lease to write only may hold anything
+                yield chunk_id, 0 if whole else mask, mask, partial(put, kinds=kinds, segments=segments)
+
+        self._stream(requests())
+
+    def _each_chunk(self, param: ShardedParam, read: int, write: int, use: Callable[[Lease, Segment], None]) -> None:
+        """Lease the chunks that hold the parameter, in order."""
+
+        def used(lease: Lease, segment: Segment) -> None:
+            use(lease, segment)
+
+        segments = self._segments[param.index]
+        self._stream((chunk_id, read, write, partial(used, segment=segment)) for chunk_id, segment in segments)
+
+    def _stream(self, requests: Iterable[_Request]) -> None:
+        """Lease the chunks in order, few at a time."""
+        waiting = iter(requests)
+        leases: deque[tuple[Lease, int, Callable[[Lease], None]]] = deque()
         try:
             while True:
                 while len(leases) < LEASES_AHEAD and (found := next(waiting, None)) is not None:
-                    leases.append((self._store.acquire(found[0], read=read, write=write), found[1]))
+                    chunk_id, read, write, use = found
+                    leases.append((self._store.acquire(chunk_id, read=read, write=write), write, use))
                 if not leases:
                     return
-                lease, segment = leases[0]
+                lease, write, use = leases[0]
                 lease.wait()
-                use(lease, segment)
+                use(lease)
                 leases.popleft()
                 lease.release(dirty=write)
         finally:
-            for lease, _ in leases:
+            for lease, _, _ in leases:
                 lease.release()
+
+
+def _cut(segment: Segment, numel_max: int) -> Iterable[Segment]:
+    """Parts of the segment with ``numel_max`` elements at most."""
+    return (
+        Segment(
+            param=segment.param,
+            param_offset=segment.param_offset + start,
+            chunk_offset=segment.chunk_offset + start,
+            numel=min(numel_max, segment.numel - start),
+        )
+        for start in range(0, segment.numel, numel_max)
+    )
 
 
 def _each(lease: Lease, kind: ObjectKind, segment: Segment, use: Callable[[Segment, int, torch.Tensor], None]) -> None:

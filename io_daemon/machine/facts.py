@@ -85,7 +85,7 @@ def describe_machine(directories: Sequence[Path], *, proc: Path = PROC, sys: Pat
     memory = meminfo(proc)
     engines, engine_note = _engines()
     facts = MachineFacts(
-        version=_version(),
+        version=package_version(),
         python=platform.python_version(),
         kernel=read_text(proc / "sys" / "kernel" / "osrelease"),
         processor=processor_name(proc),
@@ -116,7 +116,8 @@ def describe_machine(directories: Sequence[Path], *, proc: Path = PROC, sys: Pat
     return facts.model_copy(update={"notes": [*facts.notes, f"this system does not tell {', '.join(unknown)}"]})
 
 
-def _version() -> str | None:
+def package_version() -> str | None:
+    """The version that is installed; None where none is."""
     try:
         return importlib.metadata.version(PACKAGE)
     except importlib.metadata.PackageNotFoundError:

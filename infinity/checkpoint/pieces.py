@@ -1,0 +1,89 @@
+"""Files of pieces: bytes one behind another, each piece with a checksum of its own."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from infinity.checkpoint.disk import disk_errors
+from infinity.checkpoint.manifest import DTYPES, Piece
+from infinity.errors import CheckpointError
+from io_daemon._native import checksum
+
+
+def bytes_of(values: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``values``, 1-D and on the CPU; a view where it can be one."""
+    return values.detach().cpu().contiguous().view(torch.uint8)
+
+
+class PieceWriter:
+    """Appends to a new file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.pieces: list[Piece] = []
+        self.num_bytes = 0
+        with disk_errors(path, "made"):
+            self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+
+    def add(self, tensor: str, kind: str, first: int, values: torch.Tensor) -> None:
+        """Append ``values`` [numel], elements from ``first`` on of one kind of one tensor."""
+        data = bytes_of(values).numpy()
+        self.pieces.append(Piece(tensor, kind, first, values.numel(), self.num_bytes, checksum(data)))
+        view, done = memoryview(data.data), 0
+        with disk_errors(self.path, "written"):
+            while done < len(view):
+                done += os.write(self._descriptor, view[done:])
+        self.num_bytes += done
+
+    def finish(self) -> None:
+        """Have it all on the disk. The page cache need not keep it: nobody reads it soon."""
+        with disk_errors(self.path, "written"):
+            os.fsync(self._descriptor)
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+
+    def __enter__(self) -> PieceWriter:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        os.close(self._descriptor)
+
+
+class PieceFile:
+    """Reads pieces, and checks each."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with disk_errors(path, "opened"):
+            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def read(self, piece: Piece, dtype: str) -> torch.Tensor:
+        """The piece's elements. Raises CheckpointError if they are not what was written."""
+        size = piece.numel * DTYPES[dtype].itemsize
+        data = torch.empty(size, dtype=torch.uint8)
+        view, done = memoryview(data.numpy().data), 0
+        with disk_errors(self.path, "read"):
+            while done < size and (got := os.preadv(self._descriptor, [view[done:]], piece.offset + done)):
+                done += got
+        place = f"{piece.kind} of {piece.tensor}, elements {piece.first} to {piece.first + piece.numel}"
+        if done < size:
+            raise CheckpointError(
+                self.path,
+                f"is cut short: {place} should be {size} bytes at offset {piece.offset}, {done} are there",
+                "load another checkpoint, or copy this file anew",
+            )
+        found = checksum(data.numpy())
+        if found != piece.checksum:
+            raise CheckpointError(
+                self.path,
+                f"is damaged at offset {piece.offset} ({place}): checksum {found:08x}, written was "
+                f"{piece.checksum:08x}",
+                "load another checkpoint, or copy this file anew",
+            )
+        return data.view(DTYPES[dtype])
+
+    def close(self) -> None:
+        os.close(self._descriptor)

@@ -1,0 +1,71 @@
+"""Python values in a checkpoint: pickled by torch, and read back without running anybody's code.
+
+What ``torch.load(weights_only=True)`` takes is what a checkpoint may hold: tensors, numbers, strings, containers of
+these, NumPy's arrays and scalars, and namespaces. Anything else is refused when it is saved, not when it is needed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import pickle
+import types
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.serialization import safe_globals
+
+from infinity.errors import ConfigError
+
+_multiarray: Any = (getattr(np, "_core", None) or np.core).multiarray
+_SAFE: list[Any] = [
+    _multiarray._reconstruct,
+    _multiarray.scalar,
+    np.ndarray,
+    np.dtype,
+    *{type(np.dtype(code)) for code in np.typecodes["All"]},
+    argparse.Namespace,
+    types.SimpleNamespace,
+]
+
+
+def to_bytes(values: Mapping[str, Any]) -> bytes:
+    """Raises ConfigError, with the key, where a value cannot be read back."""
+    try:
+        data = _dumped(dict(values))
+        from_bytes(data)
+    except Exception as error:
+        for key, value in values.items():
+            _check(key, value)
+        raise ConfigError("client_state", ", ".join(values), f"cannot be saved: {error}") from error
+    return data
+
+
+def from_bytes(data: bytes) -> Any:
+    """Raises pickle.UnpicklingError for what is not such a value."""
+    with safe_globals(_SAFE):
+        return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _dumped(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _check(key: str, value: object) -> None:
+    if isinstance(value, Mapping) and all(isinstance(each, str) for each in value):
+        for name, each in value.items():
+            _check(f"{key}.{name}", each)
+    try:
+        from_bytes(_dumped(value))
+    except (pickle.PickleError, TypeError, AttributeError, RuntimeError) as error:
+        reason = str(error).split("\n")[0]
+        raise ConfigError(
+            key,
+            type(value).__name__,
+            f"cannot be read back without running code ({reason}): keep numbers, strings, tensors, arrays, lists and "
+            "dicts, such as vars(it)",
+        ) from error

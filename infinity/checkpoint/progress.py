@@ -1,0 +1,33 @@
+"""A progress bar with bytes and their rate, where somebody looks on."""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+from rich.progress import Progress as Bars
+
+
+class Progress:
+    """``shown``: whether this process may draw; it does so on a terminal only."""
+
+    def __init__(self, what: str, total_bytes: int, *, shown: bool) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+        shown = shown and sys.stderr.isatty()
+        self._bars = Bars(*columns, console=Console(stderr=True), transient=True) if shown else None
+        self._task = self._bars.add_task(what, total=total_bytes) if self._bars is not None else None
+
+    def advance(self, num_bytes: int) -> None:
+        if self._bars is not None and self._task is not None:
+            self._bars.advance(self._task, num_bytes)
+
+    def __enter__(self) -> Progress:
+        if self._bars is not None:
+            self._bars.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._bars is not None:
+            self._bars.stop()

@@ -1,0 +1,181 @@
+"""A checkpoint that is there, open for reading: no engine, no process group, any part of any tensor."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from infinity.checkpoint import plain
+from infinity.checkpoint.directory import find, latest_tag, tags_of
+from infinity.checkpoint.disk import disk_errors
+from infinity.checkpoint.manifest import (
+    DTYPES,
+    MANIFEST,
+    SHARED_STATE,
+    Manifest,
+    Piece,
+    TensorEntry,
+    index_name,
+    pieces_name,
+    pieces_of_json,
+    rank_state_name,
+)
+from infinity.checkpoint.pieces import PieceFile
+from infinity.checkpoint.sealed import checksum_of, read_sealed
+from infinity.errors import CheckpointError
+
+_Placed = tuple[int, Piece]
+"""The rank whose file has a piece, and the piece."""
+
+
+class StoredCheckpoint:
+    """``entries`` says what is there; ``read`` gives elements, each checked against its checksum.
+
+    Opening it looks at every file's size and at the coverage of every tensor, not at the bytes. A context manager.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        content, self.checksum = read_sealed(path / MANIFEST)
+        try:
+            self.manifest = Manifest.of_json(content)
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(path / MANIFEST, str(error), "name a checkpoint that this version wrote") from error
+        self.entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in self.manifest.tensors}
+        self._check_files()
+        self._pieces = self._read_indexes()
+        self._firsts = {key: [piece.first for _, piece in pieces] for key, pieces in self._pieces.items()}
+        self._files: dict[int, PieceFile] = {}
+        self._last: tuple[_Placed, torch.Tensor] | None = None
+
+    @classmethod
+    def open(cls, directory: str | Path, tag: str | None = None) -> StoredCheckpoint:
+        """Open a checkpoint: the one of ``tag`` in ``directory``, by default its latest; or ``directory`` itself."""
+        directory = Path(directory)
+        if tag is None and (directory / MANIFEST).is_file():
+            return cls(directory)
+        tag = tag or latest_tag(directory)
+        if tag is None:
+            there = ", ".join(tags_of(directory)[-8:]) or "none"
+            raise CheckpointError(
+                directory, "holds no checkpoint that is called latest", f"name a tag; there are: {there}"
+            )
+        return cls(find(directory, tag))
+
+    def read(self, name: str, kind: str, first: int, numel: int) -> torch.Tensor:
+        """Elements [first, first + numel) in the order of memory, 1-D, in the dtype that they were kept in."""
+        dtype = self.entries[name].kinds[kind]
+        values = torch.empty(numel, dtype=DTYPES[dtype])
+        placed, position = self._pieces[name, kind], first
+        index = max(0, bisect_right(self._firsts[name, kind], first) - 1)
+        while position < first + numel:
+            rank, piece = placed[index]
+            stop = min(first + numel, piece.first + piece.numel)
+            whole = self._load(rank, piece, dtype)
+            values[position - first : stop - first] = whole[position - piece.first : stop - piece.first]
+            position, index = stop, index + 1
+        return values
+
+    def read_whole(self, name: str, kind: str) -> torch.Tensor:
+        """The tensor in its shape."""
+        entry = self.entries[name]
+        return entry.lies(self.read(name, kind, 0, entry.numel))
+
+    def shared_state(self) -> dict[str, Any]:
+        """Python values that all ranks have alike."""
+        return self._read_state(SHARED_STATE)
+
+    def rank_state(self, rank: int) -> dict[str, Any]:
+        """Python values of one of the ranks that wrote."""
+        return self._read_state(rank_state_name(rank))
+
+    def verify(self, tell: Callable[[int], None] = lambda _bytes: None) -> Iterator[CheckpointError]:
+        """Read everything; what is wrong. ``tell``: called with the bytes of each piece that was read."""
+        for name in (SHARED_STATE, *map(rank_state_name, range(self.manifest.world_size))):
+            try:
+                self._read_state(name)
+            except CheckpointError as error:
+                yield error
+        for (name, kind), placed in self._pieces.items():
+            dtype = self.entries[name].kinds[kind]
+            for rank, piece in placed:
+                try:
+                    tell(self._file(rank).read(piece, dtype).nbytes)
+                except CheckpointError as error:
+                    yield error
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
+        self._last = None
+
+    def __enter__(self) -> StoredCheckpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _check_files(self) -> None:
+        for name, file in self.manifest.files.items():
+            with disk_errors(self.path / name, "read"):
+                found = (self.path / name).stat().st_size
+            if found != file.num_bytes:
+                raise CheckpointError(
+                    self.path / name,
+                    f"has {found} bytes, written were {file.num_bytes}",
+                    "load another checkpoint, or copy this file anew",
+                )
+
+    def _read_indexes(self) -> dict[tuple[str, str], list[_Placed]]:
+        found: dict[tuple[str, str], list[_Placed]] = {
+            (entry.name, kind): [] for entry in self.manifest.tensors for kind in entry.kinds
+        }
+        for rank in range(self.manifest.world_size):
+            path = self.path / index_name(rank)
+            content, checksum = read_sealed(path)
+            if checksum != self.manifest.files[path.name].checksum:
+                raise CheckpointError(path, "belongs to another checkpoint", "copy this file anew")
+            for piece in pieces_of_json(content):
+                found[piece.tensor, piece.kind].append((rank, piece))
+        return {key: self._covering(key, placed) for key, placed in found.items()}
+
+    def _covering(self, key: tuple[str, str], placed: list[_Placed]) -> list[_Placed]:
+        """Pieces that together are the whole tensor, in order. Raises CheckpointError if some elements are nowhere."""
+        kept: list[_Placed] = []
+        position = 0
+        for rank, piece in sorted(placed, key=lambda each: (each[1].first, -each[1].numel)):
+            if piece.first <= position < piece.first + piece.numel:
+                kept.append((rank, piece))
+                position = piece.first + piece.numel
+        if position < self.entries[key[0]].numel:
+            raise CheckpointError(
+                self.path, f"lacks elements of {key[0]} ({key[1]}) from {position} on", "load another checkpoint"
+            )
+        return kept
+
+    def _load(self, rank: int, piece: Piece, dtype: str) -> torch.Tensor:
+        """The piece, whole; the last one is kept, since what asks next goes on there."""
+        if self._last is None or self._last[0] != (rank, piece):
+            self._last = None
+            self._last = ((rank, piece), self._file(rank).read(piece, dtype))
+        return self._last[1]
+
+    def _file(self, rank: int) -> PieceFile:
+        if rank not in self._files:
+            self._files[rank] = PieceFile(self.path / pieces_name(rank))
+        return self._files[rank]
+
+    def _read_state(self, name: str) -> dict[str, Any]:
+        path = self.path / name
+        with disk_errors(path, "read"):
+            data = path.read_bytes()
+        if checksum_of(data) != self.manifest.files[name].checksum:
+            raise CheckpointError(path, "is damaged: its checksum is another", "load another checkpoint")
+        state: dict[str, Any] = plain.from_bytes(data)
+        return state

@@ -1,0 +1,169 @@
+"""Saving and loading, as users call them."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from infinity.checkpoint.directory import check_tag, find, latest_tag, tags_of
+from infinity.checkpoint.stored import StoredCheckpoint
+from infinity.engine.loading import Loading, Wanted
+from infinity.engine.loop import TrainingLoop
+from infinity.engine.saving import Saving, gathered_histories
+from infinity.errors import CheckpointError, DaemonLostError, EngineStateError
+from infinity.states import StepPhase
+
+_log = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Checkpoints(nn.Module):
+    """The calls of an engine that save and load all that it trains."""
+
+    _loop: TrainingLoop
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that training goes on from, into ``save_dir/tag``. Collective, between steps.
+
+        Weights, master weights, optimizer states, buffers, schedule, loss scale, counters, random numbers of every
+        rank and the place of the loader that ``initialize`` made. The checkpoint appears whole or not at all, and what
+        was there before stays until then. All ranks must see the same directory.
+
+        Args:
+            save_dir: a directory, which is made if it is not there.
+            tag: its name in there; by default ``global_step{N}``.
+            client_state: values of your own that ``load_checkpoint`` gives back, those of rank 0: numbers, strings,
+                tensors, arrays, lists and dicts of them.
+            save_latest: whether the file ``latest`` names it from now on.
+            exclude_frozen_parameters: leave out weights that are not trained.
+
+        Returns:
+            True.
+
+        Raises:
+            CheckpointError: the disk refuses, on every rank.
+            ConfigError: a tag or a value that cannot be kept.
+            EngineStateError: gradients of a running step are there.
+        """
+        loop, directory = self._loop, Path(save_dir)
+        with _whole_state(loop, "save_checkpoint"):
+            histories = gathered_histories(loop)
+
+            def prepared() -> Saving:
+                state, excluded = client_state or {}, exclude_frozen_parameters
+                return Saving(loop, directory, tag, state, exclude_frozen=excluded, histories=histories)
+
+            saving = _together(loop, prepared, "prepare a checkpoint", directory)
+            loop.runtime.collectives.agree(f"save the checkpoint {saving.tag} in {directory}").wait()
+            saving.run(latest=save_latest)
+        return True
+
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on from a checkpoint. Collective, between steps; of any world size, stage, tier, budget and precision.
+
+        At the same world size training goes on with the bits that it would have had. At another one each rank draws
+        the random numbers of the one with its number, and the loader begins its epoch anew.
+
+        Args:
+            load_dir: what was given to ``save_checkpoint``.
+            tag: which of its checkpoints; by default the one that ``latest`` names.
+            load_module_strict: the checkpoint and the model must have the same names; else those of both are loaded.
+            load_optimizer_states: also the optimizer's states, options and loss scale.
+            load_lr_scheduler_states: also where the schedule stands.
+            load_module_only: weights and buffers, and nothing else.
+            custom_load_fn: refused: it would need the whole model in memory.
+
+        Returns:
+            The checkpoint's path and the client state; (None, None), as DeepSpeed, if there is no ``latest``.
+
+        Raises:
+            CheckpointError: it is not there, damaged, or of another model, with every difference. The engine stays as
+                it was, or is FAILED if some of it was loaded already.
+            EngineStateError: gradients of a running step are there, or weights are gathered.
+        """
+        if custom_load_fn is not None:
+            raise EngineStateError(
+                "custom_load_fn would get the whole model's weights: load without it, and change single weights after "
+                "that inside infinity.zero.GatheredParameters(param, modifier_rank=0)"
+            )
+        loop, directory = self._loop, Path(load_dir)
+        if tag is None:
+            tag = _together(loop, lambda: latest_tag(directory), "read which checkpoint is the latest", directory)
+        if tag is None:
+            _log.warning(
+                "%s has no file `latest`: nothing is loaded. Checkpoints there: %s",
+                directory,
+                ", ".join(tags_of(directory)) or "none",
+            )
+            return None, None
+        path = _together(loop, lambda: find(directory, check_tag(tag)), "find a checkpoint", directory)
+        wanted = Wanted(
+            strict=load_module_strict,
+            states=load_optimizer_states and not load_module_only,
+            schedule=load_lr_scheduler_states and not load_module_only,
+            position=not load_module_only,
+        )
+        with _whole_state(loop, "load_checkpoint") as changed:
+            return str(path), self._load(path, wanted, changed)
+
+    def _load(self, path: Path, wanted: Wanted, changed: Callable[[], None]) -> dict[str, Any]:
+        loop = self._loop
+        with _together(loop, lambda: StoredCheckpoint(path), "open a checkpoint", path) as stored:
+            loop.runtime.collectives.agree(f"load the checkpoint {path} with checksum {stored.checksum:08x}").wait()
+            loading = _together(loop, lambda: Loading(loop, stored, wanted), "compare a checkpoint", path)
+            loading.run(lambda work, what: _together(loop, work, what, path), changed)
+            return loading.client_state
+
+
+def _together(loop: TrainingLoop, work: Callable[[], Result], what: str, path: Path) -> Result:
+    return loop.runtime.collectives.together(
+        work, what, as_error=lambda failure: CheckpointError(path, failure, "see to that rank, then try again")
+    )
+
+
+@contextmanager
+def _whole_state(loop: TrainingLoop, call: str) -> Iterator[Callable[[], None]]:
+    """All state is looked at or replaced inside. What is yielded says that it is being replaced: from then on an error
+    leaves the engine FAILED."""
+    if loop.is_within_step:
+        raise EngineStateError(
+            f"{call}() within a step, whose gradients no checkpoint holds: call it after the step() that updates, or "
+            "drop them with zero_grad()"
+        )
+    half_done = False
+
+    def changed() -> None:
+        nonlocal half_done
+        half_done = True
+
+    loop.phases.go(StepPhase.CHECKPOINT)
+    try:
+        yield changed
+    except BaseException as error:
+        failed = half_done or isinstance(error, DaemonLostError)
+        loop.phases.go(StepPhase.FAILED if failed else StepPhase.IDLE)
+        raise
+    loop.phases.go(StepPhase.IDLE)

@@ -1,0 +1,83 @@
+"""An engine's tensors as a checkpoint describes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.manifest import BUFFER, STATE_PREFIX, WEIGHT, TensorEntry, dtype_name
+from infinity.engine.runtime import Runtime
+from infinity.errors import WeightsError
+from infinity.plan.precision import Precision
+from infinity.weights.param import memory_order
+from io_daemon.shared.protocol import ObjectKind
+
+_NO_EXTRA_STATE: Final = nn.Module.get_extra_state
+
+
+def kind_names(precision: Precision) -> dict[ObjectKind, str]:
+    """What a checkpoint calls the kinds of state: the weight is the most exact copy that there is."""
+    names = {ObjectKind.WEIGHT: WEIGHT, ObjectKind.MASTER: WEIGHT}
+    return names | {kind: STATE_PREFIX + state for state, kind in precision.state_kinds.items()}
+
+
+def described_params(runtime: Runtime) -> dict[str, TensorEntry]:
+    """Name -> entry, in the order of the engine's parameters."""
+    precision, names = runtime.sharded.precision, kind_names(runtime.sharded.precision)
+    all_names: dict[int, list[str]] = {}
+    for name, user_param in runtime.module.named_parameters(remove_duplicate=False):
+        all_names.setdefault(id(user_param), []).append(name)
+    trainable = {
+        p.param: placement.trainable for placement in runtime.sharded.layout.placements for p in placement.params
+    }
+    found = {}
+    for param in runtime.sharded.params:
+        dtypes = precision.dtypes(trainable=trainable[param.index])
+        found[param.name] = TensorEntry(
+            name=param.name,
+            aliases=tuple(name for name in all_names[id(param.param)] if name != param.name),
+            shape=tuple(param.shape),
+            order=tuple(param.order),
+            trainable=trainable[param.index],
+            kinds={names[kind]: dtype_name(dtypes[kind]) for kind in runtime.io.lasting(param.index)},
+        )
+    return found
+
+
+def described_buffers(module: nn.Module) -> dict[str, tuple[TensorEntry, torch.Tensor]]:
+    """Name -> entry and buffer; a shared one stands once. Raises WeightsError for one that is not dense."""
+    found: dict[str, tuple[TensorEntry, torch.Tensor]] = {}
+    for prefix, owner in module.named_modules():
+        for own, buffer in owner.named_buffers(recurse=False):
+            name = f"{prefix}.{own}" if prefix else own
+            if any(buffer is other for _, other in found.values()) or buffer.device.type == "meta":
+                continue
+            if buffer.layout is not torch.strided or buffer.is_quantized:
+                raise WeightsError(name, "is a buffer that is not dense", "keep it in extra state, see get_extra_state")
+            entry = TensorEntry(
+                name=name,
+                shape=tuple(buffer.shape),
+                order=tuple(memory_order(buffer)),
+                persistent=own not in owner._non_persistent_buffers_set,
+                kinds={BUFFER: dtype_name(buffer.dtype)},
+            )
+            found[name] = entry, buffer
+    return found
+
+
+def extra_states(module: nn.Module) -> dict[str, Any]:
+    """What modules keep beside tensors, by module name: ``get_extra_state`` of those that have one."""
+    return {name: owner.get_extra_state() for name, owner in _with_extra_state(module)}
+
+
+def set_extra_states(module: nn.Module, states: dict[str, Any]) -> None:
+    for name, owner in _with_extra_state(module):
+        if name in states:
+            owner.set_extra_state(states[name])
+
+
+def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    return (each for each in module.named_modules() if type(each[1]).get_extra_state is not _NO_EXTRA_STATE)

@@ -1,0 +1,167 @@
+"""A checkpoint into an engine: each rank reads what its own shards need, from whichever ranks wrote it.
+
+Everything is looked at before anything changes: names, shapes, dtypes, sizes, schedule. From then on an error leaves
+the engine FAILED on all ranks, since what it holds is of two trainings.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from infinity.checkpoint.compare import differences
+from infinity.checkpoint.manifest import BUFFER, PIECE_NUMEL_MAX, STATE_PREFIX
+from infinity.checkpoint.progress import Progress
+from infinity.checkpoint.random_numbers import restore_random_states
+from infinity.checkpoint.stored import StoredCheckpoint
+from infinity.engine.described import described_buffers, described_params, kind_names, set_extra_states
+from infinity.engine.loop import TrainingLoop
+from infinity.errors import CheckpointError
+from infinity.plan.sharding import Segment
+from infinity.update.torch_rule import options_of
+from infinity.weights.buffers import write_buffer
+from io_daemon.shared.protocol import ObjectKind
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What of a checkpoint is loaded, beside weights and buffers."""
+
+    strict: bool = True
+    states: bool = True
+    schedule: bool = True
+    position: bool = True
+    """Counters, random numbers, the loader's place: what makes it the same training."""
+
+
+class Loading:
+    def __init__(self, loop: TrainingLoop, stored: StoredCheckpoint, wanted: Wanted) -> None:
+        """Raises CheckpointError with every difference; nothing has changed then."""
+        self._loop, self._runtime, self._stored, self._wanted = loop, loop.runtime, stored, wanted
+        self._params = described_params(self._runtime)
+        self._buffers = described_buffers(self._runtime.module)
+        self._shared = stored.shared_state()
+        rank, self._saved_ranks = self._runtime.collectives.rank, stored.manifest.world_size
+        self._own = stored.rank_state(rank) if rank < self._saved_ranks else None
+        self._refuse_differences()
+
+    @property
+    def client_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self._shared["client_state"]
+        return state
+
+    def run(self, together: Callable[[Callable[[], Any], str], Any], changed: Callable[[], None]) -> None:
+        """Load. Collective: ``together`` runs work on all ranks and raises on all if it fails on one; ``changed`` is
+        called when there is no way back."""
+        started = time.perf_counter()
+        together(self._runtime.begin_rewrite, "begin to load a checkpoint")
+        changed()
+        num_bytes = together(self._fill, "read the checkpoint's pieces")
+        self._runtime.end_rewrite()
+        together(self._restore_rest, "take over the checkpoint's state")
+        if self._runtime.collectives.rank == 0:
+            seconds = time.perf_counter() - started
+            rate = num_bytes / seconds / 1e9
+            _log.info("loaded %s: %.2f GB in %.1f s, %.2f GB/s", self._stored.path, num_bytes / 1e9, seconds, rate)
+
+    def _refuse_differences(self) -> None:
+        manifest, wanted = self._stored.manifest, self._wanted
+        model = {**self._params, **{name: entry for name, (entry, _) in self._buffers.items()}}
+        found = differences(
+            self._stored.entries, model, strict=wanted.strict, states=wanted.states, left_out=manifest.left_out
+        )
+        remedies = ["initialize the model that was saved"] if found else []
+        if wanted.states:
+            there, here = len(self._shared["param_groups"]), len(self._options())
+            if there != here:
+                found.append(f"the optimizer had {there} param groups, it has {here}")
+            remedies += ["pass load_optimizer_states=False"] if found else []
+        if wanted.schedule:
+            saved = self._shared["lr_scheduler"]
+            there_name, here_name = saved and saved[0], self._schedule_name()
+            if there_name != here_name:
+                found.append(f"the schedule was {there_name}, it is {here_name}")
+                remedies.append("pass load_lr_scheduler_states=False")
+        if found:
+            count = f"{len(found)} difference{'s' if len(found) > 1 else ''}"
+            lines = "".join(f"\n  {line}" for line in found)
+            raise CheckpointError(
+                self._stored.path, f"does not fit this engine, {count}:{lines}", " or ".join(remedies)
+            )
+
+    def _options(self) -> list[Any]:
+        return [] if self._loop.optimizer is None else list(options_of(self._loop.optimizer))
+
+    def _schedule_name(self) -> str | None:
+        schedule = self._loop.lr_scheduler
+        return type(schedule).__name__ if hasattr(schedule, "load_state_dict") else None
+
+    def _fill(self) -> int:
+        """This rank's part of all weights, and of the optimizer's states; the bytes that were read."""
+        io, params, entries = self._runtime.io, self._runtime.sharded.params, self._stored.entries
+        names = kind_names(self._runtime.sharded.precision)
+        there = {param.index for param in params if param.name in entries}
+        total = 0
+        with Progress("loading", io.lasting_bytes(there), shown=self._runtime.collectives.rank == 0) as progress:
+
+            def values(kind: ObjectKind, segment: Segment) -> torch.Tensor:
+                nonlocal total
+                found = self._stored.read(params[segment.param].name, names[kind], segment.param_offset, segment.numel)
+                total += found.nbytes
+                progress.advance(found.nbytes)
+                return found
+
+            for kind, name in names.items():
+                if name.startswith(STATE_PREFIX) and not self._wanted.states:
+                    continue
+                having = {i for i in there if kind in io.lasting(i) and name in entries[params[i].name].kinds}
+                io.fill(having, kind, values, numel_max=PIECE_NUMEL_MAX)
+        return total
+
+    def _restore_rest(self) -> None:
+        with torch.no_grad():
+            for name, (mine, buffer) in self._buffers.items():
+                saved = self._stored.entries.get(name)
+                if saved is not None and saved.shape == mine.shape:
+                    write_buffer(buffer, self._stored.read_whole(name, BUFFER).to(buffer.device, buffer.dtype))
+        set_extra_states(self._runtime.module, self._shared["extra_states"])
+        if self._wanted.states:
+            self._restore_optimizer()
+        schedule: Any = self._loop.lr_scheduler
+        if self._wanted.schedule and self._shared["lr_scheduler"] is not None:
+            schedule.load_state_dict(self._shared["lr_scheduler"][1])
+        if self._wanted.position:
+            self._restore_position()
+
+    def _restore_optimizer(self) -> None:
+        optimizer, update = self._loop.optimizer, self._loop.update
+        if optimizer is None or update is None:
+            return
+        for group, options in zip(optimizer.param_groups, self._shared["param_groups"], strict=True):
+            group.update(options)  # the same dict: schedules and the user's own optimizer hold it
+        histories = self._shared["histories"]
+        for param in self._runtime.sharded.params:
+            if param.name in self._stored.entries:
+                update.histories[param.index] = histories.get(param.name)
+        update.scale.load_state_dict(self._shared["loss_scale"])
+
+    def _restore_position(self) -> None:
+        self._loop.restore_counters(**self._shared["counters"])
+        world_size, rank = self._runtime.collectives.world_size, self._runtime.collectives.rank
+        if self._saved_ranks != world_size and rank == 0:
+            _log.warning(
+                "%s was saved by %d ranks, these are %d: random numbers go on where those of the same rank stood "
+                "(others draw as they would have), and the loader begins its epoch anew",
+                self._stored.path,
+                self._saved_ranks,
+                world_size,
+            )
+        if self._own is not None:
+            restore_random_states(self._own["random"], self._runtime.device)

@@ -1,0 +1,203 @@
+"""A training that was stopped and gone on with equals one that was not, whatever the engine that goes on with it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import infinity
+from infinity.checkpoint.stored import StoredCheckpoint
+from infinity.errors import CheckpointError, ConfigError, EngineStateError
+from tests.support.resumed import config_of, differing, everything_of, started, train
+
+NUM_STEPS = 20
+PAIRS = [
+    # precision, from (tier, stage), to (tier, stage)
+    ("fp32", ("none", 3), ("nvme", 2)),
+    ("bf16", ("cpu", 1), ("none", 3)),
+    ("fp16", ("nvme", 2), ("cpu", 3)),
+]
+
+
+@pytest.mark.parametrize(("precision", "before", "after"), PAIRS)
+def test_twenty_steps_and_twenty_are_forty(
+    precision: str, before: tuple[str, int], after: tuple[str, int], tmp_path: Path
+) -> None:
+    swap, saved = tmp_path / "swap", tmp_path / "saved"
+    swap.mkdir()
+    engine = started(config_of(before[0], precision, before[1], swap))
+    train(engine, NUM_STEPS)
+    assert engine.save_checkpoint(saved, client_state={"epoch": 3, "best": torch.ones(2)})
+    losses, state = train(engine, NUM_STEPS), everything_of(engine)
+    counted = (engine.global_steps, engine.global_samples, engine.skipped_steps, engine.cur_scale, engine.module.calls)
+    engine.destroy()
+
+    config = config_of(after[0], precision, after[1], swap)
+    config["zero_optimization"]["sub_group_size"] = 32768
+    engine = started(config, seed=7)
+    train(engine, 2)
+    path, client_state = engine.load_checkpoint(saved)
+    assert path == str(saved / f"global_step{NUM_STEPS}")
+    assert client_state["epoch"] == 3
+    assert torch.equal(client_state["best"], torch.ones(2))
+    assert train(engine, NUM_STEPS) == losses
+    assert not differing(everything_of(engine), state)
+    assert counted == (
+        engine.global_steps, engine.global_samples, engine.skipped_steps, engine.cur_scale, engine.module.calls
+    )  # fmt: skip
+    engine.destroy()
+    assert not list(swap.iterdir())
+    assert sorted(path.name for path in saved.iterdir()) == [f"global_step{NUM_STEPS}", "latest"]
+
+
+def test_another_precision_takes_the_master_weights(tmp_path: Path) -> None:
+    engine = started(config_of(precision="bf16"))
+    train(engine, 3)
+    engine.save_checkpoint(tmp_path, tag="x")
+    masters, states = engine.full_master_state_dict(), everything_of(engine)
+    engine.destroy()
+    for precision, dtype in (("fp32", torch.float32), ("fp16", torch.float16)):
+        engine = started(config_of(precision=precision), seed=1)
+        engine.load_checkpoint(tmp_path, tag="x")
+        weights, found = engine.full_state_dict(), everything_of(engine)
+        assert all(torch.equal(weights[name], master.to(dtype)) for name, master in masters.items())
+        assert all(torch.equal(found[name], value) for name, value in states.items() if name.startswith("exp_avg"))
+        engine.destroy()
+
+
+def test_a_step_that_is_not_over_is_neither_saved_nor_overwritten(tmp_path: Path) -> None:
+    engine = started(config_of(gradient_accumulation_steps=2))
+    engine.save_checkpoint(tmp_path)
+    engine.backward(engine(torch.ones(4, 16)).square().mean())
+    for call in (engine.save_checkpoint, engine.load_checkpoint):
+        with pytest.raises(EngineStateError, match="zero_grad"):
+            call(tmp_path)
+    engine.step()
+    with pytest.raises(EngineStateError, match="within a step"):
+        engine.save_checkpoint(tmp_path)
+    engine.zero_grad()
+    engine.load_checkpoint(tmp_path)
+    engine.destroy()
+
+
+class Other(torch.nn.Module):
+    """Shares some names with the model that is saved, and less else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = torch.nn.Linear(16, 96)
+        self.frozen = torch.nn.Linear(96, 96)
+        self.norm = torch.nn.Linear(5, 96)
+        self.extra = torch.nn.Linear(4, 4)
+
+
+def test_all_that_does_not_fit_is_told_at_once_and_nothing_changes(tmp_path: Path) -> None:
+    engine = started(config_of())
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path)
+    masters = engine.full_master_state_dict()
+    engine.destroy()
+
+    config = config_of(optimizer={"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}})
+    del config["scheduler"]
+    model = Other()
+    engine = infinity.initialize(model=model, config=config)[0]
+    before = engine.full_state_dict()
+    with pytest.raises(CheckpointError) as raised:
+        engine.load_checkpoint(tmp_path)
+    text = str(raised.value)
+    assert str(tmp_path / "global_step1") in text
+    for words in (
+        "first.weight, first.bias, norm.bias: was saved with the optimizer states exp_avg, exp_avg_sq, this optimizer",
+        "frozen.weight, frozen.bias: was frozen when it was saved, and is trained",
+        "norm.weight: was saved with shape 96, the model's is 96x5",
+        "extra.weight, extra.bias: the model has it, the checkpoint has not",
+        "image, tied.weight, again.bias and 3 more: the checkpoint has it, the model has not",
+        "the schedule was WarmupLR, it is None",
+        "load_lr_scheduler_states=False",
+    ):
+        assert words in text
+    after = engine.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+    with pytest.raises(CheckpointError, match=r"1 difference:\n +norm.weight: was saved with shape"):
+        engine.load_checkpoint(tmp_path, load_module_strict=False, load_module_only=True)
+    engine.destroy()
+    model = Other()
+    del model.norm
+    engine = infinity.initialize(model=model, config=config)[0]
+    extra = engine.full_state_dict()["extra.weight"]
+    engine.load_checkpoint(tmp_path, load_module_strict=False, load_module_only=True)
+    found = engine.full_state_dict()
+    assert torch.equal(found["first.weight"], masters["first.weight"])
+    assert torch.equal(found["extra.weight"], extra)
+    engine.destroy()
+
+
+def test_parts_are_loaded_on_request(tmp_path: Path) -> None:
+    engine = started(config_of())
+    train(engine, 3)
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    state = everything_of(engine)
+    engine.destroy()
+    with StoredCheckpoint.open(tmp_path) as stored:
+        assert "frozen.weight" not in stored.entries
+        assert stored.manifest.left_out == ["frozen.weight", "frozen.bias"]
+
+    engine = started(config_of(), seed=3)
+    frozen = engine.full_state_dict()["frozen.weight"]
+    train(engine, 1)
+    mine = everything_of(engine)
+    engine.load_checkpoint(tmp_path, load_module_only=True)
+    found = everything_of(engine)
+    assert engine.global_steps == 1
+    assert torch.equal(found["weight frozen.weight"], frozen)
+    assert torch.equal(found["master first.weight"], state["master first.weight"])
+    assert torch.equal(found["exp_avg first.weight"], mine["exp_avg first.weight"])
+    engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+    assert engine.global_steps == 3
+    assert torch.equal(everything_of(engine)["exp_avg first.weight"], mine["exp_avg first.weight"])
+    engine.load_checkpoint(tmp_path)
+    assert torch.equal(everything_of(engine)["exp_avg first.weight"], state["exp_avg first.weight"])
+    engine.destroy()
+
+
+def test_without_latest_nothing_is_loaded_and_a_tag_that_is_not_there_is_an_error(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    engine = started(config_of())
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    assert "no file `latest`" in caplog.text
+    engine.save_checkpoint(tmp_path, tag="one", save_latest=False)
+    assert engine.load_checkpoint(tmp_path) == (None, None)
+    with pytest.raises(CheckpointError, match=r"two: is not there; checkpoints in .*: one"):
+        engine.load_checkpoint(tmp_path, tag="two")
+    for tag in ("a/b", "", "latest", ".."):
+        with pytest.raises(ConfigError, match="tag"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+    with pytest.raises(ConfigError, match=r"client_state\.deep\.f"):
+        engine.save_checkpoint(tmp_path, client_state={"deep": {"f": Path}})
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
+    train(engine, 1)
+    engine.destroy()
+
+
+def test_every_value_of_client_state_comes_back(tmp_path: Path) -> None:
+    values: dict[str, Any] = {
+        "numbers": (1, 2.5, float("inf")),
+        "array": np.arange(3),
+        "scalar": np.float64(1.5),
+        "arguments": argparse.Namespace(lr=1.0),
+        "nested": {"list": [None, True, "x"]},
+    }
+    engine = started(config_of())
+    engine.save_checkpoint(tmp_path, client_state=values)
+    found = engine.load_checkpoint(tmp_path)[1]
+    assert (found["array"] == values["array"]).all()
+    assert {**found, "array": 0} == {**values, "array": 0}
+    engine.destroy()
