@@ -146,7 +146,8 @@ def _optimizer(
         params = [param for param in params if param.requires_grad]
     if not params:
         raise ConfigError("model_parameters", [], "no parameter is trainable: there is nothing to optimize")
-    return sharded_from_config(config.optimizer, params, dtype=dtype)
+    names = {id(param): name for name, param in model.named_parameters()}
+    return sharded_from_config(config.optimizer, params, dtype=dtype, names=names)
 
 
 def _device(index: int) -> torch.device:

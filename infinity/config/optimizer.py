@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, get_args
 
 from pydantic import BeforeValidator, Field
 
-from infinity.config.section import Betas, NonNegative, Section
+from infinity.config.section import Beta, Betas, Fraction, NonNegative, Pair, Section
 
 
 class AdamParams(Section):
@@ -70,12 +70,128 @@ class SgdOptimizer(Section):
     params: SgdParams = SgdParams()
 
 
-SPELLINGS: Final = {name.lower(): name for name in ("Adam", "AdamW", "Adagrad", "Lion", "SGD")}
+class MuonParams(Section):
+    """Matrices are orthogonalised; embeddings, ``lm_head`` and whatever has less than two dimensions are AdamW's."""
+
+    lr: NonNegative | None = None
+    """Where ``muon_lr`` or ``adam_lr`` is absent; without either 0.02 for matrices, 3e-4 for the rest."""
+    muon_lr: NonNegative | None = None
+    adam_lr: NonNegative | None = None
+    momentum: Beta = 0.95
+    weight_decay: NonNegative = 0.0
+    betas: Betas = (0.9, 0.95)
+    eps: NonNegative = 1e-10
+    ns_method: Literal["standard"] = "standard"
+    """The iteration that orthogonalises."""
+
+
+class MuonOptimizer(Section):
+    type: Literal["Muon"]
+    params: MuonParams = MuonParams()
+
+
+class RmspropParams(Section):
+    lr: NonNegative = 1e-2
+    alpha: Fraction = 0.99
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+    momentum: NonNegative = 0.0
+    centered: bool = False
+
+
+class RmspropOptimizer(Section):
+    type: Literal["RMSprop"]
+    params: RmspropParams = RmspropParams()
+
+
+class AdadeltaParams(Section):
+    lr: NonNegative = 1.0
+    rho: Fraction = 0.9
+    eps: NonNegative = 1e-6
+    weight_decay: NonNegative = 0.0
+
+
+class AdadeltaOptimizer(Section):
+    type: Literal["Adadelta"]
+    params: AdadeltaParams = AdadeltaParams()
+
+
+class AdamaxParams(Section):
+    lr: NonNegative = 2e-3
+    betas: Betas = (0.9, 0.999)
+    eps: NonNegative = 1e-8
+    weight_decay: NonNegative = 0.0
+
+
+class AdamaxOptimizer(Section):
+    type: Literal["Adamax"]
+    params: AdamaxParams = AdamaxParams()
+
+
+class NadamParams(AdamaxParams):
+    momentum_decay: NonNegative = 4e-3
+    decoupled_weight_decay: bool = False
+
+
+class NadamOptimizer(Section):
+    type: Literal["NAdam"]
+    params: NadamParams = NadamParams()
+
+
+class RadamParams(AdamaxParams):
+    lr: NonNegative = 1e-3
+    decoupled_weight_decay: bool = False
+
+
+class RadamOptimizer(Section):
+    type: Literal["RAdam"]
+    params: RadamParams = RadamParams()
+
+
+class AsgdParams(Section):
+    lr: NonNegative = 1e-2
+    lambd: NonNegative = 1e-4
+    alpha: NonNegative = 0.75
+    t0: NonNegative = 1e6
+    weight_decay: NonNegative = 0.0
+
+
+class AsgdOptimizer(Section):
+    type: Literal["ASGD"]
+    params: AsgdParams = AsgdParams()
+
+
+class RpropParams(Section):
+    lr: NonNegative = 1e-2
+    etas: Pair = (0.5, 1.2)
+    step_sizes: Pair = (1e-6, 50.0)
+
+
+class RpropOptimizer(Section):
+    type: Literal["Rprop"]
+    params: RpropParams = RpropParams()
+
+
+TorchOptimizer = (
+    RmspropOptimizer
+    | AdadeltaOptimizer
+    | AdamaxOptimizer
+    | NadamOptimizer
+    | RadamOptimizer
+    | AsgdOptimizer
+    | RpropOptimizer
+)
+"""What torch has under the same name, with torch's own defaults."""
+OwnOptimizer = AdamOptimizer | AdagradOptimizer | LionOptimizer | SgdOptimizer | MuonOptimizer
+NAMES: Final = tuple(get_args(each.model_fields["type"].annotation) for each in get_args(OwnOptimizer | TorchOptimizer))
+SPELLINGS: Final = {name.lower(): name for names in NAMES for name in names}
 """Names in lower case, and as they are."""
-_WHOLE: Final = "which shards and sub-groups hold parts of"
 REFUSED: Final[dict[str, str]] = {
-    "muon": f"Muon orthogonalises whole matrices, {_WHOLE}",
-    "lamb": f"LAMB scales by norms of whole layers, {_WHOLE}",
+    "lamb": "pass a LAMB of your own as an object: one that steps each parameter by itself is served",
+    "lars": "pass a LARS of your own as an object: one that steps each parameter by itself is served",
+    "lbfgs": "LBFGS calls the model again within its step",
+    "adafactor": "Adafactor keeps rows and columns of whole matrices, which belong to no element",
+    "sparseadam": "gradients are dense: write Adam",
     "onebitadam": "1-bit Adam compresses what ranks exchange",
     "zerooneadam": "0/1 Adam compresses what ranks exchange",
     "onebitlamb": "1-bit LAMB compresses what ranks exchange",
@@ -88,7 +204,9 @@ REFUSED: Final[dict[str, str]] = {
 
 def reason_against(kind: str) -> str:
     """Why a configuration cannot name this optimizer."""
-    return REFUSED.get(kind.lower(), "for any other that treats each element by itself, pass an object to initialize")
+    return REFUSED.get(
+        kind.lower(), "for any other that treats each element or parameter by itself, pass an object to initialize"
+    )
 
 
 def _spelt(optimizer: object) -> object:
@@ -99,6 +217,6 @@ def _spelt(optimizer: object) -> object:
 
 
 Optimizer = Annotated[
-    Annotated[AdamOptimizer | AdagradOptimizer | LionOptimizer | SgdOptimizer, Field(discriminator="type")],
+    Annotated[OwnOptimizer | TorchOptimizer, Field(discriminator="type")],
     BeforeValidator(_spelt),
 ]

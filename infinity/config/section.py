@@ -43,5 +43,6 @@ QueueDepth = Annotated[int, Field(ge=1, le=QUEUE_DEPTH_MAX), BeforeValidator(who
 Beta = Annotated[float, Field(ge=0, lt=1)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
+Pair = Annotated[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]], BeforeValidator(as_tuple)]
 NonNegative = Annotated[float, Field(ge=0)]
 NonEmpty = Annotated[str, Field(min_length=1)]

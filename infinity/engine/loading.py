@@ -23,7 +23,7 @@ from infinity.engine.described import described_buffers, described_params, kind_
 from infinity.engine.loop import TrainingLoop
 from infinity.errors import CheckpointError
 from infinity.plan.sharding import Segment
-from infinity.update.torch_rule import options_of
+from infinity.update.dry_run import options_of
 from infinity.weights.buffers import write_buffer
 from io_daemon.shared.protocol import ObjectKind
 

@@ -24,8 +24,10 @@ from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
 from infinity.update.loss_scale import loss_scale_of
 from infinity.update.optimizer import ShardedOptimizer
+from infinity.update.rule import UpdateRule
 from infinity.update.sub_group import SubGroup
 from infinity.update.update import Outcome, Update
+from infinity.update.whole import WholeParams
 from infinity.weights.buffers import FollowedBuffers
 from infinity.weights.saved_tensors import stale_graphs_named
 from infinity.weights.sharded_model import ShardedModel
@@ -296,7 +298,15 @@ class TrainingLoop:
             num_params=len(sharded.params),
             max_norm=self.config.gradient_clipping,
             sub_groups_ahead=sharded.sub_groups_ahead,
+            whole=self._whole_params(optimizer.rule, optimizer_groups),
         )
+
+    def _whole_params(self, rule: UpdateRule, optimizer_groups: Sequence[int]) -> WholeParams | None:
+        if not rule.whole_groups:
+            return None
+        sharded = self._sharded
+        io, precision = self.runtime.io, sharded.precision
+        return WholeParams(sharded.params, io, rule=rule, precision=precision, group_of=optimizer_groups)
 
     def _log_skipped(self, scale: float) -> None:
         if self.runtime.collectives.rank == 0:

@@ -69,10 +69,10 @@ class Runtime(owners.Owner):
         self.reducer = Reducer(
             sharded.groups, self.gradients, collectives, num_params, gradient_dtype=sharded.precision.gradient
         )
-        self.io = io = StateIO(sharded, collectives)
+        self.io = StateIO(sharded, collectives)
         self._gathering = Gathering(
             sharded,
-            io,
+            self.io,
             collectives,
             self.live_set,
             self._group_of,
@@ -83,7 +83,7 @@ class Runtime(owners.Owner):
         )
         self.states = StateAccess(
             sharded,
-            io,
+            self.io,
             phases,
             reducer=self.reducer,
             gradients=self.gradients,

@@ -37,7 +37,7 @@ from infinity.engine.described import described_buffers, described_params, extra
 from infinity.engine.loop import TrainingLoop
 from infinity.errors import CheckpointError
 from infinity.plan.sharding import Segment
-from infinity.update.torch_rule import options_of
+from infinity.update.dry_run import options_of
 from infinity.weights.param import flattened, memory_order
 from io_daemon.machine.facts import package_version
 from io_daemon.shared.protocol import ObjectKind

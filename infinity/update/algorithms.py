@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
 from infinity.config import Optimizer as OptimizerConfig
-from infinity.config.optimizer import AdagradOptimizer, AdamOptimizer, LionOptimizer, SgdOptimizer
+from infinity.config.optimizer import AdagradOptimizer, AdamOptimizer, LionOptimizer, MuonOptimizer, SgdOptimizer
+from infinity.update.muon import Muon
 
 
 class Lion(Optimizer):
@@ -90,4 +91,10 @@ def make_optimizer(config: OptimizerConfig, groups: Sequence[Mapping[str, Any]])
             kind = Adagrad
         case LionOptimizer():
             kind = Lion
+        case MuonOptimizer():
+            kind = Muon
+            for name in ("lr", "muon_lr", "adam_lr", "ns_method"):
+                del options[name]
+        case _:
+            kind = getattr(torch.optim, config.type)
     return kind([{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups], **options)

@@ -6,16 +6,18 @@ moments) is not in ``state``; it never exists as a whole in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from infinity.config import Optimizer as OptimizerConfig
+from infinity.config.optimizer import MuonOptimizer
 from infinity.errors import ConfigError
 from infinity.update.algorithms import make_optimizer
 from infinity.update.loss_scale import FixedLossScale, LossScale
+from infinity.update.muon import split_groups
 from infinity.update.rule import UpdateRule
 from infinity.update.torch_rule import rule_of
 
@@ -61,10 +63,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Gradients are taken out of ``param.grad`` as they appear and dropped by the update: nothing to do."""
 
 
-def sharded_from_config(config: OptimizerConfig, params: Sequence[Any], *, dtype: torch.dtype) -> ShardedOptimizer:
+def sharded_from_config(
+    config: OptimizerConfig, params: Sequence[Any], *, dtype: torch.dtype, names: Mapping[int, str] | None = None
+) -> ShardedOptimizer:
     """The optimizer that the configuration names.
 
     Args:
+        names: what the model calls each parameter, by its id(), for what decides by names.
         params: parameters, or dicts with their own hyper-parameters, as torch takes them.
         dtype: what the optimizer computes in.
 
@@ -72,6 +77,8 @@ def sharded_from_config(config: OptimizerConfig, params: Sequence[Any], *, dtype
         ConfigError: a hyper-parameter that the optimizer does not know or take, or an optimizer that cannot be sharded.
     """
     groups = [dict(p) for p in params] if params and isinstance(params[0], dict) else [{"params": list(params)}]
+    if isinstance(config, MuonOptimizer):
+        groups = split_groups(groups, config.params, names or {})
     try:
         defaults = make_optimizer(config, [{}]).defaults
         for number, group in enumerate(groups):

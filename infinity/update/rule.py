@@ -1,9 +1,10 @@
 """How an optimizer changes weights: the names of its states and options, and its arithmetic as one function. Pure.
 
 A rule is element-wise: a part of a parameter is stepped to the same bits alone as within the whole, whatever its
-shape. So sub-groups and shards may cut parameters where they like. What a rule keeps for each element are its *states*,
-numbered kinds of a chunk (``STATE_KINDS``) whose labels only reports show; what it keeps for a whole parameter, such as
-a count of steps, is its *history*.
+shape. So sub-groups and shards may cut parameters where they like. In some groups it may look at whole parameters
+instead, as Muon does at matrices; these are gathered for their step, one at a time. What a rule keeps for each element
+are its *states*, numbered kinds of a chunk (``STATE_KINDS``) whose labels only reports show; what it keeps for a whole
+parameter, such as a count of steps, is its *history*.
 """
 
 from __future__ import annotations
@@ -44,6 +45,8 @@ class UpdateRule:
     """The dtype of the parameters and gradients of a call."""
     run: Callable[[Call, History, Options], History]
     """Step the pieces in place; the history after it."""
+    whole_groups: frozenset[int] = frozenset()
+    """The param groups whose parameters are stepped as wholes, each by itself."""
     from_zeros: bool = True
     """Whether a first step, which has no history, goes on from zeros, or from what was written to the states; else it
     makes them anew."""

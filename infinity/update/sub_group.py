@@ -23,7 +23,7 @@ class Terms:
     """What an update has fixed before its first sub-group: whichever is stepped when, the result is the same."""
 
     present: Sequence[bool]
-    """For each parameter, whether any rank has a gradient for it."""
+    """For each parameter, whether any rank has a gradient for it, and it is stepped in pieces."""
     histories: Sequence[History]
     """What the rule keeps for each parameter, from before the update."""
     options: Sequence[Options]

@@ -14,12 +14,14 @@ import torch
 
 from infinity.tiers.base import Lease, ShardStore
 from infinity.tiers.collectives import Collectives
+from infinity.update.dry_run import options_of
 from infinity.update.gradients import GradientChunks
 from infinity.update.loss_scale import LossScale
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.rule import History
 from infinity.update.sub_group import SubGroup, Terms
-from infinity.update.torch_rule import options_of
+from infinity.update.whole import WholeParams
+from io_daemon.shared.protocol import ObjectKind
 
 
 class Outcome(Enum):
@@ -41,7 +43,9 @@ class Update:
         num_params: int,
         max_norm: float,
         sub_groups_ahead: int,
+        whole: WholeParams | None = None,
     ) -> None:
+        """``whole``: the parameters that the optimizer's rule steps as wholes; None where it has no such groups."""
         self._sub_groups = sub_groups
         self._optimizer, self._gradients = optimizer, gradients
         self._store, self._collectives = store, collectives
@@ -53,6 +57,9 @@ class Update:
         """Global norm before clipping in the last step, not finite if that was skipped; None if nobody asked."""
         self._norm_asked = max_norm > 0 or scale.checks_overflow
         self._clip_once: float | None = None
+        self._whole = whole
+        self._present: Sequence[bool] = ()
+        """For each parameter, whether the running step steps it."""
         self._terms: Terms | None = None
         self._histories_after: dict[int, History] = {}
         self.due: Sequence[SubGroup] = ()
@@ -95,17 +102,22 @@ class Update:
         factor = self._factor()
         if self.scale.checks_overflow and not math.isfinite(self.grad_norm or 0.0):
             return Outcome.SKIPPED
+        self._present = list(present)
+        wholes = self._whole.group_of if self._whole is not None else {}
+        in_pieces = [flag and param not in wholes for param, flag in enumerate(present)]
         self._terms = Terms(
-            present=list(present),
+            present=in_pieces,
             histories=list(self.histories),
             options=options_of(self._optimizer),
             factor=factor,
         )
-        self.due = [g for g in self._sub_groups if any(present[s.param] for s in g.placement.segments)]
+        self.due = [g for g in self._sub_groups if any(in_pieces[s.param] for s in g.placement.segments)]
         return Outcome.APPLIED
 
     def apply_all(self) -> None:
-        """Stream every sub-group that is due through the frames."""
+        """Step what is stepped whole, then stream every sub-group that is due through the frames."""
+        if self._whole is not None and self._terms is not None:
+            self._apply_whole(self._whole, self._terms)
         leases: deque[tuple[SubGroup, Lease]] = deque()
         waiting = iter(self.due)
         try:
@@ -121,6 +133,25 @@ class Update:
                 lease.release()
             raise
 
+    def _apply_whole(self, whole: WholeParams, terms: Terms) -> None:
+        for param, group in whole.group_of.items():
+            if self._present[param]:
+                call = whole.gather(param, terms.factor)
+                self.num_updated += 1
+                after = self._optimizer.rule.run(call, terms.histories[param], terms.options[group])
+                self._histories_after[param] = after
+                whole.write(param, call)
+        self._bury_gradients()
+
+    def _bury_gradients(self) -> None:
+        """Nobody reads gradients any more of chunks that no sub-group will step."""
+        due = {sub_group.chunk for sub_group in self.due}
+        for sub_group in self._sub_groups:
+            if sub_group.chunk not in due and any(self._present[s.param] for s in sub_group.placement.segments):
+                lease = self._store.acquire(sub_group.chunk, write=ObjectKind.GRAD.mask)
+                lease.wait()
+                lease.release(dead=ObjectKind.GRAD.mask)
+
     def apply(self, sub_group: SubGroup, lease: Lease) -> None:
         """Step one of the sub-groups that are due, through a lease of its own, which is released."""
         if self._terms is None:
@@ -134,7 +165,7 @@ class Update:
         terms, outcome = self._terms, Outcome.SKIPPED if self._terms is None else Outcome.APPLIED
         self.scale.update(overflow=outcome is Outcome.SKIPPED)
         self._terms = None
-        for param, flag in enumerate(terms.present if terms is not None else ()):
+        for param, flag in enumerate(self._present if terms is not None else ()):
             if flag:
                 # a rank without a part of the parameter never needs its numbers, only that it was stepped
                 self.histories[param] = self._histories_after.get(param, ())

@@ -85,9 +85,13 @@ class StateIO:
 
     def read(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
         """The whole, in the parameter's shape, fp32 on the CPU. Collective."""
+        return param.unflattened(self.read_flat(param, kind).cpu()).contiguous()
+
+    def read_flat(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
+        """The whole, flattened in memory order, fp32 on the parameter's device. Collective."""
         own = self.read_own(param, kind)
         if self._collectives.world_size == 1:
-            return param.unflattened(own).contiguous()
+            return own.to(param.device)
         placement = self._placements[param.index]
         agreement = self._collectives.agree(f"read the {kind.name.lower()} of {param.name}")
         shard = torch.zeros(placement.shard_numel, dtype=torch.float32, device=param.device)
@@ -95,7 +99,7 @@ class StateIO:
         full = torch.empty(self._collectives.world_size * placement.shard_numel, dtype=shard.dtype, device=shard.device)
         agreement.wait()
         self._collectives.all_gather(full, shard)
-        return param.unflattened(full[: param.numel].cpu()).contiguous()
+        return full[: param.numel]
 
     def write_own(self, param: ShardedParam, kinds: Sequence[ObjectKind], values: torch.Tensor) -> None:
         """Write this rank's part, [its numel], of several kinds at once, each rounded to its own dtype."""

@@ -30,6 +30,41 @@ class PaperLion(optim.Optimizer):
                 m.mul_(beta2).add_(p.grad, alpha=1 - beta2)
 
 
+class PaperMuon(optim.Optimizer):
+    """Jordan 2024 for matrices, in the order of operations of his program; torch's fused AdamW for the rest."""
+
+    def __init__(self, params: Groups, lr: float, momentum: float, weight_decay: float) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+        rest = [
+            {"params": [p for p in group["params"] if p.dim() < 2], "lr": group["lr"]}
+            for group in self.param_groups
+            if any(p.dim() < 2 for p in group["params"])
+        ]
+        self._rest = optim.AdamW(rest, lr, (0.9, 0.95), 1e-10, weight_decay, fused=True)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._rest.step()
+        for group in self.param_groups:
+            beta = group["momentum"]
+            for p in (p for p in group["params"] if p.grad is not None and p.dim() == 2):
+                m = self.state[p].setdefault("m", torch.zeros_like(p))
+                m.lerp_(p.grad, 1 - beta)
+                x = p.grad.lerp_(m, beta).bfloat16()
+                if p.size(0) > p.size(1):
+                    x = x.mT
+                x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+                for _ in range(5):
+                    a = x @ x.mT
+                    b = -4.7750 * a + 2.0315 * a @ a
+                    x = 3.4445 * x + b @ x
+                if p.size(0) > p.size(1):
+                    x = x.mT
+                x *= max(1, p.size(0) / p.size(1)) ** 0.5
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(x, alpha=-group["lr"])
+
+
 @dataclass(frozen=True)
 class Choice:
     plain: Callable[[Groups], optim.Optimizer]

@@ -68,17 +68,44 @@ PRECISION: tuple[Key, ...] = (
 )
 
 OPTIMIZER: tuple[Key, ...] = (
-    works("optimizer.type", "Adam, AdamW, Adagrad, Lion or SGD, in any case; Adam: AdamW unless adam_w_mode is false"),
+    works(
+        "optimizer.type",
+        "Adam, AdamW, Adagrad, Lion, SGD, Muon, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop, in any case; "
+        "Adam: AdamW unless adam_w_mode is false",
+    ),
     works("optimizer.params.lr", "learning rate"),
     works("optimizer.params.weight_decay", "weight decay"),
-    works("optimizer.params.betas", "Adam, AdamW, Lion: decay of the moments"),
-    works("optimizer.params.eps", "Adam, AdamW, Adagrad: added to the denominator"),
+    works(
+        "optimizer.params.betas",
+        "all Adams, Lion, Muon (of what is no matrix): decay of the moments",
+    ),
+    works(
+        "optimizer.params.eps",
+        "all but Lion, SGD, ASGD, Rprop: added to the denominator",
+    ),
     works("optimizer.params.adam_w_mode", "false: Adam adds weight decay to the gradient (L2)"),
     works("optimizer.params.amsgrad", "Adam, AdamW: divide by the largest second moment so far"),
     works("optimizer.params.bias_correction", "false: Adam, AdamW use the moments as they are"),
-    works("optimizer.params.momentum", "SGD: decay of the momentum"),
+    works("optimizer.params.momentum", "SGD, Muon, RMSprop: decay of the momentum"),
     works("optimizer.params.dampening", "SGD: damps what a gradient adds to the momentum"),
     works("optimizer.params.nesterov", "SGD: look ahead along the momentum"),
+    *(
+        works(f"optimizer.params.{name}", note)
+        for name, note in (
+            ("muon_lr", "Muon: learning rate of matrices instead of lr"),
+            ("adam_lr", "Muon: learning rate of embeddings, lm_head and what is no matrix, instead of lr"),
+            ("ns_method", 'Muon: how matrices are orthogonalised; "standard"'),
+            ("alpha", "RMSprop: decay of the squares; ASGD: power of the learning rate's decay"),
+            ("centered", "RMSprop: subtract the mean"),
+            ("rho", "Adadelta: decay of the squares"),
+            ("momentum_decay", "NAdam: decay of the momentum"),
+            ("decoupled_weight_decay", "NAdam, RAdam: decay as AdamW does"),
+            ("lambd", "ASGD: decay"),
+            ("t0", "ASGD: the step at which averaging begins"),
+            ("etas", "Rprop: factors of a step that shrinks and that grows"),
+            ("step_sizes", "Rprop: least and largest step"),
+        )
+    ),
     works("optimizer.params.lr_decay", "Adagrad: decay of the learning rate"),
     works("optimizer.params.initial_accumulator_value", "Adagrad: first sum of squares"),
     subsumed("optimizer.params.torch_adam", "boolean", "torch's own implementation always runs"),

@@ -107,6 +107,18 @@ _TOP = {
             "nesterov": True,
             "lr_decay": 0.01,
             "initial_accumulator_value": 0.1,
+            "muon_lr": 0.02,
+            "adam_lr": 1e-3,
+            "ns_method": "standard",
+            "alpha": 0.9,
+            "centered": True,
+            "rho": 0.8,
+            "momentum_decay": 0.01,
+            "decoupled_weight_decay": True,
+            "lambd": 1e-3,
+            "t0": 10,
+            "etas": [0.4, 1.3],
+            "step_sizes": [1e-5, 10],
         }.items()
     },
 }

@@ -11,6 +11,7 @@ import pytest
 from infinity.config import Config, resolve_config
 from infinity.config.dialect import BY_PATH, KEYS, Key, Standing
 from infinity.config.old_names import OLD_NAMES
+from infinity.config.optimizer import SPELLINGS
 from infinity.config.origins import Origin
 from infinity.errors import ConfigError
 from tests.infinity.config.deepspeed_keys import ALL
@@ -34,7 +35,7 @@ def _with(path: str, value: object) -> dict[str, Any]:
         inner = inner.setdefault(section, {})
     inner[name] = value
     if sections[:1] == ["optimizer"]:
-        kind = next((kind for kind in ("AdamW", "SGD", "Adagrad") if _has(kind, name)), "AdamW")
+        kind = next((kind for kind in SPELLINGS.values() if _has(kind, name)), "AdamW")
         config["optimizer"].setdefault("type", kind)
     if name.startswith("bf16_"):
         config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, **config["bf16"]}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ import infinity
 import infinity.utils
 from infinity.errors import ConfigError, EngineStateError
 from infinity.update.torch_rule import rule_of
-from tests.support.optimizers import PaperLion
+from tests.support.optimizers import PaperLion, PaperMuon
+from tests.support.ranks import run_ranks
 from tests.support.reference import differing_bits
 
 NUM_STEPS = 50
@@ -157,6 +159,22 @@ NAMED: list[tuple[str, dict[str, Any], Make]] = [
     ),
     ("Lion", {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}, lambda g: PaperLion(g, 1e-3, (0.9, 0.99), 0.1)),
     ("AdamW", {"lr": 0.01, "bias_correction": False, "weight_decay": 0.1}, lambda g: PaperAdam(g, 0.01, 0.1)),
+    (
+        "rmsprop",
+        {"lr": 0.01, "alpha": 0.9, "centered": True, "momentum": 0.9},
+        lambda g: optim.RMSprop(g, lr=0.01, alpha=0.9, centered=True, momentum=0.9),
+    ),
+    ("Adadelta", {"rho": 0.8, "eps": 1e-5}, lambda g: optim.Adadelta(g, rho=0.8, eps=1e-5)),
+    ("adamax", {"lr": 0.01, "weight_decay": 0.1}, lambda g: optim.Adamax(g, lr=0.01, weight_decay=0.1)),
+    (
+        "NAdam",
+        {"lr": 0.01, "momentum_decay": 0.01, "decoupled_weight_decay": True, "weight_decay": 0.1},
+        lambda g: optim.NAdam(g, lr=0.01, momentum_decay=0.01, decoupled_weight_decay=True, weight_decay=0.1),
+    ),
+    ("RAdam", {"betas": [0.8, 0.9]}, lambda g: optim.RAdam(g, betas=(0.8, 0.9))),
+    ("ASGD", {"lambd": 1e-3, "alpha": 0.8, "t0": 10}, lambda g: optim.ASGD(g, lambd=1e-3, alpha=0.8, t0=10)),
+    ("Rprop", {"etas": [0.4, 1.3], "step_sizes": [1e-5, 10]}, lambda g: optim.Rprop(g, 0.01, (0.4, 1.3), (1e-5, 10))),
+    ("muon", {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}, lambda g: PaperMuon(g, 0.01, 0.9, 0.1)),
 ]
 
 
@@ -190,7 +208,7 @@ def test_an_optimizer_of_the_configuration_steps_as_torch_or_the_paper(
         assert_equal(found, expected)
 
 
-# What cannot be sharded
+# What looks at whole parameters
 
 
 class Clipped(optim.SGD):
@@ -198,7 +216,7 @@ class Clipped(optim.SGD):
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
-            for p in group["params"]:
+            for p in (p for p in group["params"] if p.grad is not None):
                 p.grad.div_(p.grad.norm())
         super().step()
 
@@ -211,6 +229,129 @@ class Rowwise(optim.SGD):
             for p in group["params"]:
                 if p.dim() > 1:
                     p.grad.sub_(p.grad.mean(dim=0))
+        super().step()
+
+
+class Layerwise(optim.Optimizer):
+    """LAMB: Adam's direction, scaled by the norms of weights and direction."""
+
+    def __init__(self, params: Iterable[Any], lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state.update(step=0, m=torch.zeros_like(p), v=torch.zeros_like(p))
+                state["step"] += 1
+                m = state["m"].mul_(0.9).add_(p.grad, alpha=0.1) / (1 - 0.9 ** state["step"])
+                v = state["v"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01) / (1 - 0.99 ** state["step"])
+                direction = m / (v.sqrt() + 1e-6) + 0.01 * p
+                p.add_(direction, alpha=float(-group["lr"] * p.norm() / direction.norm().clamp(min=1e-6)))
+
+
+WHOLE: list[Make] = [
+    lambda groups: Clipped(groups, lr=0.1, momentum=0.9),
+    lambda groups: Rowwise(groups, lr=0.1),
+    lambda groups: Layerwise(groups, lr=0.01),
+]
+
+
+@pytest.mark.parametrize("make", WHOLE, ids=["Clipped", "Rowwise", "Layerwise"])
+def test_an_optimizer_that_looks_at_whole_parameters_steps_them_whole(make: Make) -> None:
+    assert rule_of(make(groups_of(small())), dtype=torch.float32).whole_groups == {0, 1}
+    assert_equal(engine_weights(make, 12), plain_weights(make, 12))
+
+
+class Matrices(nn.Module):
+    """Nothing but matrices, wide, tall and transposed in memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(5)
+        self.wide, self.tall = nn.Linear(131, 191, bias=False), nn.Linear(191, 67, bias=False)
+        self.tall.weight = nn.Parameter(self.tall.weight.detach().t().contiguous().t())
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.tall(torch.tanh(self.wide(x)))
+        return output.square().mean()
+
+
+@pytest.mark.skipif(not hasattr(optim, "Muon"), reason="torch has Muon from 2.9 on")
+@pytest.mark.parametrize("offload", ["none", "nvme"])
+def test_torchs_muon_steps_as_it_does_by_itself(offload: str, tmp_path: Path) -> None:
+    plain, ours = Matrices(), Matrices()
+    expected = optim.Muon(plain.parameters(), lr=0.05)
+    section = {"device": offload, "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "sub_group_size": 16384, "offload_optimizer": section}
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero}
+    with infinity.initialize(model=ours, config=config, optimizer=optim.Muon(ours.parameters(), lr=0.05))[0] as engine:
+        for step in range(NUM_STEPS):
+            x = torch.randn(3, 131, generator=torch.Generator().manual_seed(step))
+            plain(x).backward()
+            expected.step()  # type: ignore[no-untyped-call]
+            expected.zero_grad()
+            engine.backward(engine(x))
+            engine.step()
+        assert_equal(engine.full_state_dict(), dict(plain.state_dict()))
+        momentum = infinity.utils.safe_get_full_optimizer_state(ours.tall.weight, "momentum_buffer")
+        assert momentum is not None
+        assert differing_bits(momentum, expected.state[plain.tall.weight]["momentum_buffer"]) == 0
+
+
+MUON = {"type": "Muon", "params": {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}}
+
+
+def test_muon_on_two_ranks_steps_as_on_one(tmp_path: Path) -> None:
+    """Both ranks have the same batches, so that their mean is each one's gradient."""
+    code = f"""
+    import json, torch
+    from tests.infinity.update.test_rules import MUON, engine_weights
+    nvme = {{"device": "nvme", "nvme_path": {str(tmp_path)!r}}}
+    zero = {{"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": nvme, "offload_param": nvme}}
+    weights = engine_weights(None, 10, optimizer=MUON, zero_optimization=zero, gradient_clipping=0.5)
+    print(json.dumps({{name: value.flatten().tolist() for name, value in weights.items()}}))
+    """
+    alone = engine_weights(None, 10, optimizer=MUON, gradient_clipping=0.5)
+    for rank in run_ranks(code, tmp_path, num_ranks=2):
+        assert rank.answer == {name: value.flatten().tolist() for name, value in alone.items()}
+
+
+def test_muon_of_the_configuration_leaves_embeddings_to_adam() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.inner, self.lm_head = nn.Embedding(8, 4), nn.Linear(4, 4), nn.Linear(4, 8)
+            self.kept = nn.Parameter(torch.zeros(4, 4))
+            vars(self.kept)["use_muon"] = False
+
+    model = Model()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Muon", "params": {"lr": 0.3, "adam_lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+    }
+    optimizer = infinity.initialize(model=model, config=config)[1]
+    assert optimizer is not None
+    matrices, rest = optimizer.param_groups
+    assert (matrices["use_muon"], matrices["lr"]) == (True, 0.3)
+    assert [id(param) for param in matrices["params"]] == [id(model.inner.weight)]
+    assert (rest["use_muon"], rest["lr"], len(rest["params"])) == (False, 0.1, 5)
+
+
+# What cannot be sharded
+
+
+class Together(optim.SGD):
+    """Scales all updates by the norm of all gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        grads = [p.grad for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([grad.norm() for grad in grads]).norm()
+        for grad in grads:
+            grad.div_(norm)
         super().step()
 
 
@@ -256,9 +397,7 @@ REFUSED: list[tuple[Callable[..., optim.Optimizer], str]] = [
     (optim.LBFGS, "cannot step parts of parameters"),
     (optim.SparseAdam, "cannot step parts of parameters"),
     (lambda params: optim.Adafactor(params, lr=0.1), "row_var of shape|keeps other things"),
-    (lambda params: optim.Muon(params, lr=0.1), "cannot step parts of parameters"),
-    (lambda params: Clipped(params, lr=0.1), "otherwise alone than within the whole"),
-    (lambda params: Rowwise(params, lr=0.1), "otherwise alone than within the whole"),
+    (lambda params: Together(params, lr=0.1), "otherwise alone than within the whole"),
     (lambda params: Noisy(params, lr=0.1), "otherwise alone than within the whole"),
     (lambda params: CountsInGroup(params, lr=0.1), "keeps lr, num_steps for all parameters together"),
     (lambda params: CountsInItself(params, lr=0.1), "keeps num_steps for all parameters together"),
@@ -315,9 +454,11 @@ def test_hooks_and_schedules_of_the_users_optimizer_are_not_run_for_every_piece(
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        ({"type": "Muon"}, "whole matrices"),
-        ({"type": "Lamb"}, "norms of whole layers"),
-        ({"type": "RMSprop"}, "pass an object"),
+        ({"type": "Muon", "params": {"ns_method": "gram"}}, "'standard'"),
+        ({"type": "Lamb"}, "pass a LAMB of your own"),
+        ({"type": "OneBitAdam"}, "compresses what ranks exchange"),
+        ({"type": "Adafactor"}, "rows and columns"),
+        ({"type": "Yogi"}, "pass an object"),
         ({"type": "SGD", "params": {"betas": [0.9, 0.9]}}, "SGD takes no such parameter"),
         ({"type": "SGD", "params": {"nesterov": True}}, "Nesterov"),
     ],

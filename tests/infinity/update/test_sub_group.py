@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from infinity.plan.precision import Precision
+from infinity.update.dry_run import options_of as all_options_of
 from infinity.update.rule import History, UpdateRule
 from infinity.update.sub_group import SubGroup, Terms
-from infinity.update.torch_rule import options_of as all_options_of
 from infinity.update.torch_rule import rule_of
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import BF16, FP32, SmallShards

@@ -1,0 +1,236 @@
+"""An optimizer watched while it steps a small matrix, whole and in parts: what it keeps, and what it looks at.
+
+That the matrix and its parts, flattened, come to the same bits shows that it is element-wise. One that looks at norms,
+rows or whole matrices is stepped on whole parameters, if it looks at each by itself; one that draws random numbers, or
+keeps what is no element's, is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple, NoReturn
+
+import torch
+from torch.optim import Optimizer
+
+from infinity.errors import ConfigError
+from infinity.update.rule import Options
+from infinity.update.stand_in import StandIn, State
+
+NUM_STEPS: Final = 8
+ROWS, COLUMNS, CUT = 12, 32, 128
+"""The matrix, and the element at which it is cut: multiples of what kernels take at a time."""
+
+NumberType = torch.dtype | type
+"""The type of what is kept once for a parameter: the dtype of a 0-D tensor, or int or float."""
+
+
+class Birth(NamedTuple):
+    """One entry of the state that a constructor makes, as Adagrad's does; most make none."""
+
+    value: float
+    number: NumberType | None
+    """None: there is one for each element."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What an optimizer keeps after its steps: for each element, and for a whole parameter."""
+
+    states: Mapping[str, torch.dtype]
+    numbers: Mapping[str, NumberType]
+    from_zeros: bool = False
+    """Whether it does the same when all of that is given as zero before the first step."""
+    is_whole: bool = False
+    """Whether it needs parameters whole."""
+
+
+def number_of(value: float, number: NumberType, device: torch.device) -> Any:
+    return torch.tensor(value, dtype=number, device=device) if isinstance(number, torch.dtype) else number(value)
+
+
+def options_of(optimizer: Optimizer) -> list[Options]:
+    """What each param group says, without its parameters."""
+    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+# State from the constructor
+
+
+def births_of(optimizer: Optimizer) -> Mapping[str, Birth]:
+    """Raises ConfigError unless the state of all parameters is alike, without a step, and one value throughout."""
+    found: list[Mapping[str, Birth | None]] = []
+    for param, state in optimizer.state.items():
+        found.append({label: _birth(value, param) for label, value in state.items() if value is not None})
+    births: dict[str, Birth] = {}
+    for each in found:
+        for label, birth in each.items():
+            if birth is None or births.setdefault(label, birth) != birth or (label == "step" and birth.value):
+                remedy = "has state: pass it before its first step; state is sharded from step 0 on"
+                raise ConfigError("optimizer", type(optimizer).__name__, remedy)
+    return births
+
+
+def _birth(value: object, param: torch.Tensor) -> Birth | None:
+    if isinstance(value, int | float):
+        return Birth(float(value), type(value))
+    if not isinstance(value, torch.Tensor):
+        return None
+    if value.dim() == 0:
+        return Birth(value.item(), value.dtype)
+    if value.shape != param.shape or (value.numel() and bool((value != value.view(-1)[0]).any())):
+        return None
+    return Birth(value.view(-1)[0].item() if value.numel() else 0.0, None)
+
+
+def born(births: Mapping[str, Birth], param: torch.Tensor) -> State:
+    return {
+        label: torch.full_like(param, birth.value)
+        if birth.number is None
+        else number_of(birth.value, birth.number, torch.device("cpu"))
+        for label, birth in births.items()
+    }
+
+
+# The dry run
+
+
+def way_of(options: Options) -> str:
+    """The way that groups take through the code: alike for those that differ in the size of numbers alone."""
+    return repr(
+        sorted((name, bool(value) if type(value) in (int, float) else repr(value)) for name, value in options.items())
+    )
+
+
+def unlike(groups: Sequence[Options]) -> dict[str, Options]:
+    """One of all groups that take the same way, by that."""
+    return {way_of(options): options for options in groups}
+
+
+class _Trial:
+    """One matrix that a stand-in steps, as it is or cut up."""
+
+    def __init__(self, stand_in: StandIn, params: Sequence[torch.Tensor], births: Mapping[str, Birth]) -> None:
+        self.stand_in, self._params = stand_in, [param.clone() for param in params]
+        self._states = [born(births, param) for param in self._params]
+
+    def step(self, grads: Sequence[torch.Tensor], options: Options) -> None:
+        for i, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
+            try:
+                (self._states[i],) = self.stand_in.step([param], [grad.clone()], [self._states[i]], options)
+            except Exception as error:  # noqa: BLE001 (whatever the user's code raises, the optimizer is refused)
+                refuse(self.stand_in, f"cannot step parts of parameters ({error})")
+
+    def step_together(self, grads: Sequence[torch.Tensor], options: Options) -> None:
+        self._states = self.stand_in.step(self._params, [grad.clone() for grad in grads], self._states, options)
+
+    def first(self) -> _Trial:
+        """What became of the first parameter."""
+        trial = object.__new__(_Trial)
+        trial.stand_in, trial._params, trial._states = self.stand_in, self._params[:1], self._states[:1]
+        return trial
+
+    def kept(self) -> Kept:
+        """What the first parameter has: all are alike, or the bits differ."""
+        states: dict[str, torch.dtype] = {}
+        numbers: dict[str, NumberType] = {}
+        for label, value in self._states[0].items():
+            if isinstance(value, torch.Tensor) and value.shape == self._params[0].shape:
+                states[label] = value.dtype
+            elif isinstance(value, torch.Tensor) and value.dim() == 0:
+                numbers[label] = value.dtype
+            elif type(value) in (int, float):
+                numbers[label] = type(value)
+            elif value is not None:
+                what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                refuse(self.stand_in, f"keeps {label} {what}, which belongs to no element")
+        return Kept(states, numbers)
+
+    def bits(self, states: Sequence[str]) -> list[torch.Tensor]:
+        """All elements of the matrix, then all of each of its states."""
+        columns = [self._params, *([state[label] for state in self._states] for label in states)]
+        return [torch.cat([part.reshape(-1) for part in column]).view(torch.uint8) for column in columns]
+
+    def numbers(self, labels: Sequence[str]) -> set[tuple[float, ...]]:
+        """What is kept for each part: one set of numbers if it does not depend on the elements."""
+        return {tuple(float(state[label]) for label in labels) for state in self._states}
+
+
+def dry_run(stand_in: StandIn, options: Options, births: Mapping[str, Birth], dtype: torch.dtype) -> Kept:
+    generator = torch.Generator().manual_seed(NUM_STEPS)
+    matrix = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
+    grads = [_gradient(generator).to(dtype) for _ in range(NUM_STEPS)]
+    options = stand_in.chosen(options, matrix.device)
+    whole = _Trial(stand_in, [matrix], births)
+    with torch.random.fork_rng(devices=[]):
+        try:
+            kept = _watch_parts(whole, _Trial(stand_in, _cut(matrix), births), grads, options)
+        except ConfigError:
+            whole = _Trial(stand_in, [matrix], births)
+            kept = replace(_watch(whole, grads, options), is_whole=True)
+            if not _steps_alone(whole, matrix, births, grads, options):
+                raise
+        zeros = {label: Birth(0.0, None) for label in kept.states}
+        zeros |= {label: Birth(0.0, number) for label, number in kept.numbers.items()}
+        again = _Trial(stand_in, [matrix], zeros)
+        _watch(again, grads, options)
+    return replace(kept, from_zeros=_are_equal(whole, again, kept))
+
+
+def _gradient(generator: torch.Generator) -> torch.Tensor:
+    grad = torch.randn(ROWS, COLUMNS, generator=generator)
+    grad.view(-1)[:CUT] *= 1000  # what looks at norms sees two very different parts
+    grad.view(-1)[::37], grad.view(-1)[5::41] = -0.0, 0.0  # a sign of zero is a bit, too
+    return grad
+
+
+def _watch_parts(whole: _Trial, parts: _Trial, grads: Sequence[torch.Tensor], options: Options) -> Kept:
+    """What is kept, if parts are stepped as the whole is. Raises ConfigError if they are not."""
+    kept = Kept({}, {})
+    for grad in grads:
+        whole.step([grad], options)
+        parts.step(_cut(grad), options)
+        kept = whole.kept()
+        if kept != parts.kept():
+            refuse(whole.stand_in, "keeps other things for a matrix than for a vector")
+        if not _are_equal(whole, parts, kept):
+            refuse(whole.stand_in, "steps a part of a parameter otherwise alone than within the whole")
+    return kept
+
+
+def _watch(trial: _Trial, grads: Sequence[torch.Tensor], options: Options) -> Kept:
+    """What is kept of the matrix. Raises ConfigError if it cannot be stepped, or keeps what belongs to no element."""
+    for grad in grads:
+        trial.step([grad], options)
+    return trial.kept()
+
+
+def _steps_alone(
+    whole: _Trial, matrix: torch.Tensor, births: Mapping[str, Birth], grads: Sequence[torch.Tensor], options: Options
+) -> bool:
+    """Whether the matrix is stepped in the same way beside another one, and once more."""
+    beside = _Trial(whole.stand_in, [matrix, matrix.flip(0)], births)
+    for grad in grads:
+        beside.step_together([grad, 3 * grad.flip(0)], options)
+    return _are_equal(whole, beside.first(), whole.kept())
+
+
+def _are_equal(left: _Trial, right: _Trial, kept: Kept) -> bool:
+    states, numbers = list(kept.states), list(kept.numbers)
+    alike = all(map(torch.equal, left.bits(states), right.bits(states)))
+    return alike and len(left.numbers(numbers) | right.numbers(numbers)) == 1
+
+
+def _cut(matrix: torch.Tensor) -> list[torch.Tensor]:
+    flat = matrix.view(-1)
+    return [flat[:CUT], flat[CUT:]]
+
+
+def refuse(stand_in: StandIn, reason: str) -> NoReturn:
+    raise ConfigError(
+        "optimizer",
+        stand_in.of.__name__,
+        f"{reason}: only an optimizer that treats each element, or each parameter, by itself can be sharded, such as "
+        "torch's AdamW, SGD, RMSprop or Muon",
+    )

@@ -1,0 +1,59 @@
+"""Parameters that are stepped as wholes: gathered, with their gradient and states, one at a time, and written back.
+
+Every rank gathers all of them and steps the same; each keeps its own part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from infinity.plan.precision import Precision
+from infinity.update.rule import Call, UpdateRule
+from infinity.weights.param import ShardedParam, flattened
+from infinity.weights.state_io import StateIO
+from io_daemon.shared.protocol import ObjectKind
+
+
+class WholeParams:
+    def __init__(
+        self,
+        params: Sequence[ShardedParam],
+        io: StateIO,
+        *,
+        rule: UpdateRule,
+        precision: Precision,
+        group_of: Sequence[int],
+    ) -> None:
+        """``group_of``: parameter index -> index of its optimizer group."""
+        self.group_of = {p.index: group_of[p.index] for p in params if group_of[p.index] in rule.whole_groups}
+        """Index of the optimizer group of each parameter, in the order in which all ranks gather them."""
+        self._params = {param.index: param for param in params}
+        self._io, self._rule, self._stepped = io, rule, precision.stepped
+
+    def gather(self, index: int, factor: torch.Tensor | None) -> Call:
+        """One parameter with its gradient, times ``factor``, and its states. Collective."""
+        param, rule = self._params[index], self._rule
+        gradient = self._read(param, ObjectKind.GRAD, rule.dtype)
+        dtypes = rule.states.values()
+        return Call(
+            params=[self._read(param, self._stepped, rule.dtype)],
+            grads=[gradient if factor is None else gradient * factor.to(gradient.device)],
+            states=[tuple(self._read(param, kind, d) for kind, d in zip(rule.state_kinds, dtypes, strict=True))],
+        )
+
+    def write(self, index: int, call: Call) -> None:
+        """This rank's part of what was stepped goes back."""
+        param = self._params[index]
+        kinds = dict.fromkeys((self._stepped, ObjectKind.WEIGHT))
+        self._write(param, list(kinds), call.params[0])
+        for kind, state in zip(self._rule.state_kinds, call.states[0], strict=True):
+            self._write(param, [kind], state)
+
+    def _read(self, param: ShardedParam, kind: ObjectKind, dtype: torch.dtype) -> torch.Tensor:
+        return param.unflattened(self._io.read_flat(param, kind).to(dtype))
+
+    def _write(self, param: ShardedParam, kinds: Sequence[ObjectKind], value: torch.Tensor) -> None:
+        first, numel = self._io.own_range(param)
+        self._io.write_own(param, kinds, flattened(value, param.order)[first : first + numel])
