@@ -126,6 +126,8 @@ class ZeroOptimization(Section):
     """Elements of all persistent parameters together; None = any number."""
     stage3_max_live_parameters: Count = 1_000_000_000
     stage3_max_reuse_distance: Count = 1_000_000_000
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    """Whether trainers shall save by taking all weights into rank 0's memory."""
     ignore_unused_parameters: bool = True
     """False: a step in which a trainable parameter has no gradient ends with its name."""
     offload_param: OffloadParam = OffloadParam()

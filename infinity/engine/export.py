@@ -6,10 +6,10 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from infinity.engine.runtime import Runtime
 from infinity.weights.access import ShardedAlias
+from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
 from io_daemon.shared.protocol import ObjectKind
 
@@ -23,9 +23,9 @@ def full_state_dict(runtime: Runtime, *, rank0_only: bool) -> dict[str, Any]:
     entries = dict(runtime.module.state_dict())
     names: dict[int, list[str]] = {}
     for name, value in entries.items():
-        param = _param_of(value, runtime)
+        param = param_of(value, runtime)
         if param is not None:
-            names.setdefault(id(param), []).append(name)
+            names.setdefault(id(param.param), []).append(name)
         elif isinstance(value, torch.Tensor):
             entries[name] = value.detach().cpu().clone()
     wanted = not rank0_only or runtime.collectives.rank == 0
@@ -35,14 +35,14 @@ def full_state_dict(runtime: Runtime, *, rank0_only: bool) -> dict[str, Any]:
     return entries if wanted else {}
 
 
-def _param_of(value: object, runtime: Runtime) -> nn.Parameter | None:
+def param_of(value: object, runtime: Runtime) -> ShardedParam | None:
     """The parameter that an entry of a state dict stands for: its weights are in the store, wherever else they are."""
     if isinstance(value, ShardedAlias):
-        return value.param
+        return runtime.sharded_param(value.param)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     found = runtime.sharded.resident.get(value.untyped_storage()._cdata)
-    return found.param if found is not None and found.shape == value.shape else None
+    return found if found is not None and found.shape == value.shape else None
 
 
 def full_master_state_dict(runtime: Runtime) -> dict[str, torch.Tensor]:

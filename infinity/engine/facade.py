@@ -12,10 +12,9 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from infinity.config import Config
-from infinity.engine.answers import Answers
 from infinity.engine.checkpoints import Checkpoints
 from infinity.engine.compiling import Compiled
-from infinity.engine.export import full_master_state_dict, full_state_dict
+from infinity.engine.exports import Exports
 from infinity.engine.loop import TrainingLoop
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
@@ -28,7 +27,7 @@ from infinity.update.optimizer import ShardedOptimizer
 from infinity.weights.sharded_model import ShardedModel
 
 
-class Engine(Checkpoints, Answers):
+class Engine(Checkpoints, Exports):
     """Trains one model: ``loss = engine(batch); engine.backward(loss); engine.step()``. Made by ``initialize``.
 
     ``module`` is the user's model, which may also be called directly; attributes that the engine lacks are its. Outside
@@ -255,21 +254,6 @@ class Engine(Checkpoints, Answers):
     def empty_partition_cache(self) -> None:
         """Give up weights that are kept on the device for their next use."""
         self._runtime.empty_cache()
-
-    def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, Any]:
-        """What ``module.state_dict()`` of the unsharded model would be, on the CPU. Collective.
-
-        Shared parameters stand under each of their names; buffers and extra state are included. Weights are gathered
-        group by group.
-
-        Args:
-            rank0_only: only rank 0 gets the result, the others an empty dict.
-        """
-        return full_state_dict(self._runtime, rank0_only=rank0_only)
-
-    def full_master_state_dict(self) -> dict[str, torch.Tensor]:
-        """Name -> full fp32 master weight on the CPU, trainable parameters only. Collective."""
-        return full_master_state_dict(self._runtime)
 
     # The end
 

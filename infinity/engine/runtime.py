@@ -228,6 +228,10 @@ class Runtime(owners.Owner):
     def is_persistent(self, param: nn.Parameter) -> bool:
         return self._group_of[self._param_of[id(param)].index].persistent
 
+    def stream(self, param: ShardedParam) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, values) of all pieces of the weights, in the order of memory, on the CPU. Collective."""
+        return self.io.stream(param, ObjectKind.WEIGHT)
+
     def sharded_param(self, param: torch.Tensor) -> ShardedParam:
         return self._param_of[id(param)]
 

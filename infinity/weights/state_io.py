@@ -7,7 +7,7 @@ Nothing here changes what is on the device; ``Runtime`` does, who calls. Element
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import partial
 
 import torch
@@ -17,7 +17,7 @@ from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.tiers.collectives import Collectives
 from infinity.weights.owners import Values
 from infinity.weights.param import ShardedParam
-from infinity.weights.promises import pieces
+from infinity.weights.promises import PIECE_NUMEL, pieces
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.protocol import ObjectKind
 
@@ -100,6 +100,46 @@ class StateIO:
         agreement.wait()
         self._collectives.all_gather(full, shard)
         return full[: param.numel]
+
+    def stream(self, param: ShardedParam, kind: ObjectKind) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first element, values) of all pieces of the whole, in the kind's own dtype, on the CPU. Collective."""
+        placement = self._placements[param.index]
+        world_size = self._collectives.world_size
+        own_first, own_numel = self.own_range(param)
+        piece_numel = max(1, PIECE_NUMEL // world_size)
+        for start in range(0, placement.shard_numel, piece_numel):
+            numel = min(piece_numel, placement.shard_numel - start)
+            own = self._read_range(param, kind, own_first + start, max(0, min(numel, own_numel - start)))
+            if world_size == 1:
+                yield start, own
+                continue
+            agreement = self._collectives.agree(f"stream the {kind.name.lower()} of {param.name} from {start} on")
+            shard = torch.zeros(numel, dtype=own.dtype, device=param.device)
+            shard[: own.numel()].copy_(own)
+            full = torch.empty(world_size * numel, dtype=own.dtype, device=param.device)
+            agreement.wait()
+            self._collectives.all_gather(full, shard)
+            for rank, part in enumerate(full.cpu().view(world_size, numel)):
+                valid = min(numel, placement.valid_numel(rank) - start)
+                if valid > 0:
+                    yield rank * placement.shard_numel + start, part[:valid]
+
+    def _read_range(self, param: ShardedParam, kind: ObjectKind, first: int, numel: int) -> torch.Tensor:
+        """Elements [first, first + numel) of this rank's part, on the CPU."""
+        values = torch.empty(numel, dtype=self._dtypes[param.index][kind])
+
+        def take(lease: Lease, segment: Segment) -> None:
+            begin, end = max(first, segment.param_offset), min(first + numel, segment.param_offset + segment.numel)
+            offset = segment.chunk_offset + begin - segment.param_offset
+            for start, piece in spans(lease.pieces(kind), offset, end - begin):
+                values[begin - first + start :][: piece.numel()].copy_(piece)
+
+        self._stream(
+            (chunk_id, kind.mask, 0, partial(take, segment=segment))
+            for chunk_id, segment in self._segments[param.index]
+            if segment.param_offset < first + numel and first < segment.param_offset + segment.numel
+        )
+        return values
 
     def write_own(self, param: ShardedParam, kinds: Sequence[ObjectKind], values: torch.Tensor) -> None:
         """Write this rank's part, [its numel], of several kinds at once, each rounded to its own dtype."""

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+import infinity
 from tests.support.ranks import REPOSITORY, end_of, start_launcher
 
 AROUND = """
@@ -135,3 +137,29 @@ def test_the_example_trains_one_model_as_ddp_does(num_ranks: int, tmp_path: Path
         assert losses[0] == ddp_losses[0], "before the first update every bit is DDP's"
         for name, value in ddp_weights.items():
             torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(value), rtol=1e-2, atol=1e-4)
+
+
+def test_pretrained_weights_go_in_and_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both blocks as they stand there, for a model of Transformers."""
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 50}
+    settings = transformers.LlamaConfig(**sizes, num_attention_heads=4)
+    monkeypatch.chdir(tmp_path)
+    before = transformers.LlamaForCausalLM(settings)
+    before.save_pretrained("pretrained")
+    text = (REPOSITORY / "README.md").read_text()
+    blocks = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "pretrained(" in block]
+    names = {
+        "infinity": infinity,
+        "MyModel": lambda: transformers.LlamaForCausalLM(settings),
+        "config": {
+            "train_micro_batch_size_per_gpu": 1,
+            "zero_optimization": {"stage": 3},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        },
+    }
+    exec("".join(blocks), names)
+    engine: Any = names["engine"]
+    engine.destroy()
+    after = transformers.LlamaForCausalLM.from_pretrained("exported")
+    assert all(torch.equal(value, after.state_dict()[name]) for name, value in before.state_dict().items())

@@ -42,6 +42,12 @@ MODULES = (
         "false: a step in which a trainable parameter has no gradient on any rank ends with its name",
         auto="default",
     ),
+    works(
+        "zero_optimization.stage3_gather_16bit_weights_on_model_save",
+        "whether trainers save by taking all weights into rank 0's memory; save_16bit_model() and save_pretrained() "
+        "need no such memory and save in any case",
+        auto="default",
+    ),
     *(
         works(f"zero_optimization.leaf_module.{name}", f"modules that are gathered as one, by {what}", auto="default")
         for name, what in (
@@ -67,7 +73,6 @@ SWITCHES = tuple(
         ("save_muon_momentum_buffer_in_memory", "offload_optimizer.device says where all states lie"),
         ("log_trace_cache_warnings", "a changed order never invalidates the trace; io_report() shows what it cost"),
         ("override_module_apply", "Module.apply() works on staged parameters as it is"),
-        ("stage3_gather_16bit_weights_on_model_save", "full_state_dict() gathers whenever it is called"),
         ("stage3_use_all_reduce_for_fetch_params", "weights are all-gathered in place: nothing is joined or sliced"),
         ("stage3_allgather_sequential", "weights are all-gathered in place, not through a bucket"),
         ("offload_optimizer.pipeline_read", "reads always run ahead of the update"),

@@ -179,6 +179,9 @@ _ZERO = {
     "ignore_unused_parameters": Example(
         False, f"{_SETTINGS}::test_unused_parameters_end_the_step_where_they_are_not_ignored"
     ),
+    "stage3_gather_16bit_weights_on_model_save": Example(
+        True, "infinity/test_weight_files.py::test_what_trainers_take_into_memory"
+    ),
     "leaf_module.classes": Example(["MoE"], _LEAVES),
     "leaf_module.names": Example(["layers.0"], _LEAVES),
     "leaf_module.name_suffixes": Example(["experts"], _LEAVES),

@@ -1,0 +1,136 @@
+"""A directory of weights under construction: written aside, on the drive as a whole, then renamed to its names.
+
+Files of weights come one by one, each whole, and the index that makes them a model comes last: whatever ends this on
+the way, no reader finds a half-written file or a mixture of two models under their final names.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Final
+
+import torch
+
+from infinity.errors import WeightsFileError
+from infinity.files.directory import INDEX_ENDING, SAFE_NAME, TORCH_NAME
+from infinity.files.entry import Entry
+from infinity.files.shards import cut, index_of, is_part_of
+from infinity.files.writing import NewFile, NewSafetensorsFile, NewTorchFile
+
+ASIDE: Final = ".infinity-export-"
+
+
+class Export:
+    """A context: what was not published at its end leaves nothing behind."""
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str],
+        entries: Mapping[str, Entry],
+        *,
+        file: str | None = None,
+        safe: bool = True,
+        max_shard_bytes: int,
+    ) -> None:
+        """Reserve room for everything. Raises WeightsFileError where that cannot be had.
+
+        Args:
+            directory: made where it is not there.
+            entries: every tensor by name, in their order.
+            file: what the one file is called, or the shards after; by default as in Transformers.
+            safe: safetensors, else what ``torch.save`` writes.
+            max_shard_bytes: where to cut.
+        """
+        self.directory = Path(directory)
+        self._file = file or (SAFE_NAME if safe else TORCH_NAME)
+        self._shards = cut(entries, self._file, max_shard_bytes)
+        with ExitStack() as cleanup:
+            self.aside = cleanup.enter_context(_aside(self.directory))
+            """Whatever else is put here is published, too."""
+            kind = NewSafetensorsFile if safe else NewTorchFile
+            self._files: list[NewFile] = []
+            for shard in self._shards:
+                self._files.append(kind(self.aside / shard.file, shard.entries))
+                cleanup.callback(self._files[-1].close)
+            self._cleanup = cleanup.pop_all()
+        self._file_of = {name: file for file in self._files for name in file.entries}
+
+    def write(self, name: str, first: int, values: torch.Tensor) -> None:
+        """Elements from ``first`` on of a tensor, row-major."""
+        self._file_of[name].write(name, first, values)
+
+    def publish(self) -> None:
+        """Everything was written: give it its names."""
+        for file in self._files:
+            file.finish()
+        index = self._file + INDEX_ENDING
+        try:
+            if len(self._shards) > 1:
+                (self.aside / index).write_text(index_of(self._shards))
+            written = sorted(os.listdir(self.aside), key=lambda name: (name == index, is_part_of(name, self._file)))
+            for name in written:
+                _sync(self.aside / name)
+            if any(is_part_of(name, self._file) for name in os.listdir(self.directory)) and len(self._shards) > 1:
+                (self.directory / index).unlink(missing_ok=True)  # from here to the end there is no model here
+                (self.directory / self._file).unlink(missing_ok=True)
+            for name in written:
+                os.replace(self.aside / name, self.directory / name)
+            for name in os.listdir(self.directory):
+                if is_part_of(name, self._file) and name not in written:
+                    os.unlink(self.directory / name)
+            _sync(self.directory)
+        except OSError as error:
+            raise WeightsFileError.of(error, str(self.directory), "written") from error
+
+    def __enter__(self) -> Export:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._cleanup.close()
+
+
+@contextmanager
+def _aside(directory: Path) -> Iterator[Path]:
+    """A directory inside, locked by this process as long as it lives; those that dead ones left are removed."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name in os.listdir(directory):
+            if name.startswith(ASIDE):
+                _remove_unlocked(directory / name)
+        path = Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+    except OSError as error:
+        raise WeightsFileError.of(error, str(directory), "written") from error
+    try:
+        yield path
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
+        os.close(lock)
+
+
+def _remove_unlocked(path: Path) -> None:
+    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return  # somebody writes there now
+    else:
+        shutil.rmtree(path, ignore_errors=True)
+    finally:
+        os.close(lock)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
