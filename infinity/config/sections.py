@@ -19,6 +19,7 @@ from infinity.config.schedule import Scheduler
 from infinity.config.section import (
     BlockBytes,
     Count,
+    Fraction,
     NonEmpty,
     NonNegative,
     Positive,
@@ -101,6 +102,8 @@ class OffloadOptimizer(Section):
     device: Device = "none"
     nvme_path: NonEmpty | None = None
     pin_memory: bool = False
+    ratio: Fraction = 1.0
+    """The part of the elements whose states leave the device; the others' are stepped there."""
 
 
 class LeafModule(Section):
@@ -239,6 +242,9 @@ class Config(Section):
         if zero.sub_group_size < SUB_GROUP_NUMEL_MIN:
             taken = f"is taken as {SUB_GROUP_NUMEL_MIN}, the least that works"
             yield f"zero_optimization.sub_group_size = {zero.sub_group_size} {taken}"
+        states = zero.offload_optimizer
+        if states.ratio < 1 and states.device == "none":
+            yield f"zero_optimization.offload_optimizer.ratio = {states.ratio} is not used: device is none"
         micro_batches = self.train_micro_batch_size_per_gpu * self.gradient_accumulation_steps
         if zero.stage < 2 and self.train_batch_size > micro_batches:
             yield (

@@ -7,11 +7,12 @@ updating and writing; if not even the smallest chunk does, ``BudgetError`` names
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from infinity.errors import BudgetError
+from infinity.plan.device_share import DeviceShare
 from infinity.plan.sharding import NORM_BLOCK
 from io_daemon.shared.protocol import PAGE_BYTES, align_up
 
@@ -60,6 +61,12 @@ class StateShape:
     """Kinds that only trainable groups have (all but the weight)."""
     pinned_mask: int
     """Kinds of the ``cpu`` tier."""
+    ratio: float = 1.0
+    """The part of the trained elements whose kinds of ``trained_mask`` are here; the others' are on the device."""
+
+    def device_share(self) -> DeviceShare:
+        numels = zip(self.group_shard_numels, self.group_trainable, strict=True)
+        return DeviceShare(sum(numel for numel, trainable in numels if trainable), self.ratio)
 
     def kinds(self, group: int) -> list[int]:
         return [k for k in self.itemsizes if self.group_trainable[group] or not self.trained_mask >> k & 1]
@@ -116,9 +123,9 @@ def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | Non
     frame_bytes = align_up(chunk_numel * itemsize, PAGE_BYTES)
     pinned_frames = streamed_frames = swap_bytes = num_chunks = 0
     demand_frames = 0
+    share = shape.device_share()
     for group, shard_numel in enumerate(shape.group_shard_numels):
-        kinds = shape.kinds(group)
-        for numel, count in _chunk_sizes(shard_numel, chunk_numel):
+        for numel, count, kinds in _chunk_sizes(shape, group, shard_numel, chunk_numel, share):
             num_chunks += count
             needs = {k: align_up(numel * shape.itemsizes[k], PAGE_BYTES) for k in kinds}
             frames = {k: -(-needs[k] // frame_bytes) for k in kinds}
@@ -153,7 +160,15 @@ def _waste(shape: StateShape, chunk_numel: int) -> float:
     return 1 - numel / filled if filled else 0.0
 
 
-def _chunk_sizes(shard_numel: int, chunk_numel: int) -> list[tuple[int, int]]:
-    """(numel, how many) of the chunks of one shard."""
+def _chunk_sizes(
+    shape: StateShape, group: int, shard_numel: int, chunk_numel: int, share: DeviceShare
+) -> Iterator[tuple[int, int, list[int]]]:
+    """(numel, how many, kinds that are here) of the chunks of one shard."""
     full, rest = divmod(shard_numel, chunk_numel)
-    return [(chunk_numel, full)] * (full > 0) + [(rest, 1)] * (rest > 0)
+    kinds = shape.kinds(group)
+    weights = [kind for kind in kinds if not shape.trained_mask >> kind & 1]
+    for numel, count in ((chunk_numel, full), (rest, 1 if rest else 0)):
+        stay = share.take(numel, count) if count and shape.group_trainable[group] else 0
+        for part, of_part in ((stay, weights), (count - stay, kinds)):
+            if part:
+                yield numel, part, of_part

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 
 from infinity.config import Config
+from infinity.plan.device_share import DeviceShare
 from io_daemon.shared.protocol import STATE_KINDS, ObjectKind
 
 FP32 = torch.float32
+STATES_MASK: Final = 0xFF & ~ObjectKind.WEIGHT.mask
+"""All that only trained chunks have."""
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -82,6 +86,8 @@ class Tiers:
     device_mask: int
     pinned_mask: int
     nvme_mask: int
+    ratio: float = 1.0
+    """The part of the trained elements that the masks hold for; the others keep all but their weights on the device."""
 
     @classmethod
     def of(cls, config: Config, kinds: Mapping[int, torch.dtype]) -> Tiers:
@@ -89,8 +95,24 @@ class Tiers:
         masks = {"none": 0, "cpu": 0, "nvme": 0}
         for kind in kinds:
             offload = zero.offload_param if kind == ObjectKind.WEIGHT else zero.offload_optimizer
-            masks[offload.device] |= 1 << kind
-        return cls(device_mask=masks["none"], pinned_mask=masks["cpu"], nvme_mask=masks["nvme"])
+            stays = kind != ObjectKind.WEIGHT and zero.offload_optimizer.ratio == 0
+            masks["none" if stays else offload.device] |= 1 << kind
+        return cls(
+            device_mask=masks["none"],
+            pinned_mask=masks["cpu"],
+            nvme_mask=masks["nvme"],
+            ratio=zero.offload_optimizer.ratio,
+        )
+
+    def device_masks(self, chunks: Iterable[tuple[int, bool]]) -> list[int]:
+        """What each chunk keeps on the device: of some everything but the weight, see ``ratio``.
+
+        Args:
+            chunks: numel of each, and whether it is trained.
+        """
+        chunks = list(chunks)
+        share = DeviceShare(sum(numel for numel, trained in chunks if trained), self.ratio)
+        return [self.device_mask | (STATES_MASK if trained and share.take(numel) else 0) for numel, trained in chunks]
 
     @property
     def host_mask(self) -> int:

@@ -33,47 +33,59 @@ class SplitLease(Lease):
 
 
 class SplitStore(ShardStore):
-    """``device_mask`` kinds on the device, the others in the daemon. Both stores number chunks alike, because every
+    """Each chunk has some kinds on the device and the others in the daemon. Both stores number chunks alike, because every
     chunk is registered in both."""
 
-    def __init__(self, device_store: ShardStore, host_store: ShardStore, device_mask: int) -> None:
-        self._stores = ((device_mask, device_store), (~device_mask & 0xFF, host_store))
+    def __init__(self, device_store: ShardStore, host_store: ShardStore, device_masks: Sequence[int]) -> None:
+        """``device_masks``: by chunk, the kinds that are on the device."""
+        self._device_store, self._host_store = device_store, host_store
+        self._stores = (device_store, host_store)
+        self._device_masks = device_masks
+        self._num_registered = 0
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
-        ranges = []
-        for mask, store in self._stores:
-            part = [replace(x, dtypes={k: d for k, d in x.dtypes.items() if mask >> k & 1}) for x in layouts]
-            ranges.append(store.register(part))
+        parts: tuple[list[ChunkLayout], list[ChunkLayout]] = ([], [])
+        for chunk, layout in enumerate(layouts, start=self._num_registered):
+            for part, (mask, _) in zip(parts, self._split(chunk), strict=True):
+                part.append(replace(layout, dtypes={k: d for k, d in layout.dtypes.items() if mask >> k & 1}))
+        ranges = [store.register(part) for store, part in zip(self._stores, parts, strict=True)]
+        self._num_registered += len(layouts)
         if ranges[0] != ranges[1]:
             raise RuntimeError(f"the two stores number chunks differently: {ranges[0]} and {ranges[1]}")
         return ranges[0]
 
     def unregister(self, chunks: range) -> None:
-        for _, store in self._stores:
+        for store in self._stores:
             store.unregister(chunks)
+
+    def _split(self, chunk: int) -> tuple[tuple[int, ShardStore], tuple[int, ShardStore]]:
+        """(kinds, where they are)."""
+        mask = self._device_masks[chunk]
+        return (mask, self._device_store), (~mask & 0xFF, self._host_store)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         parts = [
             (mask, store.acquire(chunk, read=read & mask, write=write & mask))
-            for mask, store in self._stores
+            for mask, store in self._split(chunk)
             if (read | write) & mask
         ]
         return parts[0][1] if len(parts) == 1 else SplitLease(chunk, parts)
 
     def mark(self, trace_id: int) -> None:
-        for _, store in self._stores:
+        for store in self._stores:
             store.mark(trace_id)
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
-        for mask, store in self._stores:
-            seen = [Access(a.chunk, a.read_mask & mask, a.write_mask & mask, a.dead_mask & mask) for a in accesses]
+        for i, store in enumerate(self._stores):
+            masked = ((a, self._split(a.chunk)[i][0]) for a in accesses)
+            seen = [Access(a.chunk, a.read_mask & mask, a.write_mask & mask, a.dead_mask & mask) for a, mask in masked]
             store.set_trace(trace_id, [a for a in seen if a.read_mask | a.write_mask])
 
     def stats(self) -> dict[str, float]:
-        return {key: value for _, store in self._stores for key, value in store.stats().items()}
+        return {key: value for store in self._stores for key, value in store.stats().items()}
 
     def close(self) -> None:
-        for _, store in self._stores:
+        for store in self._stores:
             store.close()
 
 

@@ -106,6 +106,7 @@ class Layout:
             itemsizes={k: d.itemsize for k, d in dtypes.items() if tiers.host_mask >> k & 1},
             trained_mask=~ObjectKind.WEIGHT.mask,
             pinned_mask=tiers.pinned_mask,
+            ratio=tiers.ratio,
         )
 
 
@@ -193,7 +194,8 @@ class ShardedModel:
             if tier is None:
                 raise AssertionError("a plan for the host needs a tier")
             host = tier.open(self.plan, job=tier.job, pinned_mask=tiers.pinned_mask, device=self._device)
-            store = SplitStore(store, host, tiers.device_mask) if tiers.device_mask else host
+            masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
+            store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
         traced = PoisonStore(store) if poison else TracedStore(store)
         try:
@@ -206,8 +208,10 @@ class ShardedModel:
         return traced
 
     def _chunk_layout(self, chunk: ChunkPlacement) -> ChunkLayout:
-        trainable = self.layout.placements[chunk.group].trainable
-        return ChunkLayout(numel=chunk.numel, dtypes=self.precision.dtypes(trainable=trainable))
+        return ChunkLayout(numel=chunk.numel, dtypes=self.precision.dtypes(trainable=self._is_trained(chunk)))
+
+    def _is_trained(self, chunk: ChunkPlacement) -> bool:
+        return self.layout.placements[chunk.group].trainable
 
     def _build_groups(self) -> list[ParamGroup]:
         streamed = self.plan.num_frames - self.plan.pinned_frames if self.plan else len(self.chunks) * LEASE_SHARE

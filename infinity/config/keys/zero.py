@@ -36,6 +36,12 @@ OFFLOAD = tuple(
         ("pin_memory", _PINNED),
     )
 )
+RATIO = (
+    works(
+        "zero_optimization.offload_optimizer.ratio",
+        "the part of the elements whose states leave the device, from 0 to 1; the others' stay and are stepped there",
+    ),
+)
 MODULES = (
     works(
         "zero_optimization.ignore_unused_parameters",
@@ -96,7 +102,6 @@ SIZES = tuple(
 REFUSED = tuple(
     refused(f"zero_optimization.{name}", why, remedy, accepts=accepts)
     for name, why, remedy, accepts in (
-        ("offload_optimizer.ratio", "the whole update runs where its chunks are", "write 1.0", (1.0,)),
         ("offload_optimizer.super_offload", "SuperOffload is not built", "write false", (False,)),
         ("offload_optimizer.cpuadam_cores_perc", "belongs to SuperOffload", "call torch.set_num_threads()", ()),
         ("pipeline_loading_checkpoint", "there is no pipeline parallelism", "write false", (False,)),
@@ -114,4 +119,4 @@ REFUSED = tuple(
     )
 )
 
-TABLES = (STAGE, THRESHOLDS, OFFLOAD, MODULES, SWITCHES, SIZES, REFUSED)
+TABLES = (STAGE, THRESHOLDS, OFFLOAD, RATIO, MODULES, SWITCHES, SIZES, REFUSED)

@@ -190,6 +190,9 @@ _ZERO = {
     "offload_param.pin_memory": Example(True, _LOCKED),
     "offload_optimizer.device": Example("cpu", _CELL),
     "offload_optimizer.nvme_path": Example("/tmp", _NO_PATH),
+    "offload_optimizer.ratio": Example(
+        0.3, "infinity/test_device_share.py::test_no_bit_depends_on_the_part_that_stays"
+    ),
     "offload_optimizer.pin_memory": Example(True, _LOCKED),
 }
 _IO = {
