@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(function=_doctor)
 
     _add_trace(commands)
+    _add_export(commands)
     config = commands.add_parser(
         "config",
         help="check a configuration, list its keys, print its schema",
@@ -160,6 +161,30 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     trace.add_argument("--out", metavar="FILE", help="default: the model's name and .json.gz, in this directory")
     trace.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     trace.set_defaults(function=_trace)
+
+
+def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    export = commands.add_parser(
+        "export",
+        help="a checkpoint to files of weights that others load",
+        description="Write the weights of a checkpoint as files that from_pretrained() and load_pretrained() read. "
+        "Nothing is loaded whole: it takes the same memory for any model.",
+    )
+    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory of checkpoints, or one of them")
+    export.add_argument("out", metavar="OUT", help="a directory, made where it is not there")
+    export.add_argument("--tag", help="which checkpoint of the directory (default: the one called latest)")
+    export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
+    export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default 5GB)")
+    export.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="of the files")
+    export.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+    export.set_defaults(function=_export)
+
+
+def _export(parsed: argparse.Namespace) -> int:
+    with quiet_interrupt():
+        from infinity.commands.export_command import export
+
+    return export(parsed)
 
 
 def _trace(parsed: argparse.Namespace) -> int:

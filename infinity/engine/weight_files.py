@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from infinity.engine.export import param_of
 from infinity.engine.runtime import Runtime
@@ -20,8 +20,15 @@ from infinity.files.shards import parse_size
 from infinity.weights.param import ShardedParam
 
 WHOLE_BYTES = 1 << 62
-Tensors = Mapping[str, ShardedParam | torch.Tensor]
-"""What is to be saved: parameters, and buffers as they are."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tensors:
+    """What is to be saved: parameters, and buffers as they are, by name."""
+
+    by_name: Mapping[str, ShardedParam | torch.Tensor]
+    aliases: Mapping[str, str]
+    """Other names of these, each with the one above."""
 
 
 def tensors_of(runtime: Runtime, *, exclude_frozen: bool) -> Tensors:
@@ -32,19 +39,14 @@ def tensors_of(runtime: Runtime, *, exclude_frozen: bool) -> Tensors:
     module = runtime.module
     left_out = set(getattr(module, "_keys_to_ignore_on_save", None) or ())
     found: dict[str, ShardedParam | torch.Tensor] = {}
-    name_of: dict[int, str] = {}
-    secondary = _secondary_names(module)
+    names: dict[int, list[str]] = {}
+    secondary = frozenset(getattr(module, "all_tied_weights_keys", None) or ())
     for name, value in module.state_dict().items():
         param = param_of(value, runtime)
         if name in left_out or (exclude_frozen and param is not None and not param.param.requires_grad):
             continue
         if param is not None:
-            former = name_of.get(param.index)
-            if former is not None and (name in secondary or former not in secondary):
-                continue
-            if former is not None:
-                del found[former]
-            name_of[param.index] = name
+            names.setdefault(param.index, []).append(name)
             found[name] = param
         elif isinstance(value, torch.Tensor):
             found[name] = value.detach()
@@ -52,12 +54,12 @@ def tensors_of(runtime: Runtime, *, exclude_frozen: bool) -> Tensors:
             raise WeightsError(
                 name, f"is a {type(value).__name__}, and files of weights hold tensors", "save it beside them yourself"
             )
-    return found
-
-
-def _secondary_names(module: nn.Module) -> frozenset[str]:
-    """The names that models of Transformers do not save of what they tie."""
-    return frozenset(getattr(module, "all_tied_weights_keys", None) or ())
+    aliases: dict[str, str] = {}
+    for tied in names.values():
+        # Transformers' models say which names of what they tie they do not save
+        kept = next((name for name in tied if name not in secondary), tied[0])
+        aliases |= {name: kept for name in tied if name != kept}
+    return Tensors(by_name={name: tensor for name, tensor in found.items() if name not in aliases}, aliases=aliases)
 
 
 def save_weights(
@@ -76,12 +78,14 @@ def save_weights(
         beside: rank 0 calls it with a directory, whose files are published with the weights.
     """
     collectives = runtime.collectives
-    entries = {name: _entry(tensor) for name, tensor in tensors.items()}
+    entries = {name: _entry(tensor) for name, tensor in tensors.by_name.items()}
 
     def begin() -> Export | None:
         if collectives.rank:
             return None
-        return Export(directory, entries, file=file, safe=safe, max_shard_bytes=max_shard_bytes)
+        return Export(
+            directory, entries, aliases=tensors.aliases, file=file, safe=safe, max_shard_bytes=max_shard_bytes
+        )
 
     export = collectives.together(begin, "make files for weights")
     failed: list[WeightsFileError] = []
@@ -114,7 +118,7 @@ def _entry(tensor: ShardedParam | torch.Tensor) -> Entry:
 
 def _stream(runtime: Runtime, tensors: Tensors) -> Iterator[tuple[str, int, torch.Tensor]]:
     """(name, first element, values) of all tensors, row-major, on the CPU. Collective."""
-    for name, tensor in tensors.items():
+    for name, tensor in tensors.by_name.items():
         if isinstance(tensor, torch.Tensor):
             yield name, 0, tensor.cpu().reshape(-1)
         elif tensor.layout.is_contiguous():

@@ -35,6 +35,7 @@ class Export:
         directory: str | os.PathLike[str],
         entries: Mapping[str, Entry],
         *,
+        aliases: Mapping[str, str] | None = None,
         file: str | None = None,
         safe: bool = True,
         max_shard_bytes: int,
@@ -44,12 +45,14 @@ class Export:
         Args:
             directory: made where it is not there.
             entries: every tensor by name, in their order.
+            aliases: other names of tensors, each with the one in ``entries``; torch's files have them, too.
             file: what the one file is called, or the shards after; by default as in Transformers.
             safe: safetensors, else what ``torch.save`` writes.
             max_shard_bytes: where to cut.
         """
         self.directory = Path(directory)
         self._file = file or (SAFE_NAME if safe else TORCH_NAME)
+        self._safe, self._aliases = safe, dict(aliases or {})
         self._shards = cut(entries, self._file, max_shard_bytes)
         with ExitStack() as cleanup:
             self.aside = cleanup.enter_context(_aside(self.directory))
@@ -57,7 +60,8 @@ class Export:
             kind = NewSafetensorsFile if safe else NewTorchFile
             self._files: list[NewFile] = []
             for shard in self._shards:
-                self._files.append(kind(self.aside / shard.file, shard.entries))
+                own = {alias: name for alias, name in self._aliases.items() if name in shard.entries}
+                self._files.append(kind(self.aside / shard.file, shard.entries, own))
                 cleanup.callback(self._files[-1].close)
             self._cleanup = cleanup.pop_all()
         self._file_of = {name: file for file in self._files for name in file.entries}
@@ -73,7 +77,7 @@ class Export:
         index = self._file + INDEX_ENDING
         try:
             if len(self._shards) > 1:
-                (self.aside / index).write_text(index_of(self._shards))
+                (self.aside / index).write_text(index_of(self._shards, {} if self._safe else self._aliases))
             written = sorted(os.listdir(self.aside), key=lambda name: (name == index, is_part_of(name, self._file)))
             for name in written:
                 _sync(self.aside / name)

@@ -55,11 +55,12 @@ def cut(entries: Mapping[str, Entry], file: str, max_bytes: int) -> list[Shard]:
     ]
 
 
-def index_of(shards: Sequence[Shard]) -> str:
-    """The JSON that says which file has which tensor."""
+def index_of(shards: Sequence[Shard], aliases: Mapping[str, str]) -> str:
+    """The JSON that says which file has which tensor, also by its other names."""
     entries = [entry for shard in shards for entry in shard.entries.values()]
     total = {"total_parameters": sum(e.numel for e in entries), "total_size": sum(e.nbytes for e in entries)}
     names = {name: shard.file for shard in shards for name in shard.entries}
+    names |= {alias: names[name] for alias, name in aliases.items()}
     return json.dumps({"metadata": total, "weight_map": names}, indent=2, sort_keys=True) + "\n"
 
 

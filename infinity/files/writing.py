@@ -18,9 +18,10 @@ from infinity.files.safetensors_file import bytes_of, encode_header, in_order_of
 class NewFile(ABC):
     """A file under construction. ``offsets``: where each tensor begins."""
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
-        """Raises WeightsFileError if there is no room for all of it."""
-        self.path, self.entries = path, entries
+    def __init__(self, path: Path, entries: Mapping[str, Entry], aliases: Mapping[str, str]) -> None:
+        """``aliases``: other names of these tensors, for formats that know such. Raises WeightsFileError if there is no
+        room for all of it."""
+        self.path, self.entries, self.aliases = path, entries, aliases
         size_bytes = 0
         try:
             self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -66,6 +67,7 @@ class NewTorchFile(NewFile):
     def _lay_out(self) -> tuple[Mapping[str, int], int]:
         # memory that nobody touches takes no page
         hollow = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in self.entries.items()}
+        hollow |= {alias: hollow[name] for alias, name in self.aliases.items()}
         with torch.serialization.skip_data():
             torch.save(hollow, self.path)
         with FakeTensorMode():
