@@ -33,8 +33,8 @@ class SplitLease(Lease):
 
 
 class SplitStore(ShardStore):
-    """Each chunk has some kinds on the device and the others in the daemon. Both stores number chunks alike, because every
-    chunk is registered in both."""
+    """Each chunk has some kinds on the device and the others in the daemon. Both stores number chunks alike, because
+    every chunk is registered in both."""
 
     def __init__(self, device_store: ShardStore, host_store: ShardStore, device_masks: Sequence[int]) -> None:
         """``device_masks``: by chunk, the kinds that are on the device."""

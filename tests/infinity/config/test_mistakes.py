@@ -176,11 +176,11 @@ MISTAKES = {
     "clipping that is not a number": Mistake(
         {"gradient_clipping": float("nan")}, "gradient_clipping", pytest.approx(float("nan"), nan_ok=True), "finite"
     ),
-    "half of the optimizer offloaded": Mistake(
-        {"zero_optimization.offload_optimizer.ratio": 0.5},
+    "a ratio in per cent": Mistake(
+        {"zero_optimization.offload_optimizer.ratio": 30},
         "zero_optimization.offload_optimizer.ratio",
-        0.5,
-        "write 1.0",
+        30,
+        "less than or equal to 1",
     ),
     "quantized weights": Mistake(
         {"zero_optimization.zero_quantized_weights": True},
