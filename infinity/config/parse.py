@@ -29,6 +29,7 @@ _SHAPES: dict[Shape, tuple[type, ...]] = {
     "whole number": (int, float),
     "number": (int, float),
     "string": (str,),
+    "list": (list, tuple),
     "object": (dict,),
     "any": (object,),
 }

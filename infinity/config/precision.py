@@ -11,6 +11,13 @@ def check_precision(config: Config, complaints: Complaints) -> None:
     bf16, accumulated = config.bf16, config.data_types.grad_accum_dtype
     if config.fp16.enabled and bf16.enabled:
         complaints.add("fp16.enabled", True, "bf16 is enabled, too, and weights have one dtype: enable one of the two")
+    if config.torch_autocast.enabled and (config.fp16.enabled or bf16.enabled):
+        other = "fp16" if config.fp16.enabled else "bf16"
+        complaints.add(
+            "torch_autocast.enabled",
+            True,
+            f"autocast casts fp32 weights, and {other} is enabled, too: enable one of the two",
+        )
     if bf16.bf16_master_weights_and_grads and not bf16.enabled:
         complaints.add("bf16.bf16_master_weights_and_grads", True, "write bf16.enabled: true, too")
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:

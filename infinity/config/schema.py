@@ -24,6 +24,7 @@ _TYPES: dict[Shape, Schema] = {
     "whole number": {"type": "integer"},
     "number": {"type": "number"},
     "string": {"type": "string"},
+    "list": {"type": "array"},
     "object": {"type": "object"},
     "any": {},
 }

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator, Field, WithJsonSchema
 
 from infinity.config.observing import CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
 from infinity.config.optimizer import Optimizer
@@ -49,7 +49,16 @@ def _short(dtype: object) -> object:
 
 
 Words = Annotated[tuple[NonEmpty, ...], BeforeValidator(_words)]
-DtypeName = Annotated[Literal["fp32", "bf16", "fp16"], BeforeValidator(_short)]
+DtypeName = Annotated[
+    Literal["fp32", "bf16", "fp16"],
+    BeforeValidator(_short),
+    WithJsonSchema({"enum": ["fp32", "bf16", "fp16", *_DTYPES]}),
+]
+NarrowDtypeName = Annotated[
+    Literal["bf16", "fp16"],
+    BeforeValidator(_short),
+    WithJsonSchema({"enum": ["bf16", "fp16", "bfloat16", "float16", "half"]}),
+]
 
 
 class Bf16(Section):
@@ -78,6 +87,14 @@ class Fp16(Section):
     hysteresis: Positive = 2
     consecutive_hysteresis: bool = False
     min_loss_scale: Annotated[float, Field(gt=0)] = 1.0
+
+
+class TorchAutocast(Section):
+    """The engine's forward runs under torch.autocast; weights, gradients and states stay fp32."""
+
+    enabled: bool = False
+    dtype: NarrowDtypeName = "bf16"
+    """The dtype of what is cast; with fp16 the loss is scaled as by torch.amp.GradScaler."""
 
 
 class DataTypes(Section):
@@ -177,6 +194,7 @@ class Config(Section):
     """dtype of the gradients' reduce-scatter; None = the dtype they have."""
     bf16: Bf16 = Bf16()
     fp16: Fp16 = Fp16()
+    torch_autocast: TorchAutocast = TorchAutocast()
     data_types: DataTypes = DataTypes()
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
@@ -206,6 +224,11 @@ class Config(Section):
         """Whether any shard leaves the device: only then is a daemon needed."""
         zero = self.zero_optimization
         return zero.offload_param.device != "none" or zero.offload_optimizer.device != "none"
+
+    @property
+    def scales_as_torch(self) -> bool:
+        """Whether the loss is scaled as torch.amp.GradScaler does."""
+        return self.torch_autocast.enabled and self.torch_autocast.dtype == "fp16"
 
     @property
     def accumulates(self) -> bool:

@@ -60,7 +60,7 @@ class Answers(nn.Module):
         return self.config.fp16.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
-        return self.config.fp16.enabled and self.config.fp16.loss_scale == 0
+        return self.config.scales_as_torch or (self.config.fp16.enabled and self.config.fp16.loss_scale == 0)
 
     @property
     def micro_steps(self) -> int:

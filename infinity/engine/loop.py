@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils._pytree import tree_map_only
 
 from infinity.config import Config
+from infinity.engine.casting import Casting
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, DaemonLostError, EngineStateError, WeightsError
@@ -55,7 +55,7 @@ class TrainingLoop:
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self._casts_inputs = config.fp16.enabled and config.fp16.auto_cast
+        self._casting = Casting(config, runtime.device)
         self.tier = tier
         self.global_samples = 0
         self._num_without_reduction = 0
@@ -85,9 +85,8 @@ class TrainingLoop:
         with self._phase_of(StepPhase.FORWARD):
             self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
             self._followed_buffers.before_forward()
-            if self._casts_inputs:
-                args, kwargs = tree_map_only(torch.Tensor, _half, (args, kwargs))
-            with self._observers.around_forward(self.global_steps + 1):
+            args, kwargs = self._casting.inputs((args, kwargs))
+            with self._observers.around_forward(self.global_steps + 1), self._casting.around_forward():
                 return module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, scale: bool, create_graph: bool) -> torch.Tensor:
@@ -357,7 +356,3 @@ class TrainingLoop:
     def _tenant_stats(self) -> TenantStats | None:
         host = self._sharded.host_store
         return None if host is None else host.tenant_stats()
-
-
-def _half(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.half() if tensor.is_floating_point() else tensor

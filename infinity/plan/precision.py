@@ -15,7 +15,7 @@ from io_daemon.shared.protocol import STATE_KINDS, ObjectKind
 FP32 = torch.float32
 STATES_MASK: Final = 0xFF & ~ObjectKind.WEIGHT.mask
 """All that only trained chunks have."""
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +42,13 @@ class Precision:
     def of(cls, config: Config, states: Mapping[str, torch.dtype] | None = None) -> Precision:
         """``states``: None where the optimizer is not known yet, or nothing trains."""
         weight = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else FP32
-        reduce = _DTYPES[config.communication_data_type] if config.communication_data_type else weight
+        reduce = DTYPES[config.communication_data_type] if config.communication_data_type else weight
         stepped_as_they_are = config.bf16.bf16_master_weights_and_grads
         gradient = FP32 if config.accumulates else reduce
         if stepped_as_they_are:
             gradient = weight
         if config.data_types.grad_accum_dtype:
-            gradient = _DTYPES[config.data_types.grad_accum_dtype]
+            gradient = DTYPES[config.data_types.grad_accum_dtype]
         return cls(
             weight=weight,
             reduce=reduce,

@@ -97,9 +97,38 @@ class DynamicLossScale(LossScale):
         self.value = max(self.value / FACTOR, self._least)
 
 
+class TorchLossScale(LossScale):
+    """``torch.amp.GradScaler``: halved by every overflow, doubled after 2,000 good steps."""
+
+    checks_overflow = True
+    WINDOW: Final = 2000
+    LEAST: Final = 2.0**-24
+
+    def __init__(self, initial: float = 2.0**16) -> None:
+        self.value, self._good_steps = initial, 0
+
+    def update(self, *, overflow: bool) -> None:
+        if overflow and self.value <= self.LEAST:
+            raise LossScaleError(self.value)
+        self._good_steps = 0 if overflow else self._good_steps + 1
+        if overflow:
+            self.value /= FACTOR
+        elif self._good_steps == self.WINDOW:
+            self.value, self._good_steps = self.value * FACTOR, 0
+
+    def state_dict(self) -> dict[str, float]:
+        return {"value": self.value, "good_steps": self._good_steps}
+
+    def load_state_dict(self, state: Mapping[str, float]) -> None:
+        if state:
+            self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
+
+
 def loss_scale_of(config: Config) -> LossScale:
-    """The scale that the ``fp16`` section describes; bf16 and fp32 need none, bf16 may check for overflow."""
+    """The scale that ``fp16`` or autocast to fp16 asks for; bf16 and fp32 need none, bf16 may check for overflow."""
     fp16 = config.fp16
+    if config.scales_as_torch:
+        return TorchLossScale()
     if not fp16.enabled:
         return FixedLossScale(checks_overflow=config.bf16.enabled and config.bf16.check_grad_overflow)
     if fp16.loss_scale:

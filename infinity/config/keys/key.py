@@ -15,7 +15,7 @@ class Standing(Enum):
     """A ConfigError, but for the values that switch it off."""
 
 
-Shape = Literal["boolean", "whole number", "number", "string", "object", "any"]
+Shape = Literal["boolean", "whole number", "number", "string", "list", "object", "any"]
 Auto = Literal["refused", "default", "value"]
 
 

@@ -38,7 +38,6 @@ SWITCHED: tuple[Key, ...] = (
         refused(name, why, "remove the section", switch="enabled")
         for name, why in (
             ("amp", "apex is not used"),
-            ("torch_autocast", "bf16.enabled decides the dtype"),
             ("autotuning", "there is no autotuner"),
             ("compression_scheduler", "compression is not built"),
             ("curriculum_learning", "data is the caller's"),

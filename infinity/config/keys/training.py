@@ -57,6 +57,13 @@ PRECISION: tuple[Key, ...] = (
         accepts=(False,),
     ),
     subsumed("fp16.fused_mode", "boolean", "one implementation serves fp16"),
+    works("torch_autocast.enabled", "torch.autocast around the engine's forward; weights and all states stay fp32"),
+    works("torch_autocast.dtype", "bf16, or fp16 with torch's own loss scaling"),
+    subsumed(
+        "torch_autocast.lower_precision_safe_modules",
+        "list",
+        "weights travel as they are; communication_data_type asks for narrower gradients",
+    ),
     works("data_types.grad_accum_dtype", "dtype in which gradients are kept until the update"),
     works(
         "data_types.keep_in_fp32_modules",

@@ -44,6 +44,7 @@ _BATCH = f"{_CONFIG}::test_two_of_three_batch_settings_give_the_third"
 _OPTIMIZER = f"{_SETTINGS}::test_the_optimizers_parameters_are_torchs"
 _NAMED = "infinity/update/test_rules.py::test_an_optimizer_of_the_configuration_steps_as_torch_or_the_paper"
 _SCALE, _PRECISION = "infinity/update/test_loss_scale.py", "infinity/test_precision.py"
+_AUTOCAST = "infinity/test_torch_autocast.py"
 _SEQUENCE = f"{_SCALE}::test_scales_skips_and_norms_are_those_of_a_plain_loop"
 _STEPPED = f"{_PRECISION}::test_bf16_weights_are_stepped_as_they_are"
 _LEAVES = f"{_SETTINGS}::test_leaf_modules_of_the_configuration"
@@ -89,6 +90,8 @@ _TOP = {
     "fp16.min_loss_scale": Example(
         0.5, f"{_SCALE}::test_an_overflow_at_the_least_scale_is_an_error_and_changes_nothing"
     ),
+    "torch_autocast.enabled": Example(True, f"{_AUTOCAST}::test_losses_and_weights_are_those_of_a_plain_loop"),
+    "torch_autocast.dtype": Example("fp16", f"{_AUTOCAST}::test_in_fp16_the_loss_is_scaled_as_by_torchs_grad_scaler"),
     "data_types.grad_accum_dtype": Example("fp32", f"{_PRECISION}::test_gradients_add_up_in_the_dtype_asked_for"),
     "data_types.keep_in_fp32_modules": Example(["router"], f"{_PRECISION}::test_buffers_that_are_named_stay_in_fp32"),
     "optimizer.type": Example("adam", _OPTIMIZER),

@@ -75,6 +75,7 @@ def test_what_is_subsumed_has_its_shape(key: Key) -> None:
         "whole number": (5e8, 1.5),
         "number": (0.5, "x"),
         "string": ("x", 1),
+        "list": ([], {}),
         "object": ({}, []),
     }[key.shape]
     assert problems(_with(key.path, good), SCHEMA) == []
