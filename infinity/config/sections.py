@@ -138,6 +138,12 @@ class ZeroOptimization(Section):
     stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(whole)] = 0
     sub_group_size: Count = 1_000_000_000
     """A smaller one than ``SUB_GROUP_NUMEL_MIN`` is taken as that."""
+    reduce_scatter: bool = True
+    """False: gradients are all-reduced, and each rank takes its shard of the result."""
+    allgather_partitions: bool = True
+    """False: below stage 3 updated weights travel in broadcasts, one rank's after the other's."""
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    """Weights of stage 3 become whole by an all-reduce of what is zero but for each rank's shard."""
     reduce_bucket_size: Count = 500_000_000
     """Elements of whole weights whose gradients are reduced together; a larger parameter is a bucket of its own."""
     stage3_prefetch_bucket_size: Count = 50_000_000
@@ -191,7 +197,11 @@ class Config(Section):
     steps_per_print: Annotated[int, Field(ge=0), BeforeValidator(never_is_zero)] = 10
     """0 = never."""
     communication_data_type: DtypeName | None = None
-    """dtype of the gradients' reduce-scatter; None = the dtype they have."""
+    """dtype of the gradients' reduction; None = the dtype they have."""
+    prescale_gradients: bool = False
+    """Divide gradients by the number of ranks before they are summed, whatever ``gradient_predivide_factor`` is."""
+    gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
+    """What gradients are divided by before they are summed, the rest after; 1 = by the number of ranks, as DDP."""
     bf16: Bf16 = Bf16()
     fp16: Fp16 = Fp16()
     torch_autocast: TorchAutocast = TorchAutocast()
@@ -268,12 +278,6 @@ class Config(Section):
         states = zero.offload_optimizer
         if states.ratio < 1 and states.device == "none":
             yield f"zero_optimization.offload_optimizer.ratio = {states.ratio} is not used: device is none"
-        micro_batches = self.train_micro_batch_size_per_gpu * self.gradient_accumulation_steps
-        if zero.stage < 2 and self.train_batch_size > micro_batches:
-            yield (
-                f"zero_optimization.stage = {zero.stage} runs as stage 2: the same results in less memory, with a "
-                "reduction every micro-batch"
-            )
 
     def _nvme_paths(self) -> list[tuple[str, str, str]]:
         """(dotted key, device beside it, path as written) of those that are written."""

@@ -57,6 +57,8 @@ def build_engine(
         poison=poison,
     )
     try:
+        if sharded.sharers.world_size < collectives.world_size:
+            _bring_back(layout)
         promised = {p.index: new for p in sharded.params if (new := take_promise(p.param)) is not None}
         _broadcast_plain([p.param for p in sharded.params if p.index not in promised], collectives)
 
@@ -82,6 +84,13 @@ def build_engine(
     except BaseException:
         sharded.store.close()
         raise
+
+
+def _bring_back(layout: Layout) -> None:
+    """What ``Init`` staged was cut into shards, and every rank is to have it whole. Collective."""
+    for param in layout.params:
+        if (staged := staged_param(param)) is not None and staged.is_staged:
+            staged.bring_back()
 
 
 def _broadcast_plain(params: Sequence[nn.Parameter], collectives: Collectives) -> None:

@@ -60,7 +60,7 @@ def full_master_state_dict(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 def _gathered(runtime: Runtime, kind: ObjectKind, groups: Iterable[ParamGroup]) -> Iterator[tuple[int, torch.Tensor]]:
     """The id of every parameter of ``groups``, and its contents of the kind as the parameter lies."""
-    dtype = runtime.sharded.precision.dtypes(trainable=True)[kind]
+    dtype = runtime.sharded.precision.dtype(kind)
     for group in groups:
         flats = group.gather(kind, dtype)
         for param in group.params:

@@ -138,7 +138,7 @@ class Engine(Checkpoints, Exports):
             EngineStateError: at stages 2 and 3, whose sharded gradients have no place where one rank could keep all of
                 its own; or ``step`` is called inside.
         """
-        if not self._runtime.policy.may_skip_reduction():
+        if not self._runtime.policy.may_skip_reduction:
             raise EngineStateError(
                 f"no_sync() keeps whole gradients on every rank, and stage {self.zero_optimization_stage()} shards "
                 "them: leave it out, and write gradient_accumulation_steps into the configuration; micro-batches are "

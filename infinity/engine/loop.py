@@ -94,7 +94,8 @@ class TrainingLoop:
         with self._phase_of(StepPhase.BACKWARD):
             self.runtime.collectives.agree("begin a backward").wait()
             reducer = self.runtime.reducer
-            reducer.puts_off = self._num_without_reduction > 0
+            reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
+            reducer.puts_off = self._num_without_reduction > 0 or not reduces
             reducer.norms = update.wants_norms and self.is_boundary()
             accumulated = self.config.gradient_accumulation_steps
             scaled = loss / accumulated if scale and accumulated > 1 else loss
@@ -159,6 +160,7 @@ class TrainingLoop:
     def run_update(self) -> None:
         """The update of every chunk; what the optimizer's own ``step`` calls."""
         update = self._trained("step")
+        self.runtime.reducer.settle()
         if not self.config.zero_optimization.ignore_unused_parameters:
             self._refuse_unused()
         self.runtime.check_update()
@@ -248,7 +250,9 @@ class TrainingLoop:
         self.micro_steps = 0
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
-        return self._trained("clip_grad_norm_").clip_once(max_norm)
+        update = self._trained("clip_grad_norm_")
+        self.runtime.reducer.settle()
+        return update.clip_once(max_norm)
 
     def grad_norm(self) -> float | None:
         return None if self.update is None else self.update.ask_for_norm()
@@ -282,7 +286,14 @@ class TrainingLoop:
     def _build_update(self, optimizer: ShardedOptimizer, optimizer_groups: Sequence[int]) -> Update:
         sharded = self._sharded
         sub_groups = [
-            SubGroup(chunk_id, chunk, rule=optimizer.rule, precision=sharded.precision, group_of=optimizer_groups)
+            SubGroup(
+                chunk_id,
+                chunk,
+                rule=optimizer.rule,
+                precision=sharded.precision,
+                group_of=optimizer_groups,
+                weights_of=None if sharded.precision.keeps_weights else sharded.weights_of,
+            )
             for chunk_id, chunk in enumerate(sharded.chunks)
             if sharded.layout.placements[chunk.group].trainable
         ]
@@ -292,7 +303,7 @@ class TrainingLoop:
             optimizer,
             self.runtime.gradients,
             store=sharded.store,
-            collectives=self.runtime.collectives,
+            collectives=sharded.sharers,
             scale=loss_scale_of(self.config),
             num_params=len(sharded.params),
             max_norm=self.config.gradient_clipping,

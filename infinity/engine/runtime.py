@@ -19,7 +19,6 @@ from infinity.engine.gathering import Gathering
 from infinity.engine.phases import Phases
 from infinity.engine.state_access import StateAccess
 from infinity.errors import EngineStateError, WeightsError
-from infinity.plan.stage import StagePolicy
 from infinity.states import ShardedState, StepPhase
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
@@ -56,7 +55,7 @@ class Runtime(owners.Owner):
         self._param_of = {id(param.param): param for param in sharded.params}
         self._group_of = {param.index: group for group in sharded.groups for param in group.params}
         zero = config.zero_optimization
-        self.policy = StagePolicy.of(zero, collectives.world_size)
+        self.policy = sharded.policy
         self.shards_weights = self.policy.shards_weights
         self.live_set = LiveSet(
             sharded.groups,
@@ -69,7 +68,7 @@ class Runtime(owners.Owner):
         self.reducer = Reducer(
             sharded.groups, self.gradients, collectives, num_params, gradient_dtype=sharded.precision.gradient
         )
-        self.io = StateIO(sharded, collectives)
+        self.io = StateIO(sharded)
         self._gathering = Gathering(
             sharded,
             self.io,
@@ -303,11 +302,11 @@ class Runtime(owners.Owner):
     def device(self) -> torch.device:
         return self.sharded.params[0].device
 
-    def refresh_persistent(self) -> None:
-        """Persistent weights are what the store has, where they were."""
+    def refresh_persistent(self, *, updated: bool = False) -> None:
+        """Persistent weights are what the store has, where they were. ``updated``: by an update, and nothing else."""
         for group in self.sharded.groups:
             if group.persistent and group.state is ShardedState.SHARDED:
-                group.wait_for_unshard()
+                group.wait_for_unshard(updated=updated)
                 for param in group.params:
                     if not param.is_shown:
                         param.show()
@@ -333,7 +332,7 @@ class Runtime(owners.Owner):
 
     def end_update(self) -> None:
         self.reducer.clear()
-        self.refresh_persistent()
+        self.refresh_persistent(updated=True)
         for param in self.sharded.params:
             param.count_update()
         self.store.complete()

@@ -103,6 +103,8 @@ class Saving:
         rank, params = self._collectives.rank, self._runtime.sharded.params
         names = kind_names(self._runtime.sharded.precision)
         wanted = {param.index for param in params if param.name not in self._left_out}
+        if rank >= self._runtime.sharded.sharers.world_size:
+            wanted = set()  # every rank has everything: rank 0 writes it
         own_bytes = self._runtime.io.lasting_bytes(wanted)
         with disk_errors(aside, "written"), Progress("saving", own_bytes, shown=rank == 0) as progress:
             with PieceWriter(aside / pieces_name(rank)) as writer:

@@ -57,6 +57,8 @@ class StateAccess:
         """The state in fp32 on the CPU: ``whole`` in the parameter's shape (collective), or this rank's part, 1-D. None
         where there is none: a frozen parameter has weights only, and a gradient lives from backward to step."""
         self._check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
+        if kind is ObjectKind.GRAD:
+            self._settle(param, together=whole)
         kind = self._of_frozen(param, kind)
         if not self._io.has(param, kind) or (kind is ObjectKind.GRAD and not self._reducer.holds(param.index)):
             return None
@@ -76,6 +78,7 @@ class StateAccess:
             value = value.detach()
             own = flattened(value, param.order)[first : first + numel] if whole else value
         if kind is ObjectKind.GRAD:
+            self._settle(param, together=True)
             self._gradients.replace(param.index, first, own)
             self._reducer.note(param.index)
         elif kind is self._stepped or kind is ObjectKind.WEIGHT:
@@ -104,6 +107,16 @@ class StateAccess:
         self._together(write, "write new weights")
         for param, _ in values:
             self._refresh(param)
+
+    def _settle(self, param: ShardedParam, *, together: bool) -> None:
+        """Gradients that wait for the last micro-batch are reduced now, which takes all ranks."""
+        if together:
+            self._reducer.settle()
+        elif self._reducer.has_put_off:
+            raise EngineStateError(
+                f"the gradient of {param.name} is not reduced before the last micro-batch of a step: ask for the whole "
+                "gradient, on every rank, or after that"
+            )
 
     def _of_frozen(self, param: ShardedParam, kind: ObjectKind) -> ObjectKind:
         return ObjectKind.WEIGHT if kind is self._stepped and not self._io.has(param, kind) else kind

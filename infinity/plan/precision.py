@@ -10,6 +10,7 @@ import torch
 
 from infinity.config import Config
 from infinity.plan.device_share import DeviceShare
+from infinity.plan.stage import StagePolicy
 from io_daemon.shared.protocol import STATE_KINDS, ObjectKind
 
 FP32 = torch.float32
@@ -23,11 +24,14 @@ class Precision:
     weight: torch.dtype
     """The dtype of the module's parameters and floating-point buffers, and of forward and backward."""
     reduce: torch.dtype
-    """The dtype of the reduce-scatter."""
+    """The dtype of the gradients' reduction."""
     gradient: torch.dtype
     """The dtype of the gradients kept until the update: the narrowest that loses nothing, unless one is asked for."""
     master: bool
     """Weights are 16-bit and an fp32 copy is kept; else the weights are the master weights."""
+    keeps_weights: bool = True
+    """The store has weights beside their masters. False: they are whole on the device, rounded from their masters,
+    and the store has those of frozen parameters alone."""
     update: torch.dtype = FP32
     """The dtype in which the optimizer computes."""
     states: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -42,25 +46,31 @@ class Precision:
     def of(cls, config: Config, states: Mapping[str, torch.dtype] | None = None) -> Precision:
         """``states``: None where the optimizer is not known yet, or nothing trains."""
         weight = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else FP32
-        reduce = DTYPES[config.communication_data_type] if config.communication_data_type else weight
+        policy = StagePolicy.of(config)
+        reduce = DTYPES[config.communication_data_type] if config.communication_data_type else None
         stepped_as_they_are = config.bf16.bf16_master_weights_and_grads
-        gradient = FP32 if config.accumulates else reduce
+        gradient = FP32 if config.accumulates else reduce or weight
         if stepped_as_they_are:
             gradient = weight
         if config.data_types.grad_accum_dtype:
             gradient = DTYPES[config.data_types.grad_accum_dtype]
+        sums_first = config.accumulates and not policy.reduces(boundary=False)
+        master = weight is not FP32 and not stepped_as_they_are
         return cls(
             weight=weight,
-            reduce=reduce,
+            reduce=reduce or (gradient if sums_first else weight),
             gradient=gradient,
-            master=weight is not FP32 and not stepped_as_they_are,
+            master=master,
+            keeps_weights=policy.shards_weights or not master,
             update=weight if config.bf16.bf16_optimizer_states else FP32,
             states=states or {},
         )
 
     def dtypes(self, *, trainable: bool) -> dict[int, torch.dtype]:
         """dtype by object kind of a chunk whose parameters are trainable, or frozen."""
-        kinds: dict[int, torch.dtype] = {ObjectKind.WEIGHT: self.weight}
+        kinds: dict[int, torch.dtype] = {}
+        if self.keeps_weights or not trainable:
+            kinds[ObjectKind.WEIGHT] = self.weight
         if trainable:
             kinds[ObjectKind.GRAD] = self.gradient
             if self.master:
@@ -72,6 +82,14 @@ class Precision:
     def state_kinds(self) -> dict[str, ObjectKind]:
         """Kind of each of the optimizer's states, by what it calls it."""
         return dict(zip(self.states, STATE_KINDS, strict=False))
+
+    def dtype(self, kind: ObjectKind) -> torch.dtype:
+        """The dtype of a kind that trained parameters have, in the store or out of it."""
+        return self.weight if kind is ObjectKind.WEIGHT else self.dtypes(trainable=True)[kind]
+
+    def home(self, *, trainable: bool) -> ObjectKind:
+        """The kind that the store has the weights in."""
+        return ObjectKind.WEIGHT if self.keeps_weights or not trainable else ObjectKind.MASTER
 
     @property
     def stepped(self) -> ObjectKind:
@@ -90,10 +108,10 @@ class Tiers:
     """The part of the trained elements that the masks hold for; the others keep all but their weights on the device."""
 
     @classmethod
-    def of(cls, config: Config, kinds: Mapping[int, torch.dtype]) -> Tiers:
+    def of(cls, config: Config, precision: Precision) -> Tiers:
         zero = config.zero_optimization
         masks = {"none": 0, "cpu": 0, "nvme": 0}
-        for kind in kinds:
+        for kind in precision.dtypes(trainable=True) | precision.dtypes(trainable=False):
             offload = zero.offload_param if kind == ObjectKind.WEIGHT else zero.offload_optimizer
             stays = kind != ObjectKind.WEIGHT and zero.offload_optimizer.ratio == 0
             masks["none" if stays else offload.device] |= 1 << kind

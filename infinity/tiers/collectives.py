@@ -19,6 +19,8 @@ import torch.distributed as dist
 
 from infinity.errors import WorldError
 from infinity.observe.comms import CommsLog
+from infinity.plan.stage import Gathering, Reduction, StagePolicy
+from infinity.tiers.reductions import OrderedReduce, OrderedScatter, Reducing, Scaled, gather, scatter
 from infinity.tiers.world import Peers
 
 _log = logging.getLogger(__name__)
@@ -27,9 +29,6 @@ PARTING_TIMEOUT_S: Final = 60.0
 """How long a rank that ends waits for those that do not; then it ends alone."""
 
 Result = TypeVar("Result")
-
-_gather: Callable[..., Any] = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter: Callable[..., Any] = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Agreement:
@@ -42,7 +41,7 @@ class Agreement:
         self._mine = torch.tensor([_number(what)])
         self._all = torch.empty(peers.world_size, dtype=torch.int64)
         with _in_words(what, peers):
-            self._work: dist.Work = _gather(self._all, self._mine, group=peers.control, async_op=True)
+            self._work: dist.Work = gather(self._all, self._mine, group=peers.control, async_op=True)
 
     def wait(self, timeout_s: float | None = None) -> None:
         """Raises WorldError, on every rank and with every rank's words, unless all are about to do the same.
@@ -77,11 +76,20 @@ class Collectives:
         self.rank = peers.rank if peers is not None else 0
         self.world_size = peers.world_size if peers is not None else 1
         self.log = CommsLog()
+        self._gathering = Gathering.ALL_GATHER
+        self._predivide_factor = float(self.world_size)
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None) -> Collectives:
         """With the ranks of ``group``, by default all. See ``Peers.join``."""
         return cls(Peers.join(group))
+
+    def follow(self, policy: StagePolicy) -> None:
+        """Gather and reduce as the policy says. Collective."""
+        self._gathering = policy.gathering
+        self._predivide_factor = float(policy.predivide_factor or self.world_size)
+        if self._peers is not None and policy.reduction is Reduction.ALL_REDUCE:
+            self._peers.add_group_for_results()
 
     def is_among_ranks_of(self, other: Collectives) -> bool:
         return self._joined is other._joined
@@ -110,21 +118,54 @@ class Collectives:
         if self._peers is None:
             output.copy_(shard)
             return
-        with _in_words("gather weights", self._peers), self.log.timed("all_gather", output.nbytes):
-            _gather(output, shard, group=self._peers.data)
+        with _in_words("gather weights", self._peers):
+            match self._gathering:
+                case Gathering.ALL_GATHER:
+                    with self.log.timed("all_gather", output.nbytes):
+                        gather(output, shard, group=self._peers.data)
+                case Gathering.BROADCASTS:
+                    self._broadcast_each(output.view(self.world_size, -1), shard, self._peers)
+                case Gathering.ALL_REDUCE:
+                    output.zero_().view(self.world_size, -1)[self.rank].copy_(shard)
+                    with self.log.timed("all_reduce", output.nbytes):  # of bytes: -0.0 + 0.0 is 0.0
+                        dist.all_reduce(output.view(torch.uint8), group=self._peers.data)
 
-    def reduce_scatter_mean(self, output: torch.Tensor, full: torch.Tensor) -> dist.Work:
+    def _broadcast_each(self, parts: torch.Tensor, shard: torch.Tensor, peers: Peers) -> None:
+        parts[self.rank].copy_(shard)
+        for source, part in enumerate(parts):
+            with self.log.timed("broadcast", part.nbytes):
+                dist.broadcast(part, group_src=source, group=peers.data)
+
+    def reduce_scatter_mean(self, output: torch.Tensor, full: torch.Tensor) -> Reducing:
         """Issue: ``output`` [numel] becomes this rank's part of the mean over ranks of ``full`` [world_size * numel].
 
-        Divides first, as DDP does, so that sums stay in range. ``full`` is overwritten. Reductions have a process
-        group of their own: ranks may reach them at different points of their gathers without a deadlock.
+        Divides first, as DDP does, so that sums stay in range, by ``gradient_predivide_factor`` if there is one.
+        ``full`` is overwritten. Reductions have a process group of their own: ranks may reach them at different points
+        of their gathers without a deadlock.
         """
+        peers, factor = self._divided(full)
+        with self.log.timed("reduce_scatter", full.nbytes):
+            if full.device.type == "cpu":
+                return OrderedScatter(output, full, peers.group_for_reductions, factor)
+            work = scatter(output, full, op=dist.ReduceOp.SUM, group=peers.reductions, async_op=True)
+            return Scaled(work, output, factor)
+
+    def all_reduce_mean(self, full: torch.Tensor) -> Reducing:
+        """Issue: ``full`` becomes its mean over ranks, with the bits of ``reduce_scatter_mean``."""
+        peers, factor = self._divided(full)
+        with self.log.timed("all_reduce", full.nbytes):
+            if full.device.type == "cpu":
+                reductions, results = peers.group_for_reductions, peers.group_for_results
+                return OrderedReduce(full, reductions, results, self.world_size, factor)
+            work = dist.all_reduce(full, group=peers.reductions, async_op=True)
+            return Scaled(work, full, factor)
+
+    def _divided(self, full: torch.Tensor) -> tuple[Peers, float]:
+        """Whom it is summed over, and what is left to multiply the sum by."""
         if self._peers is None:
             raise AssertionError("one rank has nothing to reduce")
-        full.div_(self.world_size)
-        with self.log.timed("reduce_scatter", full.nbytes):
-            work: dist.Work = _scatter(output, full, op=dist.ReduceOp.SUM, group=self._peers.reductions, async_op=True)
-        return work
+        full.div_(self._predivide_factor)
+        return self._peers, self._predivide_factor / self.world_size
 
     def sum(self, tensor: torch.Tensor, what: str) -> None:
         """``tensor`` is on the CPU."""

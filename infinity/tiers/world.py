@@ -37,6 +37,8 @@ class Peers:
     """The group of gloo; None with one rank."""
     timeout_s: float
     num_users: int = 0
+    results: dist.ProcessGroup | None = None
+    """Where the results of all-reduces are handed out, if anybody makes any."""
 
     _of: ClassVar[dict[dist.ProcessGroup, Peers]] = {}
 
@@ -66,19 +68,29 @@ class Peers:
 
     @classmethod
     def _make(cls, group: dist.ProcessGroup, timeout_s: float) -> Peers:
-        ranks = dist.get_process_group_ranks(group)
-        timeout = timedelta(seconds=timeout_s)
-        # groups of a part of the world must not wait for the rest of it
-        options = {"timeout": timeout, "use_local_synchronization": len(ranks) < dist.get_world_size()}
-        alone = len(ranks) == 1
+        world_size = dist.get_world_size(group)
+        alone = world_size == 1
         return cls(
             data=group,
             rank=dist.get_rank(group),
-            world_size=len(ranks),
-            reductions=None if alone else dist.new_group(ranks, backend=_backend_of(group), **options),  # type: ignore[arg-type]
-            control=None if alone else dist.new_group(ranks, backend="gloo", **options),  # type: ignore[arg-type]
+            world_size=world_size,
+            reductions=None if alone else _like(group, _backend_of(group), timeout_s),
+            control=None if alone else _like(group, "gloo", timeout_s),
             timeout_s=timeout_s,
         )
+
+    def add_group_for_results(self) -> None:
+        """Make the group that all-reduces need, unless it is there. Collective."""
+        if self.results is None:
+            self.results = _like(self.data, _backend_of(self.data), self.timeout_s)
+
+    @property
+    def group_for_reductions(self) -> dist.ProcessGroup:
+        return _there(self.reductions)
+
+    @property
+    def group_for_results(self) -> dist.ProcessGroup:
+        return _there(self.results)
 
     @property
     def root(self) -> int:
@@ -96,13 +108,30 @@ class Peers:
     def _close(self) -> None:
         """Let go of the groups. Those of a part of the world stay with the world: their names would be used again."""
         Peers._of.pop(self.data, None)
-        for group in (self.reductions, self.control):
+        for group in (self.reductions, self.control, self.results):
             if group is not None and dist.is_initialized():
                 with suppress(ValueError):  # the user has destroyed it, with all others
                     dist.destroy_process_group(group)
         # A group that something still refers to outlives destroy_process_group, and a thread of gloo's that lets go of
         # a tensor while the interpreter ends aborts the process (pytorch's AsyncBarrierWork, seen 1 in 9).
-        self.reductions = self.control = None
+        self.reductions = self.control = self.results = None
+
+
+def _like(group: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
+    """A group of the same ranks. Collective."""
+    ranks = dist.get_process_group_ranks(group)
+    # groups of a part of the world must not wait for the rest of it
+    is_part = len(ranks) < dist.get_world_size()
+    made: dist.ProcessGroup | None = dist.new_group(
+        ranks, backend=backend, timeout=timedelta(seconds=timeout_s), use_local_synchronization=is_part
+    )
+    return made
+
+
+def _there(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    if group is None:
+        raise AssertionError("these ranks have no such process group, or have left it")
+    return group
 
 
 _store: Any = None

@@ -11,9 +11,9 @@ from collections import deque
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 
 from infinity.tiers.collectives import Collectives
+from infinity.tiers.reductions import Reducing
 from infinity.update.gradients import GradientChunks
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import GradientOf, ParamGroup
@@ -38,11 +38,12 @@ class Reducer:
         self._completed: dict[int, None] = {}
         self._order_learnt = False
         self._num_issued = 0
-        self._in_flight: deque[tuple[ParamGroup, dist.Work, GradientOf]] = deque()
+        self._in_flight: deque[tuple[ParamGroup, Reducing, GradientOf]] = deque()
         self.norms = False
         """The running micro-batch is the last one and a gradient norm is wanted."""
         self.puts_off = False
         """The running backward is not reduced: its gradients stay whole, and are reduced with the next one's."""
+        self._has_put_off = False
 
     @property
     def used(self) -> list[bool]:
@@ -66,7 +67,7 @@ class Reducer:
     @property
     def has_any(self) -> bool:
         """Whether the running step has a gradient of any parameter."""
-        return bool(self._used.any())
+        return self._has_put_off or bool(self._used.any())
 
     def note(self, param: int) -> None:
         """The running step has a gradient of the parameter that no backward gave."""
@@ -79,6 +80,7 @@ class Reducer:
         self._completed.clear()
         self._in_flight.clear()
         self._num_issued = 0
+        self._has_put_off = False
         for group in self._groups.values():
             group.drop_gradients()
 
@@ -97,13 +99,28 @@ class Reducer:
 
     def finish(self) -> None:
         """Backward is over: reduce what is left, agree on which parameters were used."""
+        self._finish("end a backward", puts_off=self.puts_off)
+
+    def settle(self) -> None:
+        """Reduce what was put off, if anything was: somebody asks for it before the boundary. Collective."""
+        if self._has_put_off:
+            self.norms = False
+            self._finish("reduce what was put off", puts_off=False)
+
+    @property
+    def has_put_off(self) -> bool:
+        """Whether gradients of the running step wait, whole, for the last micro-batch."""
+        return self._has_put_off
+
+    def _finish(self, what: str, *, puts_off: bool) -> None:
         if self._collectives.world_size == 1:
             for group in self._groups.values():
                 self._add_own(group)
             return
         # ranks that still gather must hear of it before this one waits for what they have not reduced yet
-        self._collectives.agree("end a backward").wait()
-        if self.puts_off:
+        self._collectives.agree(what).wait()
+        self._has_put_off = puts_off
+        if puts_off:
             for group in self._groups.values():
                 group.keep_gradients(self._gradient_dtype)
             return
@@ -119,7 +136,7 @@ class Reducer:
         if not self._order_learnt:
             seen = self._collectives.broadcast_object(completed, "learn the order of reductions")
             self._order = [*seen, *(index for index in self._order if index not in seen)]
-            self._order_learnt = True
+            self._order_learnt = bool(seen)
 
     def _reduce_again(self) -> None:
         """Re-entrant checkpointing may accumulate into a group that was reduced already: once more, on every rank."""
@@ -143,7 +160,7 @@ class Reducer:
 
     def _start(self, group: ParamGroup) -> None:
         self._used[[param.index for param in group.params if group.has_gradient_of(param)]] = 1
-        self._in_flight.append((group, *group.reduce_scatter_gradients()))
+        self._in_flight.append((group, *group.reduce_gradients()))
 
     def _add_reduced(self) -> None:
         group, work, gradient_of = self._in_flight.popleft()

@@ -6,13 +6,13 @@ in a call, each segment with its parameter's history (``rule.py``).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from infinity.plan.precision import Precision
-from infinity.plan.sharding import ALIGNMENT, ChunkPlacement, Run, runs_of
+from infinity.plan.sharding import ALIGNMENT, ChunkPlacement, Run, Segment, runs_of
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.update.rule import Call, History, Options, UpdateRule
 from io_daemon.shared.protocol import ObjectKind, kinds_of
@@ -40,21 +40,35 @@ class _Batch:
     indices: list[int] = field(default_factory=list)
 
 
+WeightsOf = Callable[[Segment], torch.Tensor]
+"""A segment's weights on the device, 1-D, to be written."""
 _Pieces = Mapping[int, Sequence[torch.Tensor]]
 
 
 class SubGroup:
     def __init__(
-        self, chunk: int, placement: ChunkPlacement, *, rule: UpdateRule, precision: Precision, group_of: Sequence[int]
+        self,
+        chunk: int,
+        placement: ChunkPlacement,
+        *,
+        rule: UpdateRule,
+        precision: Precision,
+        group_of: Sequence[int],
+        weights_of: WeightsOf | None = None,
     ) -> None:
-        """``group_of``: parameter index -> index of its optimizer group."""
+        """
+        Args:
+            group_of: parameter index -> index of its optimizer group.
+            weights_of: where weights are that the store does not have.
+        """
         self.chunk = chunk
         self.placement = placement
         self._rule, self._stepped, self._group_of = rule, precision.stepped, group_of
         self._runs = [(run, _alike(run, group_of)) for run in runs_of(placement.segments)]
         self._read = ObjectKind.GRAD.mask | rule.state_mask | self._stepped.mask
-        self._dirty = rule.state_mask | self._stepped.mask | ObjectKind.WEIGHT.mask
         dtypes = precision.dtypes(trainable=True)
+        self._dirty = rule.state_mask | self._stepped.mask | (ObjectKind.WEIGHT in dtypes and ObjectKind.WEIGHT.mask)
+        self._weights_of = weights_of
         self._widest = max(kinds_of(self._read), key=lambda kind: dtypes[kind].itemsize)
         """Frames cut the elements of no other kind at more places."""
 
@@ -114,9 +128,21 @@ class SubGroup:
 
     def _cast_weights(self, pieces: _Pieces) -> None:
         """Round all segments, also those that were not stepped: the lease did not read the weights."""
+        if self._weights_of is not None:
+            self._round_into(self._weights_of, pieces[ObjectKind.MASTER])
+            return
         for run, _ in self._runs:
             for start, master in spans(pieces[ObjectKind.MASTER], run.chunk_offset, run.numel):
                 _view(pieces[ObjectKind.WEIGHT], run.chunk_offset + start, master.numel()).copy_(master)
+
+    def _round_into(self, weights_of: WeightsOf, masters: Sequence[torch.Tensor]) -> None:
+        targets, sources = [], []
+        for segment in self.placement.segments:
+            weights = weights_of(segment)
+            for start, master in spans(masters, segment.chunk_offset, segment.numel):
+                targets.append(weights[start : start + master.numel()])
+                sources.append(master)
+        torch._foreach_copy_(targets, sources)
 
 
 def _alike(run: Run, group_of: Sequence[int]) -> bool:

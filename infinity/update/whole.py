@@ -31,6 +31,7 @@ class WholeParams:
         """Index of the optimizer group of each parameter, in the order in which all ranks gather them."""
         self._params = {param.index: param for param in params}
         self._io, self._rule, self._stepped = io, rule, precision.stepped
+        self._keeps_weights = precision.keeps_weights
 
     def gather(self, index: int, factor: torch.Tensor | None) -> Call:
         """One parameter with its gradient, times ``factor``, and its states. Collective."""
@@ -48,6 +49,8 @@ class WholeParams:
         param = self._params[index]
         kinds = dict.fromkeys((self._stepped, ObjectKind.WEIGHT))
         self._write(param, list(kinds), call.params[0])
+        if not self._keeps_weights:
+            param.allocate().copy_(flattened(call.params[0], param.order))
         for kind, state in zip(self._rule.state_kinds, call.states[0], strict=True):
             self._write(param, [kind], state)
 

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment
 from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.tiers.collectives import Collectives
+from infinity.tiers.reductions import Reducing
 from infinity.weights import access
 from infinity.weights.param import ShardedParam
 from infinity.weights.streams import CopyStream
@@ -60,7 +60,17 @@ class ParamGroup:
         reduce_dtype: torch.dtype,
         persistent: bool,
         name: str = "a group",
+        home: ObjectKind = ObjectKind.WEIGHT,
+        reductions: Collectives | None = None,
+        all_reduces: bool = False,
     ) -> None:
+        """A group of the ranks of ``collectives``, which have a shard each.
+
+        Args:
+            home: the kind that the store has the weights in.
+            reductions: the ranks that gradients are averaged over; None: those that share the weights.
+            all_reduces: the mean is made whole on every rank, also where each takes its shard of it only.
+        """
         self.placement = placement
         self.params = params
         self.chunks = chunks
@@ -71,11 +81,13 @@ class ParamGroup:
         self.num_holds = 0
         """Calls of modules and single operations that need the weights now."""
         self._gradients: dict[int, torch.Tensor] = {}
+        """What autograd has accumulated, by parameter index, until it is reduced."""
         self._kept: dict[int, torch.Tensor] = {}
         """Flat sums of backwards whose reduction was put off."""
-        """What autograd has accumulated, by parameter index, until it is reduced."""
         self._store, self._collectives, self._allowance, self._copies = store, collectives, allowance, copies
-        self._dtype, self._reduce_dtype = dtype, reduce_dtype
+        self._reductions = collectives if reductions is None else reductions
+        self._all_reduces = all_reduces
+        self._dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
         self._leases: list[Lease] = []
         self._num_ahead = 0
 
@@ -97,20 +109,33 @@ class ParamGroup:
         """Lease weight chunks ahead of their use, as many as the allowance gives. Does not block."""
         self._go(ShardedState.UNSHARDING)
         self._num_ahead = self._allowance.take(len(self.chunks))
-        weight = ObjectKind.WEIGHT.mask
-        self._leases = [self._store.acquire(chunk, read=weight) for chunk, _ in self.chunks[: self._num_ahead]]
+        ahead = self.chunks[: self._num_ahead]
+        self._leases = [self._store.acquire(chunk, read=self._home.mask) for chunk, _ in ahead]
 
-    def wait_for_unshard(self) -> None:
-        """Copy the weights into the parameters. Blocks until every chunk was resident once."""
+    def wait_for_unshard(self, *, updated: bool = False) -> None:
+        """Copy the weights into the parameters. Blocks until every chunk was resident once.
+
+        ``updated``: an update has changed them, and nothing else. Where the store has masters only, it has put this
+        rank's part into the parameters already.
+        """
+        own_is_here = updated and self._home is not ObjectKind.WEIGHT
         if self.state is ShardedState.SHARDED:
-            self.unshard()
+            if own_is_here:
+                self._go(ShardedState.UNSHARDING)
+            else:
+                self.unshard()
         with torch.inference_mode(mode=False), torch.no_grad():
             flats = {param.index: param.allocate() for param in self.params}
-            self._gather_into(flats, ObjectKind.WEIGHT, self._dtype)
+            if own_is_here:
+                self._share(flats)
+            else:
+                self._gather_into(flats, self._home, self._dtype)
         self._go(ShardedState.UNSHARDED)
 
     def gather(self, kind: ObjectKind, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """The full contents of one kind, for export: parameter index -> flat tensor [numel] on the CPU."""
+        if kind is ObjectKind.WEIGHT:
+            kind = self._home
         if self.state is ShardedState.UNSHARDING:
             self.reshard()  # what is leased ahead are weights, perhaps not the kind asked for
         device = self.params[0].device
@@ -145,6 +170,21 @@ class ParamGroup:
                 self._all_gather(flats, kind, dtype)
         self._copies.join()
 
+    def _share(self, flats: dict[int, torch.Tensor]) -> None:
+        """Every rank has its own part in ``flats``: the others' come in."""
+        if self._collectives.world_size == 1:
+            return
+        rank = self._collectives.rank
+
+        def fill(shard: torch.Tensor) -> None:
+            for param in self.placement.params:
+                valid, start = param.valid_numel(rank), rank * param.shard_numel
+                shard[param.offset : param.offset + valid].copy_(flats[param.param][start : start + valid])
+
+        with self._copies.issue():
+            self._exchange(flats, fill, "weight", self._dtype)
+        self._copies.join()
+
     def _read_chunks(self, kind: ObjectKind, target_of: Target) -> None:
         """Copy every segment to its target, holding few leases at a time."""
         leases = deque(self._leases)
@@ -164,14 +204,27 @@ class ParamGroup:
             self._drop_leases()
 
     def _all_gather(self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype) -> None:
-        device = self.params[0].device
-        rank, world_size = self._collectives.rank, self._collectives.world_size
-        shard_numel = self.placement.shard_numel
-        agreement = self._collectives.agree(f"gather the {kind.name.lower()} of {self.name}")
+        rank = self._collectives.rank
+        starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
+
+        def fill(shard: torch.Tensor) -> None:
+            self._read_chunks(kind, lambda s: shard[starts[s.param] + s.param_offset :][: s.numel])
+
+        self._exchange(flats, fill, kind.name.lower(), dtype)
+
+    def _exchange(
+        self, flats: dict[int, torch.Tensor], fill: Callable[[torch.Tensor], None], what: str, dtype: torch.dtype
+    ) -> None:
+        """``fill`` this rank's shard, gather all ranks', and lay them out in ``flats``."""
+        device, world_size, shard_numel = (
+            self.params[0].device,
+            self._collectives.world_size,
+            self.placement.shard_numel,
+        )
+        agreement = self._collectives.agree(f"gather the {what} of {self.name}")
         full = torch.empty(world_size * shard_numel, dtype=dtype, device=device)
         shard = torch.zeros(shard_numel, dtype=dtype, device=device)
-        starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
-        self._read_chunks(kind, lambda s: shard[starts[s.param] + s.param_offset :][: s.numel])
+        fill(shard)
         agreement.wait()
         self._collectives.all_gather(full, shard)
         by_rank = full.view(world_size, shard_numel)
@@ -219,24 +272,26 @@ class ParamGroup:
 
         return list(flats), gradient_of
 
-    def reduce_scatter_gradients(self) -> tuple[dist.Work, GradientOf]:
+    def reduce_gradients(self) -> tuple[Reducing, GradientOf]:
         """Several ranks: issue the mean over ranks. This rank's part may be read once the work is done; a parameter
         without a gradient counts as zero."""
-        rank, world_size = self._collectives.rank, self._collectives.world_size
-        full = torch.zeros(
-            world_size, self.placement.shard_numel, dtype=self._reduce_dtype, device=self.params[0].device
-        )
+        rank, num_shards = self._collectives.rank, self._collectives.world_size
+        device = self.params[0].device
+        full = torch.zeros(num_shards, self.placement.shard_numel, dtype=self._reduce_dtype, device=device)
         flats = self._flat_gradients()
         for placement in self.placement.params:
             flat = flats.get(placement.param)
             if flat is None:
                 continue
-            for owner in range(world_size):
+            for owner in range(num_shards):
                 valid, start = placement.valid_numel(owner), owner * placement.shard_numel
                 full[owner, placement.offset : placement.offset + valid].copy_(flat[start : start + valid])
         del flats
-        shard = torch.empty(self.placement.shard_numel, dtype=self._reduce_dtype, device=full.device)
-        work = self._collectives.reduce_scatter_mean(shard, full.view(-1))
+        if self._all_reduces:
+            shard, work = full[rank], self._reductions.all_reduce_mean(full.view(-1))
+        else:
+            shard = torch.empty(self.placement.shard_numel, dtype=self._reduce_dtype, device=device)
+            work = self._reductions.reduce_scatter_mean(shard, full.view(-1))
         starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
 
         def gradient_of(segment: Segment) -> torch.Tensor:

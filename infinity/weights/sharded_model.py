@@ -18,7 +18,7 @@ from infinity.plan.leaves import is_leaf
 from infinity.plan.memory_plan import MemoryPlan, StateShape, plan_memory
 from infinity.plan.precision import FP32, Precision, Tiers
 from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
-from infinity.plan.stage import StagePolicy
+from infinity.plan.stage import Reduction, StagePolicy
 from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, spans
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
@@ -59,7 +59,7 @@ class Layout:
     @classmethod
     def of(cls, model: nn.Module, config: Config, world_size: int) -> Layout:
         zero = config.zero_optimization
-        policy = StagePolicy.of(zero, world_size).as_run()
+        policy = StagePolicy.of(config)
         admit(model, Precision.of(config).weight)
         named = list(model.named_parameters())
         index_of = {id(param): index for index, (_, param) in enumerate(named)}
@@ -74,7 +74,7 @@ class Layout:
             place_group(
                 number,
                 [(index_of[id(p)], p.numel()) for p in group.params],
-                world_size=world_size,
+                world_size=world_size if policy.shards_states else 1,
                 trainable=group.trainable,
             )
             for number, group in enumerate(members)
@@ -99,7 +99,7 @@ class Layout:
         ]
 
     def state_shape(self, precision: Precision, tiers: Tiers) -> StateShape:
-        dtypes = precision.dtypes(trainable=True)
+        dtypes = precision.dtypes(trainable=True) | precision.dtypes(trainable=False)
         return StateShape(
             group_shard_numels=[placement.shard_numel for placement in self.placements],
             group_trainable=[placement.trainable for placement in self.placements],
@@ -130,7 +130,11 @@ class ShardedModel:
         """
         self.layout, self.precision = layout, precision
         self._collectives, self._device = collectives, device
-        tiers = Tiers.of(config, precision.dtypes(trainable=True))
+        self.policy = StagePolicy.of(config)
+        self.sharers = collectives if self.policy.shards_states else Collectives(None)
+        """The ranks that have a shard each of what is sharded; at stage 0 every rank has everything."""
+        collectives.follow(self.policy)
+        tiers = Tiers.of(config, precision)
         self.plan: MemoryPlan | None = None
         if tiers.host_mask:
             self.plan = plan_memory(
@@ -153,7 +157,7 @@ class ShardedModel:
         self.chunks: list[ChunkPlacement] = [
             chunk
             for placement in layout.placements
-            for chunk in cut_chunks(placement, rank=collectives.rank, chunk_numel=chunk_numel)
+            for chunk in cut_chunks(placement, rank=self.sharers.rank, chunk_numel=chunk_numel)
         ]
         self.store = collectives.together(lambda: self._open_store(tiers, tier, poison), "open the store of shards")
         self.resident: dict[int, ShardedParam] = {}
@@ -178,6 +182,10 @@ class ShardedModel:
             for param in group.params:
                 access.drop_gradient(param.param)
                 access.hide(param.param, param.placeholder)
+
+    def weights_of(self, segment: Segment) -> torch.Tensor:
+        """Where the segment's whole weights are, 1-D, to be written."""
+        return self.params[segment.param].allocate()[segment.param_offset : segment.param_offset + segment.numel]
 
     @property
     def sub_groups_ahead(self) -> int:
@@ -226,11 +234,14 @@ class ShardedModel:
                 [self.params[param.param] for param in placement.params],
                 chunks_of[placement.index],
                 store=self.store,
-                collectives=self._collectives,
+                collectives=self.sharers,
+                reductions=self._collectives,
+                all_reduces=self.policy.reduction is Reduction.ALL_REDUCE,
                 allowance=allowance,
                 copies=copies,
                 dtype=self.precision.weight,
                 reduce_dtype=self.precision.reduce,
+                home=self.precision.home(trainable=placement.trainable),
                 persistent=members.persistent,
                 name=members.name,
             )
@@ -238,9 +249,8 @@ class ShardedModel:
         ]
 
     def _write_chunk(self, chunk_id: int, chunk: ChunkPlacement, values_of: ValuesOf, *, trainable: bool) -> None:
-        kinds = [ObjectKind.WEIGHT]
-        if trainable and self.precision.master:
-            kinds.append(ObjectKind.MASTER)
+        has = self.precision.dtypes(trainable=trainable)
+        kinds = [kind for kind in (ObjectKind.WEIGHT, ObjectKind.MASTER) if kind in has]
         mask = sum(kind.mask for kind in kinds)
         lease = self.store.acquire(chunk_id, write=mask)
         try:

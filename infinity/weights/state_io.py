@@ -14,7 +14,6 @@ import torch
 
 from infinity.plan.sharding import Segment
 from infinity.tiers.base import Lease, ShardStore, spans
-from infinity.tiers.collectives import Collectives
 from infinity.weights.owners import Values
 from infinity.weights.param import ShardedParam
 from infinity.weights.promises import PIECE_NUMEL, pieces
@@ -34,9 +33,10 @@ _Request = tuple[int, int, int, Callable[[Lease], None]]
 
 
 class StateIO:
-    def __init__(self, sharded: ShardedModel, collectives: Collectives) -> None:
+    def __init__(self, sharded: ShardedModel) -> None:
         self._store: ShardStore = sharded.store
-        self._collectives, self._chunks = collectives, sharded.chunks
+        self._collectives, self._chunks = sharded.sharers, sharded.chunks
+        self._weight_dtype = sharded.precision.weight
         self._segments: dict[int, list[tuple[int, Segment]]] = {param.index: [] for param in sharded.params}
         for chunk_id, chunk in enumerate(sharded.chunks):
             for segment in chunk.segments:
@@ -47,7 +47,7 @@ class StateIO:
 
     def has(self, param: ShardedParam, kind: int) -> bool:
         """Whether the parameter has state of that kind: a frozen one has weights only."""
-        return kind in self._dtypes[param.index]
+        return kind == ObjectKind.WEIGHT or kind in self._dtypes[param.index]
 
     def lasting(self, param: int) -> list[ObjectKind]:
         """The kinds that the parameter of that index has and all others follow from: no gradient, no weight beside a
@@ -75,13 +75,19 @@ class StateIO:
     def read_own(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
         """[numel of this rank's part], fp32 on the CPU."""
         first, numel = self.own_range(param)
+        asked, kind = kind, self._stored(param.index, kind)
         own = torch.zeros(numel, dtype=torch.float32)
 
         def take(segment: Segment, start: int, piece: torch.Tensor) -> None:
             own[segment.param_offset - first + start :][: piece.numel()].copy_(piece)
 
         self._each_chunk(param, kind.mask, 0, lambda lease, segment: _each(lease, kind, segment, take))
-        return own
+        return own if kind is asked else own.to(self._weight_dtype).float()
+
+    def _stored(self, param: int, kind: ObjectKind) -> ObjectKind:
+        """What the store has of the kind: weights may be there as their masters alone."""
+        is_rounded = kind is ObjectKind.WEIGHT and kind not in self._dtypes[param]
+        return ObjectKind.MASTER if is_rounded else kind
 
     def read(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
         """The whole, in the parameter's shape, fp32 on the CPU. Collective."""
@@ -126,7 +132,8 @@ class StateIO:
 
     def _read_range(self, param: ShardedParam, kind: ObjectKind, first: int, numel: int) -> torch.Tensor:
         """Elements [first, first + numel) of this rank's part, on the CPU."""
-        values = torch.empty(numel, dtype=self._dtypes[param.index][kind])
+        dtype = self._weight_dtype if kind is ObjectKind.WEIGHT else self._dtypes[param.index][kind]
+        kind, values = self._stored(param.index, kind), torch.empty(numel, dtype=dtype)
 
         def take(lease: Lease, segment: Segment) -> None:
             begin, end = max(first, segment.param_offset), min(first + numel, segment.param_offset + segment.numel)
@@ -148,6 +155,7 @@ class StateIO:
 
     def write_from(self, param: ShardedParam, kinds: Sequence[ObjectKind], values: Values) -> None:
         """Write this rank's part of several kinds at once, of values that are asked for piece by piece."""
+        kinds = list(dict.fromkeys(self._stored(param.index, kind) for kind in kinds))
         mask = sum(kind.mask for kind in kinds)
 
         def put_all(lease: Lease, segment: Segment) -> None:
@@ -195,7 +203,8 @@ class StateIO:
                 segments = [s for s in chunk.segments if s.param in params and kind in self._dtypes[s.param]]
                 if not segments:
                     continue
-                kinds = [kind, ObjectKind.WEIGHT] if kind is ObjectKind.MASTER else [kind]
+                follows = kind is ObjectKind.MASTER and ObjectKind.WEIGHT in self._dtypes[segments[0].param]
+                kinds = [kind, ObjectKind.WEIGHT] if follows else [kind]
                 mask = sum(each.mask for each in kinds)
                 whole = len(segments) == len(chunk.segments)  # a lease to write only may hold anything
                 yield chunk_id, 0 if whole else mask, mask, partial(put, kinds=kinds, segments=segments)

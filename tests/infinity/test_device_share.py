@@ -70,7 +70,7 @@ def test_the_plan_reserves_what_does_not_stay(groups: list[tuple[int, bool]], ra
     config = parse_config({**_config(ratio, device), "bf16": {"enabled": True}}, check_paths=False)
     precision = Precision.of(config, {"exp_avg": torch.float32, "exp_avg_sq": torch.float32})
     dtypes = precision.dtypes(trainable=True)
-    tiers = Tiers.of(config, dtypes)
+    tiers = Tiers.of(config, precision)
     placed = [
         place_group(number, [(number, numel)], world_size=1, trainable=trainable)
         for number, (numel, trainable) in enumerate(groups)

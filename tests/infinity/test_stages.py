@@ -12,7 +12,8 @@ from torch import nn
 
 import infinity
 from infinity.errors import WeightsError
-from tests.support.ranks import run_ranks
+from infinity.plan.sharding import ALIGNMENT
+from io_daemon.shared.protocol import align_up
 
 BASE: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 4,
@@ -65,6 +66,13 @@ def test_every_stage_gives_the_bits_of_stage_3(offload: str, bf16: bool, tmp_pat
         assert _same(_run(config), reference)
 
 
+def test_parameters_that_are_stepped_whole_are_whole_at_every_stage() -> None:
+    matrices = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "bf16": {"enabled": True}}
+    reference = _run({**_with(3), **matrices})
+    assert _same(_run({**_with(2), **matrices}), reference)
+    assert _same(_run({**_with(0), **matrices}), reference)
+
+
 def test_state_dicts_of_whole_weights_are_read_and_saved(tmp_path: Path) -> None:
     engine, *_ = infinity.initialize(model=_model(), config=_with(1))
     before = {name: value.clone() for name, value in engine.module.state_dict().items()}
@@ -83,6 +91,22 @@ def test_state_dicts_of_whole_weights_are_read_and_saved(tmp_path: Path) -> None
         torch.save(engine.module.state_dict(), tmp_path / "weights.pt")
 
 
+def test_whole_weights_that_have_masters_are_kept_once() -> None:
+    numel = sum(align_up(param.numel(), ALIGNMENT) for param in _model().parameters())
+    for stage, weight_bytes in ((0, 0), (1, 0), (2, 0), (3, 2)):
+        engine: Any = infinity.initialize(model=_model(), config={**_with(stage), "bf16": {"enabled": True}})[0]
+        engine.backward(engine(torch.ones(4, 16, dtype=torch.bfloat16)).square().mean())
+        engine.set_gradient_accumulation_boundary(is_boundary=True)
+        engine.step()
+        stored = engine._runtime.store.stats()["resident_bytes"]
+        assert stored == (weight_bytes + 4 + 8) * numel, "weights, masters, moments"
+        with infinity.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            nn.init.constant_(engine.module[0].weight, 1.001)
+        assert set(engine.full_state_dict()["0.weight"].flatten().tolist()) == {1.0}, "as bf16 has it"
+        assert set(engine.full_master_state_dict()["0.weight"].flatten().tolist()) == {1.0}
+        engine.destroy()
+
+
 def test_weights_stay_whole_below_stage_3() -> None:
     for stage, whole in ((2, True), (3, False)):
         engine: Any = infinity.initialize(model=_model(), config=_with(stage))[0]
@@ -92,109 +116,6 @@ def test_weights_stay_whole_below_stage_3() -> None:
             assert [hasattr(param, name) for name in names] == [not whole] * len(names), "how scripts ask for stage 3"
         assert (engine.io_report().live_numel_peak == 0) is whole
         engine.destroy()
-
-
-RANKS = """
-import json, os
-import torch
-import torch.distributed as dist
-from torch import nn
-import infinity
-
-rank = int(os.environ["RANK"])
-
-def build():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16))
-
-def batch(step):
-    return torch.randn(4, 16, generator=torch.Generator().manual_seed(10 * step + rank))
-
-def zero(stage, **zero):
-    engine, *_ = infinity.initialize(model=build(), config={
-        "train_micro_batch_size_per_gpu": 4, "steps_per_print": 0,
-        "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **zero},
-    })
-    for step in range(3 * accumulation):
-        engine.backward(engine(batch(step)).square().mean())
-        engine.step()
-    weights = [value.tolist() for value in engine.full_state_dict().values()]
-    engine.destroy()
-    return weights
-
-def ddp():
-    # each micro-batch is averaged: what is reduced every time is summed
-    model = build()
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
-    for step in range(3 * accumulation):
-        (wrapped(batch(step)).square().mean() / accumulation).backward()
-        if (step + 1) % accumulation == 0:
-            optimizer.step()
-            optimizer.zero_grad()
-    return [value.tolist() for value in model.state_dict().values()]
-
-def put_off(stage, bf16):
-    # two backwards of three are not reduced
-    model = build()
-    engine, *_ = infinity.initialize(model=model, config={
-        "train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": bf16},
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
-        "zero_optimization": {"stage": stage},
-    })
-    for step in range(2):
-        with engine.no_sync():
-            for micro in range(2):
-                engine.backward(engine(batch(3 * step + micro).to(engine.module[0].weight.dtype)).square().mean())
-            try:
-                engine.step()
-            except RuntimeError as error:
-                assert "no_sync" in str(error)
-            else:
-                raise AssertionError("step() inside no_sync() passed")
-        engine.backward(engine(batch(3 * step + 2).to(engine.module[0].weight.dtype)).square().mean())
-        engine.step()
-    weights = [value.tolist() for value in engine.full_state_dict().values()]
-    engine.destroy()
-    return weights
-
-def ddp_put_off():
-    model = build()
-    wrapped = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
-    for step in range(2):
-        with wrapped.no_sync():
-            for micro in range(2):
-                wrapped(batch(3 * step + micro)).square().mean().backward()
-        wrapped(batch(3 * step + 2)).square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return [value.tolist() for value in model.state_dict().values()]
-
-equal = {}
-for accumulation in (1, 2):
-    reference = zero(3)
-    equal[f"0 {accumulation}"] = zero(0) == reference
-    equal[f"1 {accumulation}"] = zero(1, offload_optimizer={"device": "cpu"}) == reference
-    equal[f"2 {accumulation}"] = zero(2, reduce_bucket_size=1100) == reference
-    if accumulation == 1:
-        if not dist.is_initialized():
-            dist.init_process_group("gloo")
-        equal["ddp"] = ddp() == reference
-        reference = ddp_put_off()
-        equal["no_sync at 0"] = put_off(0, False) == reference
-        equal["no_sync at 1"] = put_off(1, False) == reference
-        equal["no_sync in bf16"] = put_off(0, True) == put_off(1, True)
-print(json.dumps(equal))
-"""
-
-
-def test_two_ranks_train_alike_at_every_stage_and_as_ddp(tmp_path: Path) -> None:
-    for rank in run_ranks(RANKS, tmp_path, num_ranks=2):
-        assert rank.answer == dict.fromkeys(rank.answer, True)
-        assert len(rank.answer) == 10
 
 
 OLD_FILES: dict[str, dict[str, Any]] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from infinity.config.keys.key import Key, refused, subsumed, works
 
+_PREDIVIDE = "gradients are divided by it before their sum, by the rest after; 1: by the number of ranks before, as DDP"
 _BATCH = "train_batch_size = train_micro_batch_size_per_gpu x gradient_accumulation_steps x world size"
 
 LOOP: tuple[Key, ...] = (
@@ -13,14 +14,16 @@ LOOP: tuple[Key, ...] = (
     works("gradient_accumulation_steps", _BATCH, auto="default"),
     works("gradient_clipping", "largest global gradient norm, 0 = off"),
     works("steps_per_print", "optimizer steps between progress lines, 0 or Infinity = never", auto="default"),
-    works("communication_data_type", "dtype of the gradients' reduce-scatter: fp32, bf16 or fp16"),
+    works("communication_data_type", "dtype of the gradients' reduction: fp32, bf16 or fp16"),
     *(
         refused(name, "there is no sequence parallelism", "remove it", accepts=("fp32",))
         for name in ("seq_parallel_communication_data_type", "seq_parallel_comm_data_type")
     ),
     refused("sequence_parallel_size", "there is no sequence parallelism", "write 1", accepts=(1,)),
-    refused("prescale_gradients", "gradients are averaged by the reduce-scatter", "write false", accepts=(False,)),
-    refused("gradient_predivide_factor", "gradients are averaged by the reduce-scatter", "write 1.0", accepts=(1.0,)),
+    works(
+        "prescale_gradients", "true: gradients are divided by the number of ranks before their sum, by nothing after"
+    ),
+    works("gradient_predivide_factor", _PREDIVIDE),
     refused("gradient_allreduce_op", "gradients are averaged over ranks", 'write "mean"', accepts=("mean",)),
     refused("sparse_gradients", "embedding gradients are dense", "write false", accepts=(False,)),
     refused("disable_allgather", "stage 3 cannot do without all-gather", "write false", accepts=(False,)),

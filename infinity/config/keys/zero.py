@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from infinity.config.keys.key import refused, subsumed, works
 
-_NO_COLLECTIVE_BUCKETS = "parameters and gradients communicate per param group, so there is no bucket to size"
+_NO_COLLECTIVE_BUCKETS = "weights travel in the param groups, or reduce_bucket_size's buckets, of their gradients"
 _FRAMES = "the arena is made of equal frames within io_daemon.host_budget_bytes"
 _PINNED = "refuse to run where the arena cannot be page-locked"
 
 STAGE = (
     works(
         "zero_optimization.stage",
-        "3: weights, gradients and states are sharded; 2: weights stay whole; 1 and 0 (without the key, as in "
-        "DeepSpeed) run as 2: the same results in less memory",
+        "3: weights, gradients and states are sharded; 2: weights stay whole; 1: gradients, too, and they are reduced "
+        "once a step; 0 (without the key, as in DeepSpeed): everything is whole, and every rank updates everything",
     ),
 )
 THRESHOLDS = tuple(
@@ -42,6 +42,14 @@ RATIO = (
         "the part of the elements whose states leave the device, from 0 to 1; the others' stay and are stepped there",
     ),
 )
+COLLECTIVES = tuple(
+    works(f"zero_optimization.{name}", note, auto="default")
+    for name, note in (
+        ("reduce_scatter", "false: gradients are all-reduced, and each rank takes its shard of the result"),
+        ("allgather_partitions", "false: below stage 3 updated weights are broadcast, one rank's after the other's"),
+        ("stage3_use_all_reduce_for_fetch_params", "true: at stage 3 weights are gathered by an all-reduce"),
+    )
+)
 MODULES = (
     works(
         "zero_optimization.ignore_unused_parameters",
@@ -67,9 +75,7 @@ SWITCHES = tuple(
     subsumed(f"zero_optimization.{name}", "boolean", why)
     for name, why in (
         ("contiguous_gradients", "gradients lie contiguously in their chunks"),
-        ("reduce_scatter", "gradients are always reduce-scattered"),
-        ("allgather_partitions", "shards are always all-gathered"),
-        ("overlap_comm", "communication always overlaps with compute where the device has streams"),
+        ("overlap_comm", "gradients are always reduced while backward goes on"),
         ("round_robin_gradients", "shards of gradients are equal by construction"),
         ("use_multi_rank_bucket_allreduce", _NO_COLLECTIVE_BUCKETS),
         ("parameter_alignment", "shards are always cut at multiples of 64 elements"),
@@ -79,7 +85,6 @@ SWITCHES = tuple(
         ("save_muon_momentum_buffer_in_memory", "offload_optimizer.device says where all states lie"),
         ("log_trace_cache_warnings", "a changed order never invalidates the trace; io_report() shows what it cost"),
         ("override_module_apply", "Module.apply() works on staged parameters as it is"),
-        ("stage3_use_all_reduce_for_fetch_params", "weights are all-gathered in place: nothing is joined or sliced"),
         ("stage3_allgather_sequential", "weights are all-gathered in place, not through a bucket"),
         ("offload_optimizer.pipeline_read", "reads always run ahead of the update"),
         ("offload_optimizer.pipeline_write", "writes always run behind the update"),
@@ -119,4 +124,4 @@ REFUSED = tuple(
     )
 )
 
-TABLES = (STAGE, THRESHOLDS, OFFLOAD, RATIO, MODULES, SWITCHES, SIZES, REFUSED)
+TABLES = (STAGE, THRESHOLDS, OFFLOAD, RATIO, COLLECTIVES, MODULES, SWITCHES, SIZES, REFUSED)

@@ -39,6 +39,7 @@ class Example(NamedTuple):
 
 _CONFIG, _ORIGINS = "infinity/config/test_config.py", "infinity/config/test_origins.py"
 _SETTINGS, _RULES = "infinity/test_settings.py", "infinity/weights/test_live_set_rules.py"
+_TRAVEL = "infinity/test_stages_on_ranks.py::test_what_travels_at_each_stage_and_as_the_keys_say"
 _CELL = "infinity/test_parity.py::test_cell"
 _BATCH = f"{_CONFIG}::test_two_of_three_batch_settings_give_the_third"
 _OPTIMIZER = f"{_SETTINGS}::test_the_optimizers_parameters_are_torchs"
@@ -72,6 +73,10 @@ _TOP = {
     "communication_data_type": Example(
         "fp32", f"{_SETTINGS}::test_gradients_travel_and_wait_in_the_dtypes_that_were_asked_for"
     ),
+    "prescale_gradients": Example(True, _TRAVEL),
+    "gradient_predivide_factor": Example(2.0, _TRAVEL),
+    **{f"zero_optimization.{name}": Example(False, _TRAVEL) for name in ("reduce_scatter", "allgather_partitions")},
+    "zero_optimization.stage3_use_all_reduce_for_fetch_params": Example(True, _TRAVEL),
     "bf16.enabled": Example(True, _CELL),
     "bf16.check_grad_overflow": Example(True, f"{_SCALE}::test_bf16_checks_its_gradients_where_it_is_told_to"),
     **{f"bf16.{name}": Example(True, _STEPPED) for name in ("bf16_master_weights_and_grads", "bf16_optimizer_states")},

@@ -178,12 +178,6 @@ def test_a_missing_stage_is_stage_0_as_in_deepspeed() -> None:
     assert parse_config({"train_batch_size": 8}).zero_optimization.stage == 0
 
 
-@pytest.mark.parametrize(("stage", "world_size", "told"), [(0, 2, True), (1, 2, True), (2, 2, False), (1, 1, False)])
-def test_a_stage_that_runs_as_another_is_told(stage: int, world_size: int, told: bool) -> None:
-    config = parse_config({"train_batch_size": 8, "zero_optimization": {"stage": stage}}, world_size=world_size)
-    assert any("runs as stage 2" in note for note in config.notes) is told
-
-
 @pytest.mark.parametrize("stage", [0, 1, 2])
 @pytest.mark.parametrize("device", ["cpu", "nvme"])
 def test_weights_are_offloaded_at_stage_3_only(stage: int, device: str, tmp_path: Path) -> None:

@@ -227,7 +227,7 @@ def test_ranks_get_their_part_of_the_mean(world_size: int) -> None:
             given[1] = None
         give(shards, given)
         (group,) = shards.groups
-        reduction, gradient_of = group.reduce_scatter_gradients()
+        reduction, gradient_of = group.reduce_gradients()
         assert not group.has_gradients
         assert all(access.own_gradient(param.param) is None for param in shards.params)
         reduction.wait()
