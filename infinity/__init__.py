@@ -6,13 +6,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from infinity import utils, zero
+    from infinity import checkpointing, utils, zero
     from infinity.engine import Engine
     from infinity.entry import initialize
     from infinity.pretrained import load_pretrained
     from infinity.weights.init_context import Init
 
-__all__ = ["Engine", "Init", "initialize", "load_pretrained", "utils", "zero"]
+__all__ = ["Engine", "Init", "checkpointing", "initialize", "load_pretrained", "utils", "zero"]
 __version__ = "0.1.0"
 
 _HOMES = {
@@ -25,7 +25,7 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     """Imported on first use, so that the command line answers before torch is loaded."""
-    if name in ("utils", "zero"):
+    if name in ("checkpointing", "utils", "zero"):
         return importlib.import_module(f"infinity.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from infinity.checkpointing import apply_section
 from infinity.config import Config, parse_config, read_environment
 from infinity.engine import Engine
 from infinity.engine.build import build_engine
@@ -121,6 +122,7 @@ def initialize(
             area.close_store()
         return_freed()
         engine.lr_scheduler = schedule
+        apply_section(parsed.activation_checkpointing)
         loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler

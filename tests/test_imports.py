@@ -38,7 +38,7 @@ LADDERS = {
         "update",
         "checkpoint loader report",
         "engine",
-        "zero utils deepspeed_config",
+        "zero utils deepspeed_config checkpointing",
         "entry pretrained",
         "__init__",
         "commands",

@@ -132,6 +132,21 @@ class LeafModule(Section):
     name_suffixes: Words = ()
 
 
+class ActivationCheckpointing(Section):
+    """How the inputs of calls by ``infinity.checkpointing.checkpoint`` wait for backward."""
+
+    cpu_checkpointing: bool = False
+    """They wait in host memory."""
+    contiguous_memory_optimization: bool = False
+    """They wait in one piece of memory for each shape."""
+    number_checkpoints: Positive | None = None
+    """How many checkpointed calls a forward has."""
+    synchronize_checkpoint_boundary: bool = False
+    """The device is waited for at the beginning and end of each call."""
+    profile: bool = False
+    """The time of each call is logged."""
+
+
 class ZeroOptimization(Section):
     """Thresholds count elements, not bytes."""
 
@@ -209,6 +224,7 @@ class Config(Section):
     optimizer: Optimizer | None = None
     scheduler: Scheduler | None = None
     zero_optimization: ZeroOptimization = ZeroOptimization()
+    activation_checkpointing: ActivationCheckpointing = ActivationCheckpointing()
     wall_clock_breakdown: bool = False
     """Times of forward, backward and update in the log, every ``steps_per_print`` steps."""
     memory_breakdown: bool = False

@@ -4,22 +4,25 @@ from __future__ import annotations
 
 from infinity.config.keys.key import Key, refused, subsumed, works
 
-_CHECKPOINTING = "activation checkpointing is torch's"
 _CHECKPOINTS = "checkpoints are not built yet"
 _MONITOR = "there is no such monitor: tensorboard, csv_monitor and wandb are"
 
 ACTIVATIONS: tuple[Key, ...] = (
+    subsumed(
+        "activation_checkpointing.partition_activations",
+        "boolean",
+        "only ranks of one tensor-parallel group hold the same activations, and there are none",
+    ),
     *(
-        refused(f"activation_checkpointing.{name}", _CHECKPOINTING, "use torch.utils.checkpoint", accepts=(False,))
-        for name in (
-            "partition_activations",
-            "cpu_checkpointing",
-            "contiguous_memory_optimization",
-            "synchronize_checkpoint_boundary",
-            "profile",
+        works(f"activation_checkpointing.{name}", note)
+        for name, note in (
+            ("cpu_checkpointing", "inputs of infinity.checkpointing.checkpoint wait for backward in host memory"),
+            ("contiguous_memory_optimization", "they wait in one piece of memory; needs number_checkpoints"),
+            ("number_checkpoints", "checkpointed calls of one forward"),
+            ("synchronize_checkpoint_boundary", "the device is waited for at the ends of each call"),
+            ("profile", "the time of each call is logged, in forward and in backward"),
         )
     ),
-    refused("activation_checkpointing.number_checkpoints", _CHECKPOINTING, "use torch.utils.checkpoint"),
 )
 
 CHECKPOINTS: tuple[Key, ...] = (

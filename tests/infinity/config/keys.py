@@ -217,6 +217,17 @@ _IO = {
     "io_daemon.verify_checksums": Example(False, f"{_CONNECTION}::test_settings_reach_the_daemon_that_is_started"),
     "io_daemon.start": Example("never", f"{_CONNECTION}::test_no_daemon_is_started_where_none_may_be"),
 }
+_CHECKPOINTING = "infinity/test_checkpointing.py"
+_ACTIVATIONS = {
+    f"activation_checkpointing.{name}": Example(value, f"{_CHECKPOINTING}::{test}")
+    for name, value, test in (
+        ("cpu_checkpointing", True, "test_inputs_wait_where_they_are_told_to_and_no_bit_changes"),
+        ("contiguous_memory_optimization", True, "test_inputs_wait_where_they_are_told_to_and_no_bit_changes"),
+        ("number_checkpoints", 4, "test_more_checkpoints_than_were_told_of_are_refused"),
+        ("synchronize_checkpoint_boundary", True, "test_each_call_is_waited_for_and_timed"),
+        ("profile", True, "test_each_call_is_waited_for_and_timed"),
+    )
+}
 _MONITORS = {
     f"{section}.{name}": Example(value, f"{_OBSERVING}::{test}")
     for section, test, values in (
@@ -262,6 +273,7 @@ EXAMPLES: dict[str, Example] = {
     **_SCHEDULES,
     **{f"zero_optimization.{name}": example for name, example in _ZERO.items()},
     **_IO,
+    **_ACTIVATIONS,
     **_MONITORS,
 }
 """By path, every key that works."""
