@@ -72,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
 
     _add_trace(commands)
     _add_export(commands)
+    _add_import(commands)
     config = commands.add_parser(
         "config",
         help="check a configuration, list its keys, print its schema",
@@ -178,6 +179,28 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     export.add_argument("--format", choices=("safetensors", "torch"), default="safetensors", help="of the files")
     export.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     export.set_defaults(function=_export)
+
+
+def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    importing = commands.add_parser(
+        "import-deepspeed",
+        help="a checkpoint of DeepSpeed's, to go on with",
+        description="Rewrite a checkpoint that DeepSpeed 0.16 to 0.19 wrote with ZeRO 1, 2 or 3, on any number of "
+        "ranks, as one that engine.load_checkpoint(OUT) takes: fp32 weights, optimizer states, steps, schedule, loss "
+        "scale, client state. DeepSpeed is not needed, and no code in its files is run.",
+    )
+    importing.add_argument("directory", metavar="DIR", help="a directory of DeepSpeed's checkpoints, or one of them")
+    importing.add_argument("out", metavar="OUT", help="a directory of checkpoints, made where it is not there")
+    importing.add_argument("--tag", help="which checkpoint of the directory (default: the one called latest)")
+    importing.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+    importing.set_defaults(function=_import_deepspeed)
+
+
+def _import_deepspeed(parsed: argparse.Namespace) -> int:
+    with quiet_interrupt():
+        from infinity.commands.import_command import import_deepspeed
+
+    return import_deepspeed(parsed)
 
 
 def _export(parsed: argparse.Namespace) -> int:

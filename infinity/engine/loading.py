@@ -163,5 +163,5 @@ class Loading:
                 self._saved_ranks,
                 world_size,
             )
-        if self._own is not None:
+        if self._own is not None and "random" in self._own:  # DeepSpeed's, imported, has none
             restore_random_states(self._own["random"], self._runtime.device)
