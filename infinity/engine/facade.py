@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,6 +16,7 @@ from infinity.engine.checkpoints import Checkpoints
 from infinity.engine.compiling import Compiled
 from infinity.engine.exports import Exports
 from infinity.engine.loop import TrainingLoop
+from infinity.engine.offloading import OffloadedStates, OffloadStateTypeEnum
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, EngineStateError
@@ -61,6 +62,7 @@ class Engine(Checkpoints, Exports):
             observers=observers or Observers(),
         )
         self._compiled = Compiled(self._runtime)
+        self._offloaded = OffloadedStates(self._runtime, phases)
         self.module = module
         self.training = module.training
         # also at exit, and when nobody holds the engine any more: nothing below refers back to it
@@ -250,6 +252,27 @@ class Engine(Checkpoints, Exports):
         )
 
     # Weights in memory, weights and state out
+
+    def offload_states(
+        self,
+        include: Container[OffloadStateTypeEnum] | None = None,
+        device: str = "cpu",
+        pin_memory: bool = True,
+        non_blocking: bool = False,
+    ) -> None:
+        """Give device memory back between steps. What needs it is refused until ``reload_states``.
+
+        Args:
+            include: members of ``infinity.zero.OffloadStateTypeEnum``, or their names; by default all.
+            device: "cpu".
+            pin_memory: they wait in page-locked memory.
+            non_blocking: do not wait for the copies.
+        """
+        self._offloaded.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
+
+    def reload_states(self, non_blocking: bool = False) -> None:
+        """Take back what ``offload_states`` gave."""
+        self._offloaded.reload(non_blocking=non_blocking)
 
     def empty_partition_cache(self) -> None:
         """Give up weights that are kept on the device for their next use."""

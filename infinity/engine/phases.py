@@ -10,6 +10,8 @@ class Phases:
     def __init__(self, model_name: str) -> None:
         self._engine = f"the engine of {model_name}"
         self.phase = StepPhase.IDLE
+        self.states_are_away = False
+        """Some were moved out of device memory, see ``offloading``."""
         self.in_training_pass = False
         """A pass lasts from the first forward of a step to its update. An evaluation in between runs inside it."""
 
@@ -22,6 +24,8 @@ class Phases:
             )
         if self.phase is StepPhase.CLOSED:
             raise EngineStateError(f"{self._engine} was destroyed: build the model anew and call infinity.initialize()")
+        if self.states_are_away and phase in (StepPhase.BACKWARD, StepPhase.OPTIMIZER):
+            raise EngineStateError(f"states of {self._engine} were offloaded: call reload_states() before it trains on")
         if phase not in PHASE_TRANSITIONS[self.phase]:
             raise EngineStateError(
                 f"{self._engine} is in {self.phase.name}: call {phase.name.lower()} when that is over, not inside it"

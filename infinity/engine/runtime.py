@@ -311,6 +311,19 @@ class Runtime(owners.Owner):
                     if not param.is_shown:
                         param.show()
 
+    def drop_weights(self) -> None:
+        """Give up all weights that are in memory; ``refresh_persistent`` brings back those that stay.
+
+        Raises WeightsError for what is changed, or kept in a view.
+        """
+        self.check_update()
+        with self._lock:
+            self.live_set.reshard_all(persistent=True)
+            for param in self.sharded.params:
+                if param.is_shown:
+                    param.hide()
+                param.drop()
+
     def check_update(self) -> None:
         """Raises WeightsError, before anything changes, for what an update would break."""
         for param in self.sharded.params:

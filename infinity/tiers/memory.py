@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
+from infinity.errors import EngineStateError
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore
 from io_daemon.shared.protocol import Access, kinds_of
 
@@ -37,6 +38,8 @@ class MemoryStore(ShardStore):
         self._layouts: dict[int, ChunkLayout] = {}
         self._objects: dict[tuple[int, int], torch.Tensor] = {}
         self._num_registered = 0
+        self._away = 0
+        """Kinds that wait in host memory."""
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
         chunks = range(self._num_registered, self._num_registered + len(layouts))
@@ -50,6 +53,8 @@ class MemoryStore(ShardStore):
                 self.discard(chunk, kind)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        if (read | write) & self._away:
+            raise EngineStateError("states that this needs were offloaded: call engine.reload_states() before it")
         return MemoryLease(self, chunk, read, write)
 
     def open(self, chunk: int, kind: int) -> torch.Tensor:
@@ -63,6 +68,21 @@ class MemoryStore(ShardStore):
 
     def discard(self, chunk: int, kind: int) -> None:
         self._objects.pop((chunk, kind), None)
+
+    def move_out(self, mask: int, *, pin_memory: bool, non_blocking: bool) -> None:
+        """Objects of these kinds wait in host memory, until ``bring_back``."""
+        self._away |= mask
+        if self._device.type == "cpu":
+            return
+        for (chunk, kind), tensor in self._objects.items():
+            if mask >> kind & 1 and tensor.device == self._device:
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
+                self._objects[chunk, kind] = host.copy_(tensor, non_blocking=non_blocking)
+
+    def bring_back(self, *, non_blocking: bool) -> None:
+        self._away = 0
+        for key, tensor in self._objects.items():
+            self._objects[key] = tensor.to(self._device, non_blocking=non_blocking)
 
     def mark(self, trace_id: int) -> None:
         """Nothing is prefetched here."""

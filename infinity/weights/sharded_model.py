@@ -196,7 +196,8 @@ class ShardedModel:
         return max(1, min(SUB_GROUPS_AHEAD_MAX, streamed // LEASE_SHARE // self.plan.demand_frames))
 
     def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool) -> TracedStore:
-        store: ShardStore = MemoryStore(self._device)
+        self.device_store = MemoryStore(self._device)
+        store: ShardStore = self.device_store
         self.host_store: HostStore | None = None
         if self.plan is not None:
             if tier is None:

@@ -1,5 +1,6 @@
 """What models may be told about sharding, and how sharded weights are reached: ``infinity.zero``."""
 
+from infinity.engine.offloading import OffloadStateTypeEnum
 from infinity.plan.leaves import get_leaf_modules, set_leaf_modules, unset_leaf_modules
 from infinity.weights.ds_names import ZeroParamStatus
 from infinity.weights.init_context import Init
@@ -16,6 +17,7 @@ from infinity.zero.tiling import TiledLinear, TiledLinearReturnBias
 __all__ = [
     "GatheredParameters",
     "Init",
+    "OffloadStateTypeEnum",
     "TiledLinear",
     "TiledLinearReturnBias",
     "ZeroParamStatus",

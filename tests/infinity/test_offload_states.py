@@ -1,0 +1,167 @@
+"""States that were moved out of device memory come back with their bits; meanwhile what needs them is refused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.engine import Engine
+from infinity.errors import ConfigError, EngineStateError, WeightsError
+from infinity.tiers.base import ChunkLayout
+from infinity.tiers.memory import MemoryStore
+from infinity.zero import OffloadStateTypeEnum
+from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind
+
+WIDTH = 96
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "stage 3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+    "persistent": {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}},
+    "stage 2": {"zero_optimization": {"stage": 2}, "bf16": {"enabled": True}},
+    "states on disk": {
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}},
+        "bf16": {"enabled": True},
+    },
+}
+
+
+def engine_of(layout: str, directory: Path | str = ".", width: int = WIDTH) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width))
+    sections = LAYOUTS[layout]
+    zero = dict(sections["zero_optimization"])
+    if "offload_optimizer" in zero:
+        zero["offload_optimizer"] = {"device": "nvme", "nvme_path": str(directory)}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **sections,
+        "zero_optimization": zero,
+    }
+    return infinity.initialize(model=model, config=config)[0]
+
+
+def loss_of(engine: Engine, step: int, width: int = WIDTH) -> Tensor:
+    dtype = torch.bfloat16 if engine.bfloat16_enabled() else torch.float32
+    x = torch.randn(2, width, generator=torch.Generator().manual_seed(step)).to(dtype)
+    loss: Tensor = engine(x).float().square().mean()
+    return loss
+
+
+def train(engine: Engine, *steps: int) -> None:
+    for step in steps:
+        engine.backward(loss_of(engine, step))
+        engine.step()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("include", [None, ["hp_params", "lp_params"]], ids=str)
+def test_after_reload_training_goes_on_with_the_same_bits(layout: str, include: Any, tmp_path: Path) -> None:
+    with engine_of(layout, tmp_path) as engine, engine_of(layout, tmp_path) as undisturbed:
+        train(engine, 0, 1)
+        engine.offload_states(include=include, pin_memory=False)
+        engine.offload_states(include=include, non_blocking=True)  # what is away stays so
+        with pytest.raises(EngineStateError, match="reload_states"):
+            engine.backward(torch.zeros((), requires_grad=True))
+        with pytest.raises(EngineStateError, match="reload_states"):
+            engine.step()
+        engine.reload_states()
+        train(engine, 2, 3)
+        train(undisturbed, 0, 1, 2, 3)
+        ours, theirs = engine.full_state_dict(), undisturbed.full_state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        ours, theirs = engine.full_master_state_dict(), undisturbed.full_master_state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("layout", ["stage 3", "persistent", "stage 2"])
+def test_while_only_the_optimizers_states_are_away_the_model_can_be_used(layout: str) -> None:
+    with engine_of(layout) as engine, torch.no_grad():
+        expected = loss_of(engine, 5)
+        engine.offload_states([OffloadStateTypeEnum.optim_states])
+        assert torch.equal(loss_of(engine, 5), expected)
+        with pytest.raises(EngineStateError, match="reload_states"):
+            infinity.utils.safe_get_full_optimizer_state(engine.module.get_parameter("0.weight"), "exp_avg")
+        engine.reload_states()
+        assert (
+            infinity.utils.safe_get_full_optimizer_state(engine.module.get_parameter("0.weight"), "exp_avg") is not None
+        )
+
+
+@pytest.mark.parametrize("layout", ["stage 3", "persistent", "stage 2"])
+def test_without_weights_the_model_cannot_be_used(layout: str) -> None:
+    with engine_of(layout) as engine:
+        before = engine.full_state_dict()
+        engine.offload_states()
+        with pytest.raises(EngineStateError, match="reload_states"), torch.no_grad():
+            loss_of(engine, 0)
+        with pytest.raises(EngineStateError, match="reload_states"):
+            engine.full_state_dict()
+        engine.reload_states()
+        after = engine.full_state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        train(engine, 0)
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def test_memory_of_whole_weights_is_given_back() -> None:
+    width = 3072
+    with engine_of("stage 2", width=width) as engine:
+        weight_bytes = sum(param.numel() * param.element_size() for param in engine.parameters())
+        before = _resident_bytes()
+        engine.offload_states()
+        assert before - _resident_bytes() > 0.8 * weight_bytes
+        engine.reload_states()
+        assert before - _resident_bytes() < 0.5 * weight_bytes
+
+
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="the device's memory is the host's")
+def test_device_memory_is_given_back() -> None:
+    with engine_of("stage 2", width=2048) as engine:
+        train_at = torch.accelerator.current_accelerator()
+        before = torch.accelerator.memory_allocated(train_at)
+        engine.offload_states()
+        assert torch.accelerator.memory_allocated(train_at) < 0.1 * before
+        engine.reload_states()
+        assert torch.accelerator.memory_allocated(train_at) > 0.9 * before
+
+
+def test_the_store_refuses_kinds_that_are_away() -> None:
+    store = MemoryStore(torch.device("cpu"))
+    (chunk,) = store.register([ChunkLayout(numel=4, dtypes={0: torch.float32, 1: torch.float32})])
+    store.open(chunk, 0).fill_(7)
+    store.move_out(1, pin_memory=False, non_blocking=False)
+    store.acquire(chunk, read=2).release()
+    with pytest.raises(EngineStateError, match="reload_states"):
+        store.acquire(chunk, read=1)
+    store.bring_back(non_blocking=False)
+    assert store.open(chunk, ObjectKind.WEIGHT).tolist() == [7.0] * 4
+
+
+def test_what_cannot_be_done_is_refused_by_name() -> None:
+    with engine_of("persistent") as engine:
+        with pytest.raises(ConfigError, match=r"offload_optimizer\.device") as refusal:
+            engine.offload_states(device="nvme")
+        assert refusal.value.key == "device"
+        with pytest.raises(ConfigError, match="optim_states, hp_params, lp_params") as refusal:
+            engine.offload_states(include=["weights"])  # type: ignore[list-item]
+        assert refusal.value.key == "include"
+        view = engine.module.get_parameter("0.weight").detach()
+        engine.offload_states()
+        engine.reload_states()
+        with pytest.raises(WeightsError, match="view"):
+            engine.offload_states()
+        del view
+        engine.backward(loss_of(engine, 0))
+        with pytest.raises(EngineStateError, match="between steps"):
+            engine.offload_states()
+        engine.step()
+    with pytest.raises(EngineStateError, match="destroyed"):
+        engine.offload_states()
