@@ -70,7 +70,12 @@ TOP_DEFAULTS: Final[Mapping[str, Any]] = {
     "zero_allow_untested_optimizer": False,
     "zero_force_ds_cpu_optimizer": True,
 }
-NAMED_OTHERWISE: Final = {"fp16": "float16_config", "bf16": "bfloat16_config", "comms_logger": "comms_config"}
+NAMED_OTHERWISE: Final = {
+    "fp16": "float16_config",
+    "bf16": "bfloat16_config",
+    "comms_logger": "comms_config",
+    "activation_checkpointing": "activation_checkpointing_config",
+}
 MONITORS: Final = ("tensorboard", "wandb", "csv_monitor")
 
 
@@ -176,6 +181,8 @@ class DeepSpeedConfig(View):
         if parsed.optimizer is not None and parsed.optimizer.type != "SGD":
             values["optimizer_name"] = values["optimizer_name"].lower()
         values |= {"fp16_enabled": parsed.fp16.enabled, "bfloat16_enabled": parsed.bf16.enabled}
+        autocast = values.pop("torch_autocast")
+        values |= {"torch_autocast_enabled": autocast.enabled, "torch_autocast_dtype": autocast.dtype}
         values |= {"grad_accum_dtype": parsed.data_types.grad_accum_dtype, "world_size": world_size}
         values |= {"global_rank": dist.get_rank() if is_distributed else 0, "_param_dict": config}
         super().__init__(values)

@@ -73,10 +73,10 @@ class StateIO:
         return rank * placement.shard_numel, placement.valid_numel(rank)
 
     def read_own(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
-        """[numel of this rank's part], fp32 on the CPU."""
+        """[numel of this rank's part], fp32 on the CPU; of a model on the meta device there."""
         first, numel = self.own_range(param)
         asked, kind = kind, self._stored(param.index, kind)
-        own = torch.zeros(numel, dtype=torch.float32)
+        own = torch.zeros(numel, dtype=torch.float32, device=param.device if param.device.type == "meta" else "cpu")
 
         def take(segment: Segment, start: int, piece: torch.Tensor) -> None:
             own[segment.param_offset - first + start :][: piece.numel()].copy_(piece)

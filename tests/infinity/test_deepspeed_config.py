@@ -26,6 +26,8 @@ FILE: dict[str, Any] = {
     "fp16": {"enabled": True, "initial_scale_power": 8},
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "betas": [0.9, 0.95]}},
     "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+    "activation_checkpointing": {"number_checkpoints": 4},
+    "torch_autocast": {"enabled": False, "dtype": "float16"},
     "tensorboard": {"enabled": True, "job_name": "one"},
     "zero_optimization": {"stage": 3, "param_persistence_threshold": 100, "sub_group_size": 10, "cpu_offload": True},
 }
@@ -47,6 +49,8 @@ def test_a_whole_configuration(tmp_path: Path) -> None:
         assert config.optimizer_params == {"lr": 1e-4, "betas": [0.9, 0.95]}
         assert (config.scheduler_name, config.scheduler_params) == ("WarmupLR", {"warmup_num_steps": 10})
         assert config.monitor_config.tensorboard.job_name == "one"
+        assert config.activation_checkpointing_config.number_checkpoints == 4
+        assert (config.torch_autocast_enabled, config.torch_autocast_dtype) == (False, "fp16")
         assert config.zero_enabled
         assert config.zero_optimization_stage == config.zero_config.stage == 3
         assert config.zero_config.param_persistence_threshold == 100

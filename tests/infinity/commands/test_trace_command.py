@@ -82,7 +82,11 @@ def requests(trace: StepTrace) -> tuple[object, ...]:
 MODEL = ("--model", "tests.infinity.commands.test_trace_command:tiny_gpt")
 
 
-@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 3}, {"gradient_clipping": 1.0}])
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"gradient_accumulation_steps": 3}, {"gradient_clipping": 1.0}, {"optimizer": {"type": "Muon"}}],
+    ids=["plain", "accumulation", "clipping", "Muon"],
+)
 def test_the_derived_requests_are_the_recorded_ones(tmp_path: Path, changes: dict[str, Any]) -> None:
     recorded, derived = traced(tmp_path, *MODEL, **changes), traced(tmp_path, *MODEL, "--meta", **changes)
     assert requests(recorded) == requests(derived)
