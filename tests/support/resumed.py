@@ -98,7 +98,7 @@ def everything_of(engine: Any) -> dict[str, torch.Tensor]:
             value = infinity.utils.safe_get_full_optimizer_state(param, state)
             if value is not None:
                 found[f"{state} {name}"] = value
-    found["scratch"] = engine.module.scratch.clone()
+    found |= {f"buffer {name}": buffer.clone() for name, buffer in engine.module.named_buffers()}
     return found
 
 

@@ -1,0 +1,218 @@
+"""What the world may do to a checkpoint: full disks, damaged files, interrupts, kills. The former one stays whole."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from infinity.checkpoint import directory as directories
+from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.pieces import PieceWriter
+from infinity.checkpoint.stored import StoredCheckpoint
+from infinity.errors import CheckpointError, EngineStateError
+from tests.conftest import MountTmpfs
+from tests.support.checkpoint_kills import killed_saves
+from tests.support.ranks import run_ranks
+from tests.support.resumed import config_of, differing, everything_of, started, train
+
+
+@pytest.fixture
+def engine() -> Iterator[Any]:
+    made = started(config_of())
+    train(made, 1)
+    yield made
+    made.destroy()
+
+
+def _flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _stretch(path: Path) -> None:
+    with path.open("ab") as file:
+        file.write(b"x")
+
+
+@pytest.mark.parametrize("damage", [_flip, _cut, _stretch, Path.unlink], ids=lambda damage: damage.__name__)
+def test_a_damaged_file_is_named_and_the_former_checkpoint_loads(
+    engine: Any, damage: Callable[[Path], None], tmp_path: Path
+) -> None:
+    engine.save_checkpoint(tmp_path, tag="former")
+    state = everything_of(engine)
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path / "whole", tag="new")
+    now = everything_of(engine)
+    for name in [path.name for path in (tmp_path / "whole" / "new").iterdir()]:
+        if name.endswith(".pieces") and damage is _flip:
+            continue  # what is found when half of it is loaded: see below
+        shutil.rmtree(tmp_path / "new", ignore_errors=True)
+        shutil.copytree(tmp_path / "whole" / "new", tmp_path / "new")
+        damage(tmp_path / "new" / name)
+        with pytest.raises(CheckpointError) as raised:
+            engine.load_checkpoint(tmp_path, tag="new")
+        assert str(tmp_path / "new") in raised.value.path
+        assert name in str(raised.value) or name == MANIFEST
+        assert raised.value.remedy
+        assert not differing(everything_of(engine), now)
+    engine.load_checkpoint(tmp_path)
+    assert not differing(everything_of(engine), state)
+
+
+def test_a_flipped_bit_in_a_piece_is_found_and_the_engine_does_not_go_on(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag="x")
+    _flip(tmp_path / "x" / "rank-00000.pieces")
+    with StoredCheckpoint.open(tmp_path) as stored:
+        (found,) = stored.verify()
+    assert "is damaged at offset" in str(found)
+    with pytest.raises(CheckpointError, match="is damaged at offset"):
+        engine.load_checkpoint(tmp_path)
+    with pytest.raises(EngineStateError, match="half loaded"):
+        engine(torch.ones(4, 16))
+
+
+def test_a_full_disk_leaves_the_former_checkpoint_and_nothing_else(engine: Any, mount_tmpfs: MountTmpfs) -> None:
+    small = mount_tmpfs(400_000)
+    engine.save_checkpoint(small, tag="former")
+    state = everything_of(engine)
+    train(engine, 1)
+    with pytest.raises(CheckpointError, match="No space left") as raised:
+        while True:
+            engine.save_checkpoint(small)
+            train(engine, 1)
+    assert raised.value.errno == errno.ENOSPC
+    assert not list(small.glob(".infinity*"))
+    with StoredCheckpoint.open(small) as stored:
+        assert not list(stored.verify())
+    train(engine, 1)
+    engine.load_checkpoint(small, tag="former")
+    assert not differing(everything_of(engine), state)
+
+
+def test_a_directory_that_cannot_be_written_is_named(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    for bad in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match="file") as raised:
+            engine.save_checkpoint(bad)
+        assert raised.value.errno in (errno.EEXIST, errno.ENOTDIR)
+    with pytest.raises(CheckpointError, match="is not there"):
+        engine.load_checkpoint(tmp_path / "nowhere", tag="x")
+    (tmp_path / "half").mkdir()
+    with pytest.raises(CheckpointError, match="has no manifest"):
+        engine.load_checkpoint(tmp_path, tag="half")
+    (tmp_path / "latest").write_text("gone\n")
+    with pytest.raises(CheckpointError, match="gone: is not there"):
+        engine.load_checkpoint(tmp_path)
+    train(engine, 1)
+
+
+def test_ctrl_c_leaves_nothing_and_training_goes_on(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.save_checkpoint(tmp_path, tag="former")
+    before = sorted(path.name for path in tmp_path.iterdir())
+    with monkeypatch.context() as patched:
+        add = PieceWriter.add
+
+        def interrupted(writer: PieceWriter, *arguments: Any) -> None:
+            if len(writer.pieces) == 5:
+                raise KeyboardInterrupt
+            add(writer, *arguments)
+
+        patched.setattr(PieceWriter, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.save_checkpoint(tmp_path)
+    assert sorted(path.name for path in tmp_path.iterdir()) == before
+    train(engine, 1)
+    engine.load_checkpoint(tmp_path)
+
+
+def test_without_an_exchange_of_names_a_tag_is_replaced_all_the_same(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directories, "_exchange", lambda *_: False)
+    engine.save_checkpoint(tmp_path, tag="x")
+    engine.save_checkpoint(tmp_path, tag="x", client_state={"second": True})
+    assert engine.load_checkpoint(tmp_path)[1] == {"second": True}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "x"]
+    (tmp_path / "x").rename(tmp_path / ".infinity-replaced-x")  # where a kill between the two renames would leave it
+    assert engine.load_checkpoint(tmp_path)[1] == {"second": True}
+    engine.save_checkpoint(tmp_path, tag="y")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "x", "y"]
+
+
+def test_another_process_that_saves_here_is_not_disturbed(engine: Any, tmp_path: Path) -> None:
+    with directories.written_aside(tmp_path, "other"), pytest.raises(CheckpointError, match="by another process"):
+        engine.save_checkpoint(tmp_path)
+    engine.save_checkpoint(tmp_path)
+
+
+def test_kills_leave_the_former_checkpoint_whole(tmp_path: Path) -> None:
+    for outcome in killed_saves(tmp_path, num_kills=6, seed=1):
+        assert outcome.problem == "", outcome
+
+
+RANKS = """
+import json, os, sys
+import torch
+from infinity.checkpoint.pieces import PieceWriter
+from infinity.errors import CheckpointError
+from tests.support.resumed import config_of, started, train
+
+rank, told = int(os.environ["RANK"]), []
+torch.set_num_threads(1)
+engine = started(config_of())
+train(engine, 1)
+engine.save_checkpoint(sys.argv[1], tag="former")
+add = PieceWriter.add
+if rank == 1:
+    def full(writer, *arguments):
+        raise CheckpointError(writer.path, "cannot be written: No space left on device (errno 28)", "free space")
+    PieceWriter.add = full
+try:
+    engine.save_checkpoint(sys.argv[1])
+except CheckpointError as error:
+    told.append(str(error))
+PieceWriter.add = add
+try:
+    engine.save_checkpoint(sys.argv[1], tag=f"rank{rank}")
+except Exception as error:
+    told.append(f"{type(error).__name__}: {error}")
+train(engine, 1)
+engine.load_checkpoint(sys.argv[1])
+if rank == 1:
+    os.unlink(sys.argv[1] + "/former/rank-00001.pieces")
+engine.save_checkpoint(sys.argv[1] + "/other")
+try:
+    engine.load_checkpoint(sys.argv[1])
+except CheckpointError as error:
+    told.append(str(error))
+train(engine, 1)
+engine.destroy()
+print(json.dumps(told))
+"""
+
+
+def test_what_fails_on_one_rank_fails_on_all_in_words(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    answers = [ended.answer for ended in run_ranks(RANKS, tmp_path, num_ranks=2, words=[str(saved)])]
+    assert "rank 1 failed" in answers[0][0]
+    assert "rank-00001.pieces" in answers[0][0]
+    for full, diverged, missing in answers:
+        assert "No space left" in full
+        assert "save the checkpoint rank0" in diverged
+        assert "save the checkpoint rank1" in diverged
+        assert "rank-00001.pieces" in missing
+    assert sorted(path.name for path in saved.iterdir()) == ["former", "latest", "other"]
