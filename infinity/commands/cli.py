@@ -73,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_trace(commands)
     _add_export(commands)
     _add_import(commands)
+    _add_checkpoint(commands)
     config = commands.add_parser(
         "config",
         help="check a configuration, list its keys, print its schema",
@@ -208,6 +209,36 @@ def _export(parsed: argparse.Namespace) -> int:
         from infinity.commands.export_command import export
 
     return export(parsed)
+
+
+def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    described = (
+        ("info", "what a checkpoint holds", "Tensors, kinds, bytes, files and checksums.", _checkpoint_info),
+        ("verify", "read it all, check every checksum", "Exit code 1 if anything is damaged.", _checkpoint_verify),
+    )
+    checkpoint = commands.add_parser(
+        "checkpoint", help="look into a checkpoint, check it", description="What engine.save_checkpoint() has written."
+    ).add_subparsers(required=True, metavar="COMMAND")
+    for name, summary, description, function in described:
+        command = checkpoint.add_parser(name, help=summary, description=description)
+        command.add_argument("directory", metavar="DIR", help="a directory of checkpoints, or one of them")
+        command.add_argument("--tag", help="which checkpoint of the directory (default: the one called latest)")
+        command.add_argument("--json", action="store_true", help="print one JSON object")
+        command.set_defaults(function=function)
+
+
+def _checkpoint_info(parsed: argparse.Namespace) -> int:
+    with quiet_interrupt():
+        from infinity.commands.checkpoint_command import info
+
+    return info(parsed)
+
+
+def _checkpoint_verify(parsed: argparse.Namespace) -> int:
+    with quiet_interrupt():
+        from infinity.commands.checkpoint_command import verify
+
+    return verify(parsed)
 
 
 def _trace(parsed: argparse.Namespace) -> int:
