@@ -123,7 +123,7 @@ def initialize(
         return_freed()
         engine.lr_scheduler = schedule
         apply_section(parsed.activation_checkpointing)
-        loader = None if training_data is None else engine.deepspeed_io(training_data, collate_fn=collate_fn)
+        loader = None if training_data is None else engine.make_training_loader(training_data, collate_fn)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler
 

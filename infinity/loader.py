@@ -1,11 +1,21 @@
-"""Loaders of micro-batches: each rank gets its share of a dataset."""
+"""Loaders of micro-batches: each rank gets its share of a dataset, and a loader knows which batch comes next."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from itertools import islice
 from typing import Any
 
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, Sampler
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    SequentialSampler,
+)
 
 from infinity.errors import ConfigError
 from infinity.tiers.collectives import Collectives
@@ -21,6 +31,112 @@ def is_training(route: str) -> bool:
     return ROUTES[route]
 
 
+class _Placed(Sampler[Any]):
+    """A sampler whose next epoch may begin in the middle of its order."""
+
+    num_passed = 0
+    """Samples that the next epoch passes over."""
+
+    def __iter__(self) -> Iterator[Any]:
+        num_passed, self.num_passed = self.num_passed, 0
+        return islice(super().__iter__(), num_passed, None)
+
+
+class _InOrder(_Placed, SequentialSampler):
+    """All samples in their order."""
+
+
+class _Dealt(_Placed, DistributedSampler[Any]):
+    """This rank's share; with ``set_epoch`` each epoch has an order of its own."""
+
+
+class _Shuffled(RandomSampler):
+    """Torch's own order, number for number, whose seed is known: it is drawn from torch's generator."""
+
+    num_passed = 0
+    seed: int | None = None
+    """The seed that the running epoch was shuffled with; given before it begins, none is drawn."""
+    is_given = False
+
+    def __iter__(self) -> Iterator[int]:
+        if not self.is_given:
+            self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
+        self.is_given = False
+        num_passed, self.num_passed = self.num_passed, 0
+        generator = torch.Generator()
+        generator.manual_seed(self.seed or 0)
+        yield from torch.randperm(self.num_samples, generator=generator).tolist()[num_passed:]
+
+
+class PlacedLoader(DataLoader[Any]):
+    """A loader whose ``state_dict`` says which batch comes next; ``load_state_dict`` has the next epoch begin there.
+
+    Of a dataset without a length, or with a sampler of the user's, the batches before that are loaded and dropped.
+    """
+
+    def __init__(self, dataset: Dataset[Any], **arguments: Any) -> None:
+        super().__init__(dataset, **arguments)
+        self._num_given = 0
+        self._num_passed = 0
+
+    def __iter__(self) -> Any:
+        num_passed, self._num_passed = self._num_passed, 0
+        self._num_given = num_passed
+        if not num_passed:
+            return _Counted(self, super().__iter__())
+        generator = torch.get_rng_state()
+        batches: Iterator[Any] = super().__iter__()
+        if not isinstance(self.sampler, _Placed | _Shuffled):
+            batches = islice(batches, num_passed, None)
+        torch.set_rng_state(generator)  # the epoch has begun before, and drawn then what it draws
+        return _Counted(self, batches)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The number of batches that the running epoch has given, and what makes it the same epoch."""
+        return {
+            "num_given": self._num_given,
+            "seed": getattr(self.sampler, "seed", None),
+            "epoch": getattr(self.sampler, "epoch", None),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on there: in the epoch that ran then, after the batches that it had given."""
+        sampler, self._num_passed = self.sampler, int(state["num_given"])
+        if isinstance(sampler, _Placed | _Shuffled):
+            sampler.num_passed = self._num_passed * (self.batch_size or 1)
+        if isinstance(sampler, _Shuffled) and self._num_passed:
+            sampler.seed, sampler.is_given = state["seed"], True
+        if isinstance(sampler, _Dealt) and state["epoch"] is not None:
+            sampler.set_epoch(state["epoch"])
+
+    def count(self) -> None:
+        """A batch of the running epoch was given."""
+        self._num_given += 1
+
+    def end_epoch(self) -> None:
+        """It has no more."""
+        self._num_given = 0
+
+
+class _Counted(Iterator[Any]):
+    """An epoch's batches, counted as they are taken, not as workers load them."""
+
+    def __init__(self, loader: PlacedLoader, batches: Iterator[Any]) -> None:
+        self._loader, self._batches = loader, batches
+
+    def __next__(self) -> Any:
+        try:
+            batch = next(self._batches)
+        except StopIteration:
+            self._loader.end_epoch()
+            raise
+        self._loader.count()
+        return batch
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+
 def make_loader(
     dataset: Dataset[Any],
     *,
@@ -32,21 +148,24 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
-) -> DataLoader[Any]:
+) -> PlacedLoader:
     """A loader over this rank's share; of a dataset without a length, over what it yields here."""
-    if sampler is None and collectives.world_size > 1 and not isinstance(dataset, IterableDataset):
-        sampler = DistributedSampler(
-            dataset,
-            num_replicas=collectives.world_size,
-            rank=collectives.rank,
-            shuffle=shuffle,
-            drop_last=drop_last,
-        )
-    return DataLoader(
+    if sampler is None and not isinstance(dataset, IterableDataset):
+        sized: Any = dataset
+        if collectives.world_size > 1:
+            sampler = _Dealt(
+                dataset,
+                num_replicas=collectives.world_size,
+                rank=collectives.rank,
+                shuffle=shuffle,
+                drop_last=drop_last,
+            )
+        else:
+            sampler = _Shuffled(sized) if shuffle else _InOrder(sized)
+    return PlacedLoader(
         dataset,
         batch_size=batch_size,
         sampler=sampler,
-        shuffle=shuffle if sampler is None and not isinstance(dataset, IterableDataset) else None,
         drop_last=drop_last,
         collate_fn=collate_fn,
         num_workers=num_workers,

@@ -9,6 +9,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from infinity.config import Config
 from infinity.engine.loop import TrainingLoop
 from infinity.engine.runtime import Runtime
+from infinity.loader import PlacedLoader
 from infinity.report import IoReport
 from infinity.update.optimizer import ShardedOptimizer
 
@@ -66,6 +67,11 @@ class Answers(nn.Module):
     def micro_steps(self) -> int:
         """Calls of ``step`` since the last update."""
         return self._loop.micro_steps
+
+    @property
+    def training_dataloader(self) -> PlacedLoader | None:
+        """The loader that ``initialize`` made of its ``training_data``; checkpoints hold its place."""
+        return self._loop.training_loader
 
     @property
     def lr_scheduler(self) -> LRScheduler | None:

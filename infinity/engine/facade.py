@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import Dataset, Sampler
 
 from infinity.config import Config
 from infinity.engine.checkpoints import Checkpoints
@@ -20,7 +20,7 @@ from infinity.engine.offloading import OffloadedStates, OffloadStateTypeEnum
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, EngineStateError
-from infinity.loader import is_training, make_loader
+from infinity.loader import PlacedLoader, is_training, make_loader
 from infinity.observe.observer import Observers
 from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
@@ -224,7 +224,7 @@ class Engine(Checkpoints, Exports):
         data_sampler: Sampler[Any] | None = None,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         num_local_io_workers: int = 0,
-    ) -> DataLoader[Any]:
+    ) -> PlacedLoader:
         """A loader of this rank's micro-batches of ``dataset``.
 
         Args:
@@ -250,6 +250,13 @@ class Engine(Checkpoints, Exports):
             num_workers=num_local_io_workers,
             pin_memory=pin_memory,
         )
+
+    def make_training_loader(
+        self, dataset: Dataset[Any], collate_fn: Callable[[list[Any]], Any] | None = None
+    ) -> PlacedLoader:
+        """The loader whose place checkpoints hold, as ``initialize`` makes it of its ``training_data``."""
+        loader = self._loop.training_loader = self.deepspeed_io(dataset, collate_fn=collate_fn)
+        return loader
 
     # Weights in memory, weights and state out
 

@@ -164,4 +164,7 @@ class Loading:
                 world_size,
             )
         if self._own is not None and "random" in self._own:  # DeepSpeed's, imported, has none
+            loader, place = self._loop.training_loader, self._own["loader"]
+            if loader is not None and place is not None and self._saved_ranks == world_size:
+                loader.load_state_dict(place)
             restore_random_states(self._own["random"], self._runtime.device)

@@ -18,6 +18,7 @@ from infinity.engine.casting import Casting
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, DaemonLostError, EngineStateError, WeightsError
+from infinity.loader import PlacedLoader
 from infinity.observe.observer import Observers, StepFacts
 from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
@@ -52,6 +53,8 @@ class TrainingLoop:
     ) -> None:
         self.runtime, self.phases, self.optimizer, self.config = runtime, phases, optimizer, config
         self.lr_scheduler: LRScheduler | None = None
+        self.training_loader: PlacedLoader | None = None
+        """The loader whose place a checkpoint holds."""
         self.global_steps = 0
         self.micro_steps = 0
         self.skipped_steps = 0

@@ -188,7 +188,11 @@ class Saving:
         }
 
     def _rank_state(self) -> dict[str, Any]:
-        return {"random": random_states(self._runtime.device)}
+        loader = self._loop.training_loader
+        return {
+            "random": random_states(self._runtime.device),
+            "loader": None if loader is None else loader.state_dict(),
+        }
 
 
 def gathered_histories(loop: TrainingLoop) -> dict[str, tuple[float, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import types
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import infinity
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.errors import CheckpointError, ConfigError, EngineStateError
+from infinity.loader import PlacedLoader, make_loader
 from tests.support.resumed import config_of, differing, everything_of, started, train
 
 NUM_STEPS = 20
@@ -53,6 +55,70 @@ def test_twenty_steps_and_twenty_are_forty(
     engine.destroy()
     assert not list(swap.iterdir())
     assert sorted(path.name for path in saved.iterdir()) == [f"global_step{NUM_STEPS}", "latest"]
+
+
+def test_the_loader_gives_the_batch_that_would_have_come_next(tmp_path: Path) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(39, 16, generator=torch.Generator().manual_seed(5)))
+
+    def steps(engine: Any, epochs: int, *, stop_after: int = 0) -> list[float]:
+        losses: list[float] = []
+        for _ in range(epochs):
+            for (batch,) in engine.training_dataloader:
+                loss = engine(batch).square().mean()
+                losses.append(loss.item())
+                engine.backward(loss)
+                engine.step()
+                if len(losses) == stop_after:
+                    return losses
+        return losses
+
+    engine = started(config_of(), training_data=data)
+    whole = steps(engine, 3)
+    weights = engine.full_state_dict()
+    engine.destroy()
+    for stop_after in (10, 14):  # the end of an epoch, the middle of one
+        engine = started(config_of(), training_data=data)
+        assert steps(engine, 3, stop_after=stop_after) == whole[:stop_after]
+        engine.save_checkpoint(tmp_path)
+        engine.destroy()
+        engine = started(config_of(), seed=9, training_data=data)
+        engine.load_checkpoint(tmp_path)
+        assert steps(engine, 3 - (stop_after > 10))[: len(whole) - stop_after] == whole[stop_after:]
+        if stop_after > 10:
+            found = engine.full_state_dict()
+            assert all(torch.equal(value, found[name]) for name, value in weights.items() if torch.is_tensor(value))
+        engine.destroy()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("num_workers", [0, 1])
+def test_a_loader_goes_on_where_it_was_and_keeps_torchs_order(num_ranks: int, num_workers: int) -> None:
+    ranks: Any = types.SimpleNamespace(world_size=num_ranks, rank=num_ranks - 1)
+    data: Any = list(range(50))
+
+    def loader() -> PlacedLoader:
+        return make_loader(
+            data, batch_size=3, shuffle=True, drop_last=False, collectives=ranks, num_workers=num_workers
+        )
+
+    torch.manual_seed(3)
+    running = loader()
+    first = [batch.tolist() for batch in running]
+    if num_ranks == 1:
+        torch.manual_seed(3)
+        plain: Any = torch.utils.data.DataLoader(data, batch_size=3, shuffle=True)
+        assert first == [batch.tolist() for batch in plain]
+    batches = iter(running)
+    for _ in range(4):
+        next(batches)
+    state, drawn = running.state_dict(), torch.get_rng_state()
+    expected = [batch.tolist() for batch in batches]
+    torch.set_rng_state(drawn)
+    again = loader()
+    again.load_state_dict(state)
+    assert [batch.tolist() for batch in again] == expected
+    assert torch.equal(torch.get_rng_state(), drawn), "an epoch that goes on draws nothing"
+    assert len(list(again)) == len(first), "the next one is whole"
 
 
 def test_another_precision_takes_the_master_weights(tmp_path: Path) -> None:
