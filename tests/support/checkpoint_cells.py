@@ -1,15 +1,16 @@
 """Cells of the checkpoint matrix: what one engine has saved, another one goes on with.
 
-All that ranks of one number save is saved by one start of them, and so is all that they load.
+Ranks are forks of a process that has imported all. What so many of them save is saved by one start, and so is what
+they load.
 """
 
 from __future__ import annotations
 
-import faulthandler
+import contextlib
 import itertools
 import json
 import os
-import sys
+import signal
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity
-from tests.support.ranks import run_ranks
+from tests.support.forked import Child, Say, warm_up
 from tests.support.resumed import differing, everything_of
 
 WORLD_SIZES: Final = (1, 2, 4)
@@ -125,18 +126,39 @@ def selection() -> list[Cell]:
 
 def judge_all(cells: Sequence[Cell], directory: Path) -> Iterator[Verdict]:
     """The verdicts on all cells. Raises AssertionError with what the ranks said if one ended."""
+    warm_up()
     for part in ("save", "load"):
         for num_ranks in WORLD_SIZES:
             orders = [order for order in _orders(cells) if order[part]["num_ranks"] == num_ranks]
             orders = orders if part == "load" else list({order["saved"]: order for order in orders}.values())
-            if not orders:
-                continue
-            path = directory / f"{part}{num_ranks}.json"
-            path.write_text(json.dumps(orders))
-            code = "from tests.support.checkpoint_cells import main; main()"
-            ended = run_ranks(code, directory, num_ranks=num_ranks, words=[part, str(path), str(directory)])
-            for found in ended[0].answer:
+            if orders:
+                yield from _judged(part, orders, num_ranks, directory)
+
+
+def _judged(part: str, orders: Sequence[Any], num_ranks: int, directory: Path) -> Iterator[Verdict]:
+    store = directory / f"store-{part}-{num_ranks}"
+
+    def work(rank: int) -> Child:
+        return Child(lambda say: _work(part, orders, rank, num_ranks, store, directory, say))
+
+    ranks = [work(rank) for rank in range(num_ranks)]
+    try:
+        for _ in orders:
+            lines = [rank.read_line(CELL_TIMEOUT_S) for rank in ranks]
+            if None in lines:
+                raise AssertionError("\n".join(rank.end() for rank in ranks))
+            if part == "load":
+                found = json.loads(lines[0] or "")
                 yield Verdict(**{**found, "before": Side(**found["before"]), "after": Side(**found["after"])})
+    except BaseException:
+        for rank in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(rank.pid, signal.SIGKILL)
+        raise
+    for rank in ranks:
+        rank.end()
+    if left := sorted(path.name for path in (directory / "swap").iterdir()):
+        raise AssertionError(f"left behind: {left}")
 
 
 def _orders(cells: Sequence[Cell]) -> Iterator[dict[str, Any]]:
@@ -219,23 +241,19 @@ def everything(engine: Any) -> dict[str, torch.Tensor]:
     return {**everything_of(engine), "steps": torch.tensor(engine.global_steps)}
 
 
-def main() -> None:
-    """One rank of ``judge_all``; rank 0 prints the verdicts."""
-    part, orders, directory = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+def _work(part: str, orders: Sequence[Any], rank: int, num_ranks: int, store: Path, directory: Path, say: Say) -> None:
+    """One rank: a line for each order."""
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    rank, verdicts = _Rank(directory), []
-    for order in json.loads(orders.read_text()):
-        faulthandler.dump_traceback_later(CELL_TIMEOUT_S, exit=True)  # a hang becomes an end with a reason
+    places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+    os.environ.update({name: str(value) for name, value in places.items()})
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=num_ranks)
+    mine = _Rank(directory)
+    for order in orders:
         before, after = Side(**order["save"]), Side(**order["load"])
         if part == "save":
-            rank.save(before, order["saved"])
+            mine.save(before, order["saved"])
+            say("saved")
         else:
-            verdicts.append(asdict(rank.load(before, after, order["saved"])))
-    faulthandler.cancel_dump_traceback_later()
+            say(json.dumps(asdict(mine.load(before, after, order["saved"]))))
     dist.barrier()
-    left = sorted(path.name for path in (directory / "swap").iterdir())
-    if left and int(os.environ["RANK"]) == 0:
-        raise SystemExit(f"left behind: {left}")
-    print(json.dumps(verdicts))
     dist.destroy_process_group()
