@@ -6,16 +6,19 @@ import argparse
 import json
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 
 from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from tests.support.matrix import PAIRWISE_SEED, Cell, full_matrix, pairwise
-from tests.support.parity import CLIPPED_ERROR_MAX, Verdict, launch
+from tests.support.matrix import PAIRWISE_SEED, Cell, crossed, full_matrix, pairwise
+from tests.support.parity import CLIPPED_ERROR_MAX, Verdict, in_order, launch
 
 
 def selection(name: str) -> list[Cell]:
@@ -23,12 +26,12 @@ def selection(name: str) -> list[Cell]:
     each optimizer that the matrix has not."""
     match name:
         case "full":
-            return full_matrix()
+            return crossed()
         case "pairwise":
             return pairwise(full_matrix())
         case _:
             return [
-                Cell("nvme", "nvme", dtype, accumulation, False, "least", num_ranks, optimizer)
+                Cell(3, "nvme", "nvme", dtype, accumulation, False, False, num_ranks, "least", optimizer)
                 for dtype, accumulation, num_ranks, optimizer in (
                     ("fp32", 4, 1, "AdamW"),
                     ("bf16", 1, 1, "RMSprop"),
@@ -38,19 +41,42 @@ def selection(name: str) -> list[Cell]:
             ]
 
 
-def judged(cells: Sequence[Cell], *, num_steps: int, python_flags: Sequence[str] = ()) -> Iterator[Verdict]:
-    """Every cell's verdict, one launch of processes per world size."""
-    with tempfile.TemporaryDirectory(prefix="infinity-parity-") as directory:
-        for num_ranks in sorted({cell.num_ranks for cell in cells}):
-            mine = [cell for cell in cells if cell.num_ranks == num_ranks]
-            yield from launch(
-                mine, num_steps=num_steps, num_ranks=num_ranks, directory=Path(directory), python_flags=python_flags
-            )
+def judged(
+    cells: Sequence[Cell], *, num_steps: int, python_flags: Sequence[str] = (), jobs: int = 1
+) -> Iterator[Verdict]:
+    """Every cell's verdict as it comes, from ``jobs`` launches of processes per world size, which run side by side."""
+    found: SimpleQueue[Verdict | None] = SimpleQueue()
+
+    def run(part: Sequence[Cell], directory: Path) -> None:
+        try:
+            for verdict in launch(
+                part, num_steps=num_steps, num_ranks=part[0].num_ranks, directory=directory, python_flags=python_flags
+            ):
+                found.put(verdict)
+        finally:
+            found.put(None)
+
+    with tempfile.TemporaryDirectory(prefix="infinity-parity-") as name, ThreadPoolExecutor(jobs) as pool:
+        parts = []
+        for num_ranks in sorted({cell.num_ranks for cell in cells}, reverse=True):
+            mine = in_order([cell for cell in cells if cell.num_ranks == num_ranks], num_steps)
+            size = -(-len(mine) // jobs)
+            parts += [mine[start : start + size] for start in range(0, len(mine), size)]
+        running = [pool.submit(run, part, Path(name)) for part in parts]
+        num_ended = 0
+        while num_ended < len(running):
+            verdict = found.get()
+            if verdict is None:
+                num_ended += 1
+            else:
+                yield verdict
+        for each in running:
+            each.result()
 
 
 def new_table(num_steps: int) -> Table:
     table = Table(title=f"Parity over {num_steps} steps: differing bits against the same engine in memory / plain loop")
-    for column in ("param", "optimizer", "dtype", "acc", "clip", "budget", "ranks", "rule", "thresholds"):
+    for column in ("stage", "param", "optimizer", "dtype", "acc", "clip", "ranks", "budget", "rule", "thresholds"):
         table.add_column(column)
     for column in ("losses", "weights", "plain losses", "plain weights", "plain error", "s"):
         table.add_column(column, justify="right")
@@ -60,20 +86,21 @@ def new_table(num_steps: int) -> Table:
 
 def add_row(table: Table, verdict: Verdict) -> None:
     cell = verdict.cell
-    plain = ["–" if bits is None else str(bits) for bits in (verdict.plain_loss_bits, verdict.plain_weight_bits)]
     table.add_row(
+        str(cell.stage),
         cell.param_tier,
         cell.optimizer_tier,
         cell.dtype,
-        str(cell.accumulation),
+        f"{cell.accumulation}, no_sync" if cell.no_sync else str(cell.accumulation),
         "on" if cell.clipping else "off",
-        "–" if cell.in_memory else cell.budget,
         str(cell.num_ranks),
+        "–" if cell.in_memory else cell.budget,
         cell.optimizer,
         cell.thresholds,
         str(verdict.oracle_loss_bits),
         str(verdict.oracle_weight_bits),
-        *plain,
+        str(verdict.plain_loss_bits),
+        str(verdict.plain_weight_bits),
         f"{verdict.plain_error:.1e}",
         f"{verdict.seconds:.1f}",
         "[green]pass" if verdict.passed else "[red]FAIL",
@@ -83,14 +110,16 @@ def add_row(table: Table, verdict: Verdict) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cells", choices=("full", "pairwise", "short"), default="full")
-    parser.add_argument("--num-steps", type=int, default=10, help="optimizer steps a cell")
+    parser.add_argument("--num-steps", type=int, default=5, help="optimizer steps a cell; a loss scale skips more")
+    parser.add_argument("--jobs", type=int, default=2, help="launches side by side")
+    parser.add_argument("--of", type=int, default=1, help="judge every so manieth cell only")
     parser.add_argument("--json", action="store_true", help="one verdict a line instead of the table")
     arguments = parser.parse_args()
     python_flags = ["-O"] if sys.flags.optimize else []
-    cells, failures = selection(arguments.cells), []
+    cells, failures, started = selection(arguments.cells)[:: arguments.of], [], time.monotonic()
     table, console = new_table(arguments.num_steps), Console(width=150 if not sys.stdout.isatty() else None)
     with Live(table, console=console, auto_refresh=False, vertical_overflow="visible") as live:
-        for verdict in judged(cells, num_steps=arguments.num_steps, python_flags=python_flags):
+        for verdict in judged(cells, num_steps=arguments.num_steps, python_flags=python_flags, jobs=arguments.jobs):
             if arguments.json:
                 live.console.print_json(json.dumps(asdict(verdict), default=str), indent=None)
             add_row(table, verdict)
@@ -101,7 +130,8 @@ def main() -> int:
             failures += [] if verdict.passed else [verdict]
     console.print()
     console.print(
-        f"{len(cells) - len(failures)} of {len(cells)} cells pass ({arguments.cells}, pairwise seed {PAIRWISE_SEED}); "
+        f"{len(cells) - len(failures)} of {len(cells)} cells pass ({arguments.cells}, pairwise seed {PAIRWISE_SEED}) "
+        f"in {time.monotonic() - started:.0f} s; "
         f"with clipping a relative error up to {CLIPPED_ERROR_MAX} against the plain loop is allowed, "
         "against the engine in memory never a bit"
     )

@@ -87,7 +87,7 @@ class TrainingLoop:
         training = module.training and torch.is_grad_enabled()
         with self._phase_of(StepPhase.FORWARD):
             self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
-            self._followed_buffers.before_forward()
+            self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
             args, kwargs = self._casting.inputs((args, kwargs))
             with self._observers.around_forward(self.global_steps + 1), self._casting.around_forward():
                 return module(*args, **kwargs)

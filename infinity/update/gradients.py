@@ -1,8 +1,9 @@
 """Reduced gradients, kept as chunks of the store between backward and the update, so that they may spill.
 
 The first micro-batch that yields a gradient for a parameter copies it, later ones add (fp32): as ``p.grad`` does in
-torch, adding to zeros would turn -0.0 into 0.0. Norms are taken per norm block while the bytes are warm and summed in
-index order in fp64, so that their sum does not depend on chunk size or tier.
+torch, adding to zeros would turn -0.0 into 0.0. Norms are taken per norm block while the bytes are warm, and summed in
+index order, all in fp64: their sum does not depend on chunk size or tier, and what it depends on, the cut of groups and
+shards, is lost in its rounding to fp32.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ class GradientChunks:
             for offset, numel in segment.norm_ranges()
             for parts in [list(spans(pieces, offset, numel))]
         ]
-        return list(torch._foreach_norm(blocks)) if blocks else []
+        return list(torch._foreach_norm(blocks, 2, torch.float64)) if blocks else []
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, 0-D fp64 on the CPU."""

@@ -1,8 +1,11 @@
-"""The parity matrix: which cells exist, and a pairwise selection of them. Pure.
+"""The parity matrix: which cells exist, and two selections of them. Pure.
 
-A cell is one combination of tiers, dtype, accumulation, clipping, budget, ranks, optimizer and thresholds. Pairwise:
-any two values of any two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most faults need no more
-than two). Thresholds other than "grouped" meet only AdamW: an optimizer sees chunks, whatever they were gathered for.
+A cell is one combination of stage, tiers, dtype, accumulation, clipping, ranks, budget, optimizer and thresholds.
+
+``pairwise``: any two values of any two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most
+faults need no more than two). ``crossed``: every combination of the factors that decide together what is kept where,
+what is summed first and what travels (stage to ranks); the others (``LATER``), which only cut the same work otherwise,
+vary along with them, so that each of their values meets every value of every other factor.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields
+from dataclasses import astuple, dataclass, fields, replace
 from typing import Any
 
 TIERS = ("none", "cpu", "nvme")
@@ -19,14 +22,17 @@ PAIRWISE_SEED = 20
 
 @dataclass(frozen=True, order=True)
 class Cell:
+    stage: int
     param_tier: str
     optimizer_tier: str
     dtype: str
     accumulation: int
+    no_sync: bool
+    """All backwards of a step but the last one are inside ``no_sync()``; the configuration knows of no accumulation."""
     clipping: bool
-    budget: str
-    """"least": the smallest host budget that the engine accepts; "roomy": three times that."""
     num_ranks: int
+    budget: str = "least"
+    """"least": the smallest host budget that the engine accepts; "roomy": three times that."""
     optimizer: str = "AdamW"
     """One of ``tests.support.optimizers``."""
     thresholds: str = "grouped"
@@ -36,36 +42,79 @@ class Cell:
     def in_memory(self) -> bool:
         return self.param_tier == self.optimizer_tier == "none"
 
+    @property
+    def sums(self) -> str:
+        """How the gradients of several micro-batches and ranks are added up, see ``reference.Recipe``."""
+        if self.no_sync:
+            return "no_sync"
+        return "once" if self.stage < 2 and self.accumulation > 1 and self.num_ranks > 1 else "every"
+
+    @property
+    def is_one(self) -> bool:
+        """Whether the engine has such a cell, and it is not another one by another name."""
+        if self.stage < 3 and (self.param_tier != "none" or self.thresholds != "grouped"):
+            return False  # weights that are whole have no tier and no thresholds
+        if self.no_sync and (self.stage > 1 or self.accumulation == 1):
+            return False
+        if self.in_memory and self.budget == "roomy":
+            return False
+        # an optimizer sees chunks, whatever they were gathered for
+        return self.optimizer == "AdamW" or self.thresholds == "grouped"
+
     def __str__(self) -> str:
+        micro = f"acc{self.accumulation}{'-no_sync' if self.no_sync else ''}"
         clip = "clip" if self.clipping else "free"
         return (
-            f"{self.param_tier}-{self.optimizer_tier}-{self.dtype}-acc{self.accumulation}-{clip}-{self.budget}"
-            f"-{self.num_ranks}rank-{self.optimizer}-{self.thresholds}"
+            f"{self.stage}-{self.param_tier}-{self.optimizer_tier}-{self.dtype}-{micro}-{clip}-{self.num_ranks}rank-"
+            f"{self.budget}-{self.optimizer}-{self.thresholds}"
         )
 
 
 LEVELS: dict[str, Sequence[Any]] = {
+    "stage": (0, 1, 2, 3),
     "param_tier": TIERS,
     "optimizer_tier": TIERS,
     "dtype": ("fp32", "bf16", "fp16"),
     "accumulation": (1, 4),
+    "no_sync": (False, True),
     "clipping": (False, True),
+    "num_ranks": (1, 2, 4),
+}
+LATER: dict[str, Sequence[Any]] = {
     "budget": ("least", "roomy"),
-    "num_ranks": (1, 2),
     "optimizer": ("AdamW", "amsgrad", "SGD"),
     "thresholds": ("grouped", "each", "default"),
 }
 
 
-def full_matrix() -> list[Cell]:
-    """Every cell. Without an arena the budget means nothing, so those cells exist once."""
-    cells = (Cell(*values) for values in itertools.product(*(LEVELS[f.name] for f in fields(Cell))))
-    return [
-        cell
-        for cell in cells
-        if not (cell.in_memory and cell.budget == "roomy")
-        and (cell.optimizer == "AdamW" or cell.thresholds == "grouped")
-    ]
+def full_matrix(*, ranks: Sequence[int] = (1, 2)) -> list[Cell]:
+    """Every cell on so many ranks."""
+    levels = {**LEVELS, **LATER, "num_ranks": ranks}
+    cells = (Cell(*values) for values in itertools.product(*(levels[f.name] for f in fields(Cell))))
+    return [cell for cell in cells if cell.is_one]
+
+
+def crossed() -> list[Cell]:
+    """See above. On four ranks everything is in memory or on the disk: a rank's store knows nothing of how many there
+    are beyond its own."""
+    cores = (Cell(*values) for values in itertools.product(*LEVELS.values()))
+    uncovered = {pair for cell in full_matrix(ranks=LEVELS["num_ranks"]) for pair in pairs_of(cell)}
+    later = list(itertools.product(*LATER.values()))
+    chosen = []
+    for number, core in enumerate(core for core in cores if core.is_one and _is_crossed(core)):
+        rotated = later[number % len(later) :] + later[: number % len(later)]
+        named = (replace(core, **dict(zip(LATER, values, strict=True))) for values in rotated)
+        best = max((cell for cell in named if cell.is_one), key=lambda cell: len(pairs_of(cell) & uncovered))
+        uncovered -= pairs_of(best)
+        chosen.append(best)
+    return chosen
+
+
+def _is_crossed(core: Cell) -> bool:
+    if core.num_ranks < 4:
+        return True
+    weights = "none" if core.stage < 3 or core.optimizer_tier == "none" else "nvme"
+    return core.optimizer_tier != "cpu" and core.param_tier == weights
 
 
 def pairs_of(cell: Cell) -> set[tuple[int, Any, int, Any]]:
@@ -77,10 +126,11 @@ def pairwise(cells: Sequence[Cell], *, seed: int = PAIRWISE_SEED) -> list[Cell]:
     """A small subset of ``cells`` that covers every pair which any of them covers: greedy, ties broken by ``seed``."""
     shuffled = list(cells)
     random.Random(seed).shuffle(shuffled)
-    uncovered = set().union(*(pairs_of(cell) for cell in cells))
+    pairs = {cell: pairs_of(cell) for cell in shuffled}
+    uncovered = set().union(*pairs.values())
     chosen: list[Cell] = []
     while uncovered:
-        best = max(shuffled, key=lambda cell: len(pairs_of(cell) & uncovered))
-        uncovered -= pairs_of(best)
+        best = max(shuffled, key=lambda cell: len(pairs[cell] & uncovered))
+        uncovered -= pairs[best]
         chosen.append(best)
     return sorted(chosen)

@@ -18,7 +18,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import timedelta
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +29,7 @@ from torch import distributed
 
 import infinity
 from infinity.errors import BudgetError
+from tests.support.daemon import ServedDaemon
 from tests.support.matrix import Cell
 from tests.support.models import ROWS, batches, decay_groups, everything, loss_of, seeded
 from tests.support.optimizers import CHOICES
@@ -39,6 +40,8 @@ CLIP_NORM = 0.5
 CLIPPED_ERROR_MAX = {"fp32": 1e-5, "bf16": 1e-2, "fp16": 1e-2}
 """Largest relative difference from the plain loop with clipping on: the norm is summed in another order."""
 CELL_TIMEOUT_S = 120
+DAEMON_OPTIONS = ("--block-size", "65536", "--queue-depth", "8")
+"""One daemon serves all cells of a launch: to start one takes longer than to train most cells."""
 THRESHOLDS: dict[str, dict[str, int]] = {
     "grouped": {
         "stage3_prefetch_bucket_size": 70_000,
@@ -54,6 +57,8 @@ THRESHOLDS: dict[str, dict[str, int]] = {
     },
     "default": {},
 }
+STAGE_OF_ORACLE = {"every": 3, "once": 0, "no_sync": 0}
+"""By how gradients add up: a stage that has nothing else in common with most of the cells that are held against it."""
 
 
 @dataclass(kw_only=True)
@@ -64,9 +69,8 @@ class Verdict:
     num_steps: int = 0
     oracle_loss_bits: int = 0
     oracle_weight_bits: int = 0
-    plain_loss_bits: int | None = None
-    """None: there is no plain loop for this cell (16 bits at 2 ranks, where DDP reduces in another dtype)."""
-    plain_weight_bits: int | None = None
+    plain_loss_bits: int = 0
+    plain_weight_bits: int = 0
     plain_error: float = 0.0
     """Largest relative difference from the plain loop: of any loss, or of all master weights as one vector."""
     files_left: list[str] = field(default_factory=list)
@@ -85,16 +89,13 @@ class Verdict:
     def merged(self, other: Verdict) -> Verdict:
         """Both ranks' findings in one: bits and failures add up."""
 
-        def total(left: int | None, right: int | None) -> int | None:
-            return None if left is None or right is None else left + right
-
         return Verdict(
             cell=self.cell,
             num_steps=min(self.num_steps, other.num_steps),
             oracle_loss_bits=self.oracle_loss_bits + other.oracle_loss_bits,
             oracle_weight_bits=self.oracle_weight_bits + other.oracle_weight_bits,
-            plain_loss_bits=total(self.plain_loss_bits, other.plain_loss_bits),
-            plain_weight_bits=total(self.plain_weight_bits, other.plain_weight_bits),
+            plain_loss_bits=self.plain_loss_bits + other.plain_loss_bits,
+            plain_weight_bits=self.plain_weight_bits + other.plain_weight_bits,
             plain_error=max(self.plain_error, other.plain_error),
             files_left=self.files_left + other.files_left,
             seconds=max(self.seconds, other.seconds),
@@ -110,6 +111,7 @@ def recipe_of(cell: Cell, num_steps: int) -> Recipe:
         bf16=cell.dtype == "bf16",
         fp16=cell.dtype == "fp16",
         optimizer=cell.optimizer,
+        sums=cell.sums,
     )
 
 
@@ -121,6 +123,7 @@ def engine_config(
     swap_dir: str,
     host_budget_bytes: int | None = None,
     thresholds: str = "grouped",
+    stage: int = 3,
 ) -> dict[str, Any]:
     """A configuration under which even a tiny model streams: many param groups, unless ``thresholds`` is "default", and
     the smallest chunks."""
@@ -130,7 +133,7 @@ def engine_config(
 
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": ROWS,
-        "gradient_accumulation_steps": recipe.accumulation,
+        "gradient_accumulation_steps": 1 if recipe.sums == "no_sync" else recipe.accumulation,
         "gradient_clipping": recipe.clip_norm or 0.0,
         "bf16": {"enabled": recipe.bf16},
         "fp16": {
@@ -140,8 +143,9 @@ def engine_config(
             "hysteresis": 1,
         },
         "zero_optimization": {
-            "stage": 3,
+            "stage": stage,
             "sub_group_size": 16384,
+            "reduce_bucket_size": 100_000,
             **THRESHOLDS[thresholds],
             "offload_param": offload(param_tier),
             "offload_optimizer": offload(optimizer_tier),
@@ -180,10 +184,13 @@ def train_engine(build: Any, recipe: Recipe, config: dict[str, Any], *, rank: in
     engine = initialized(model, config, recipe.optimizer)
     run = Run()
     try:
-        for batch in batches(recipe.num_batches, rank=rank):
-            loss = loss_of(engine(batch))
-            engine.backward(loss)
-            engine.step()
+        for number, batch in enumerate(batches(recipe.num_batches, rank=rank), start=1):
+            puts_off = recipe.sums == "no_sync" and number % recipe.accumulation
+            with engine.no_sync() if puts_off else contextlib.nullcontext():
+                loss = loss_of(engine(batch))
+                engine.backward(loss)
+            if not puts_off:
+                engine.step()
             run.losses.append(loss.detach().clone())
         run.weights = engine.full_state_dict()
         run.masters = engine.full_master_state_dict()
@@ -192,18 +199,18 @@ def train_engine(build: Any, recipe: Recipe, config: dict[str, Any], *, rank: in
     return run
 
 
-_least_budgets: dict[tuple[str, str, str, int, str, str], int] = {}
+_least_budgets: dict[Cell, int] = {}
 """What this process's ranks have asked for already, by what it depends on."""
 
 
-@lru_cache
-def _oracle(recipe: Recipe, rank: int, thresholds: str) -> Run:
-    """Of the same thresholds: the norm of clipping is summed over param groups."""
-    config = engine_config(recipe, param_tier="none", optimizer_tier="none", swap_dir="", thresholds=thresholds)
+@lru_cache(maxsize=2)  # cells come in the order of their recipes
+def _oracle(recipe: Recipe, rank: int) -> Run:
+    stage = STAGE_OF_ORACLE[recipe.sums]
+    config = engine_config(recipe, param_tier="none", optimizer_tier="none", swap_dir="", stage=stage)
     return train_engine(everything, recipe, config, rank=rank)
 
 
-@lru_cache
+@lru_cache(maxsize=2)
 def _plain(recipe: Recipe, rank: int, num_ranks: int) -> Run:
     rank_batches = batches(recipe.num_batches, rank=rank)
     return train_reference(seeded(everything), rank_batches, recipe, ddp=num_ranks > 1)
@@ -240,37 +247,36 @@ def judge(cell: Cell, num_steps: int, *, rank: int, swap_dir: Path) -> Verdict:
         optimizer_tier=cell.optimizer_tier,
         swap_dir=str(swap_dir),
         thresholds=cell.thresholds,
+        stage=cell.stage,
     )
+    config["io_daemon"] = {}  # the daemon of the launch has its own, see DAEMON_OPTIONS
     if not cell.in_memory:
-        shape = (
-            cell.param_tier,
-            cell.optimizer_tier,
-            cell.dtype,
-            cell.accumulation,
-            cell.optimizer,
-            cell.thresholds,
-        )
+        shape = replace(cell, budget="", clipping=False)
         if shape not in _least_budgets:
             _least_budgets[shape] = least_budget_bytes(everything, config, cell.optimizer)
         config["io_daemon"]["host_budget_bytes"] = _least_budgets[shape] * (1 if cell.budget == "least" else 3)
     run = train_engine(everything, recipe, config, rank=rank)
-    oracle = _oracle(recipe, rank, cell.thresholds)
+    oracle, plain = _oracle(recipe, rank), _plain(recipe, rank, cell.num_ranks)
     verdict = Verdict(
         cell=cell,
         num_steps=num_steps,
         oracle_loss_bits=_loss_bits(run, oracle),
         oracle_weight_bits=_weight_bits(run, oracle),
+        plain_loss_bits=_loss_bits(run, plain),
+        plain_weight_bits=_weight_bits(run, plain),
+        plain_error=_relative_error(run, plain),
     )
-    if cell.num_ranks == 1 or cell.dtype == "fp32":
-        plain = _plain(recipe, rank, cell.num_ranks)
-        verdict.plain_loss_bits, verdict.plain_weight_bits = _loss_bits(run, plain), _weight_bits(run, plain)
-        verdict.plain_error = _relative_error(run, plain)
     if cell.num_ranks > 1:
         distributed.barrier()
     if rank == 0:
         verdict.files_left = sorted(str(path.relative_to(swap_dir)) for path in swap_dir.rglob("*"))
     verdict.seconds = time.perf_counter() - started
     return verdict
+
+
+def in_order(cells: Sequence[Cell], num_steps: int) -> list[Cell]:
+    """Cells of one recipe one after the other: they are held against the same two runs."""
+    return sorted(cells, key=lambda cell: (repr(recipe_of(cell, num_steps)), cell))
 
 
 def launch(
@@ -281,7 +287,7 @@ def launch(
     One launch serves all cells; after a failed one the others get fresh processes, since a rank may be left waiting in
     a collective that the failed one will never enter.
     """
-    remaining = list(cells)
+    remaining = in_order(cells, num_steps)
     while remaining:
         with _Ranks(remaining, num_steps, num_ranks, directory, python_flags) as ranks:
             while remaining:
@@ -307,8 +313,11 @@ class _Ranks:
         self._num_ranks = num_ranks
         self._processes: list[subprocess.Popen[str]] = []
         self._stack = contextlib.ExitStack()
+        self._swap_dir = swap_dir
 
     def __enter__(self) -> Self:
+        daemon = self._stack.enter_context(contextlib.closing(ServedDaemon([self._swap_dir], *DAEMON_OPTIONS)))
+        self._socket = daemon.socket
         for rank in range(self._num_ranks):
             log = self._stack.enter_context(self._log(rank).open("w"))
             process = subprocess.Popen(
@@ -344,7 +353,7 @@ class _Ranks:
     def _environment(self, rank: int) -> dict[str, str]:
         size = str(self._num_ranks)
         places = {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-        return {"INFINITY_DEBUG": "poison", **places}
+        return {"INFINITY_DEBUG": "poison", "INFINITY_IO_SOCKET": self._socket, **places}
 
     def _log(self, rank: int) -> Path:
         return self._directory / f"rank{rank}.log"

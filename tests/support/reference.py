@@ -6,13 +6,14 @@ the first one copied, later ones added; the loss is divided by the number of mic
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from tests.support.models import Batch, decay_groups, loss_of
@@ -32,6 +33,10 @@ class Recipe:
     """With a dynamic loss scale from 2 to ``SCALE_POWER`` on."""
     optimizer: str = "AdamW"
     """One of ``tests.support.optimizers``."""
+    sums: str = "every"
+    """How gradients add up. "every": each micro-batch is averaged over ranks, as DDP does, and averages are added in
+    fp32; "once": a rank adds up its own in fp32, and the sums are averaged; "no_sync": that in the model's dtype, by
+    DDP, and losses are not divided."""
 
     @property
     def num_batches(self) -> int:
@@ -97,6 +102,16 @@ class MasterWeights:
         for parameter, master in self.master_of.items():
             parameter.copy_(master)
 
+    def average(self) -> None:
+        """Each sum over ranks, in their order; of what no rank has there is none."""
+        for master in self.master_of.values():
+            mine = torch.zeros_like(master) if master.grad is None else master.grad
+            has: list[Any] = [None] * distributed.get_world_size()
+            distributed.all_gather_object(has, master.grad is not None)
+            parts = [torch.empty_like(master) for _ in has]
+            distributed.all_gather(parts, mine / len(has))
+            master.grad = sum(parts[1:], parts[0]) if any(has) else None
+
     def overflows(self) -> bool:
         """Whether a gradient is not finite; else they are unscaled. On every rank alike, since they are reduced."""
         grads = [master.grad for master in self.master_of.values() if master.grad is not None]
@@ -110,22 +125,31 @@ class MasterWeights:
 def train_reference(model: nn.Module, batches: Sequence[Batch], recipe: Recipe, *, ddp: bool = False) -> Run:
     """Train ``model`` in place on one rank, or on every rank of the default process group with ``ddp``.
 
-    With ``ddp`` each micro-batch's gradients are averaged over ranks before they are accumulated, which is what a
-    sharded engine does: it has nowhere to keep a whole gradient from one micro-batch to the next.
+    With ``ddp`` gradients are averaged over ranks by DDP: where ``recipe.sums`` is "every" before they are accumulated,
+    which is what an engine does that shards gradients: it has nowhere to keep a whole one.
     """
     master_weights = MasterWeights(model, recipe)
     cast(model, recipe)
-    forward: Callable[[Batch], Any] = model
-    if ddp:
+    forward: Any = model
+    if ddp and recipe.sums != "once":
         forward = DistributedDataParallel(model, find_unused_parameters=True)
+        forward.register_comm_hook(None, lambda _state, bucket: _in_order(bucket.buffer()))
+    no_sync = recipe.sums == "no_sync"
     run, remaining = Run(), iter(batches)
     for _ in range(recipe.num_steps):
-        for batch in itertools.islice(remaining, recipe.accumulation):
-            loss = loss_of(forward(batch))
-            scaled = loss / recipe.accumulation
-            torch.autograd.backward(scaled.float() * master_weights.scale if recipe.fp16 else scaled)
-            master_weights.accumulate()
+        for number, batch in enumerate(itertools.islice(remaining, recipe.accumulation), start=1):
+            is_last = number == recipe.accumulation
+            for buffer in model.buffers() if ddp and recipe.sums == "once" else ():
+                distributed.broadcast(buffer, 0)
+            with forward.no_sync() if ddp and no_sync and not is_last else contextlib.nullcontext():
+                loss = loss_of(forward(batch))
+                scaled = loss if no_sync else loss / recipe.accumulation
+                torch.autograd.backward(scaled.float() * master_weights.scale if recipe.fp16 else scaled)
+            if is_last or not no_sync:
+                master_weights.accumulate()
             run.losses.append(loss.detach().clone())
+        if ddp and recipe.sums == "once":
+            master_weights.average()
         master_weights.step()
     run.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
     run.masters = {
@@ -134,6 +158,15 @@ def train_reference(model: nn.Module, batches: Sequence[Batch], recipe: Recipe, 
         if parameter in master_weights.master_of
     }
     return run
+
+
+def _in_order(buffer: Tensor) -> torch.futures.Future[Tensor]:
+    """The mean over ranks, added up in their order: what gloo adds first depends on where in a bucket it lies."""
+    parts = [torch.empty_like(buffer) for _ in range(distributed.get_world_size())]
+    distributed.all_gather(parts, buffer / len(parts))
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(sum(parts[1:], parts[0]))
+    return future
 
 
 def differing_bits(left: Tensor, right: Tensor) -> int:
