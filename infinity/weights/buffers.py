@@ -1,8 +1,9 @@
 """Buffers stay whole on every rank and follow rank 0's, exactly as DDP has them with ``broadcast_buffers``.
 
-DDP sends them when it is made, and before every forward unless the last one ran without gradients or in ``no_sync()``: so
-an evaluation takes rank 0's once, and the first training forward after it keeps what each rank has, which is still the
-same unless the evaluation changed it. They are written in place, version counters kept, since autograd may have saved them.
+DDP sends them when it is made, and before every forward unless the last one ran without gradients or in ``no_sync()``:
+so an evaluation takes rank 0's once, and the first training forward after it keeps what each rank has, which is still
+the same unless the evaluation changed it. They are written in place, version counters kept, since autograd may have
+saved them.
 """
 
 from __future__ import annotations
