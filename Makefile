@@ -5,6 +5,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := build/stamps
 PIP := $(BIN)/python -m pip --quiet --disable-pip-version-check
+# What tests start is compiled once: torch takes a process four CPU seconds to compile, and pip leaves that to its users.
+CACHED := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/build/bytecode"
 # cmake, ninja and clang-format come from pip: nothing of the kind need be on the machine
 TOOLS := PATH="$(CURDIR)/$(BIN):$$PATH"
 
@@ -69,10 +71,10 @@ sanitize: $(SETUP) ## the C++ tests under ASan and UBSan, the rings under TSan
 	done
 
 test: $(BUILD) ## the tests that CI runs
-	@$(BIN)/python -m pytest -q -n 2 -m "not slow"
+	@$(CACHED) $(BIN)/python -m pytest -q -n 2 -m "not slow"
 
 test-slow: $(BUILD) ## the tests that `make test` leaves out
-	@$(BIN)/python -m pytest -q -m slow
+	@$(CACHED) $(BIN)/python -m pytest -q -m slow
 
 demo: $(BUILD) ## train a 100M-parameter GPT from NVMe in a third of its state's memory
 	@$(BIN)/infinity demo
@@ -82,8 +84,8 @@ bench: $(BUILD) ## memory, predicted steps, and step time beside DeepSpeed (inst
 	@$(BIN)/python -m benchmarks.step_prediction
 	@$(BIN)/python -m benchmarks.deepspeed_step
 
-parity-full: $(BUILD) ## every cell of the parity matrix, as a table
-	@$(BIN)/python -m tests.parity_full
+parity-full: $(BUILD) ## 624 cells of the parity matrix, as a table
+	@$(CACHED) $(BIN)/python -m tests.parity_full
 
 stress: $(BUILD) ## ten million hand-overs through the rings, without a lost wake-up
 	@$(TOOLS) cmake -S . -B build/stress -G Ninja --log-level=WARNING -DINFINITY_BUILD_MODULE=OFF \

@@ -112,7 +112,7 @@ def main() -> int:
     parser.add_argument("--cells", choices=("full", "pairwise", "short"), default="full")
     parser.add_argument("--num-steps", type=int, default=5, help="optimizer steps a cell; a loss scale skips more")
     parser.add_argument("--jobs", type=int, default=2, help="launches side by side")
-    parser.add_argument("--of", type=int, default=1, help="judge every so manieth cell only")
+    parser.add_argument("--of", type=int, default=1, help="judge one of so many cells only")
     parser.add_argument("--json", action="store_true", help="one verdict a line instead of the table")
     arguments = parser.parse_args()
     python_flags = ["-O"] if sys.flags.optimize else []
