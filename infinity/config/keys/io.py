@@ -40,7 +40,7 @@ IO_DAEMON: tuple[Key, ...] = (
     ),
     refused(
         "io_daemon.commit_every_n_steps",
-        "durable commits are not built yet: a job that dies starts anew",
+        "durable commits are not built yet: a job that dies goes on from its last checkpoint",
         "write 0",
         accepts=(0,),
     ),

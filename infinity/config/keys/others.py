@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from infinity.config.keys.key import Key, refused, subsumed, works
 
-_CHECKPOINTS = "checkpoints are not built yet"
+_CHECKPOINTS = "checkpoints have one format, of infinity's own"
 _MONITOR = "there is no such monitor: tensorboard, csv_monitor and wandb are"
 
 ACTIVATIONS: tuple[Key, ...] = (
@@ -26,10 +26,14 @@ ACTIVATIONS: tuple[Key, ...] = (
 )
 
 CHECKPOINTS: tuple[Key, ...] = (
-    subsumed("checkpoint.tag_validation", "string", f"{_CHECKPOINTS}: there is no tag to compare"),
+    subsumed("checkpoint.tag_validation", "string", "ranks that name different tags are refused"),
     *(
-        refused(f"checkpoint.{name}", _CHECKPOINTS, "write false", accepts=(False,))
-        for name in ("load_universal", "use_node_local_storage", "parallel_write.pipeline_stage")
+        refused(f"checkpoint.{name}", why, "write false", accepts=(False,))
+        for name, why in (
+            ("load_universal", "any checkpoint loads at any world size and stage; DeepSpeed's are imported"),
+            ("use_node_local_storage", "all ranks share the directory of a checkpoint"),
+            ("parallel_write.pipeline_stage", "there is no pipeline parallelism"),
+        )
     ),
     *(refused(f"checkpoint.{name}", _CHECKPOINTS, "remove it") for name in ("checkpoint_serialization", "writer")),
     refused("datastates_ckpt", _CHECKPOINTS, "remove it"),
