@@ -17,7 +17,7 @@ from infinity.tiers.connection import NodePlace
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.weights.buffers import move_buffers
 from infinity.weights.param import ShardedParam, flattened, memory_order
-from infinity.weights.promises import take_promise
+from infinity.weights.promises import take_promises
 from infinity.weights.sharded_model import Layout, ShardedModel
 from infinity.weights.staging import staged_param
 
@@ -59,11 +59,11 @@ def build_engine(
     try:
         if sharded.sharers.world_size < collectives.world_size:
             _bring_back(layout)
-        promised = {p.index: new for p in sharded.params if (new := take_promise(p.param)) is not None}
-        _broadcast_plain([p.param for p in sharded.params if p.index not in promised], collectives)
+        promised = take_promises((param.name, param.param) for param in sharded.params)
+        _broadcast_plain([p.param for p in sharded.params if id(p.param) not in promised], collectives)
 
         def values_of(param: ShardedParam, first: int, numel: int) -> torch.Tensor:
-            new = promised.get(param.index)
+            new = promised.get(id(param.param))
             return new(first, numel).to(param.param.dtype) if new else _values_of(param, first, numel)
 
         collectives.together(lambda: sharded.write_initial(values_of), "write the initial weights")

@@ -6,7 +6,7 @@ whole, and every rank asks for its own parts alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -63,17 +63,42 @@ def check_promise(name: str, param: nn.Parameter) -> None:
         )
 
 
-def take_promise(param: nn.Parameter) -> Values | None:
-    """What the parameter was promised, if anything; it is on the CPU from now on, without contents of its own."""
-    if param not in _promises:
-        return None
-    values: Values = _promises[param].values
-    del _promises[param]
+def take_promises(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, Values]:
+    """What parameters were promised, by their id(); these are on the CPU from now on, without contents of their own.
+
+    Raises ConfigError, and nothing has changed, where somebody keeps hold of one in a way that torch cannot follow.
+    """
+    taken: list[tuple[nn.Parameter, nn.Parameter, Promise]] = []
+    try:
+        for name, param in named:
+            if param in _promises:
+                taken.append((param, *_give_memory(name, param)))
+    except ConfigError:
+        for param, stand_in, promised in taken:
+            swap_tensors(param, stand_in)  # type: ignore[no-untyped-call]
+            _promises[param] = promised
+        raise
+    return {id(param): promised.values for param, _, promised in taken}
+
+
+def _give_memory(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Promise]:
+    """(what the parameter was, what it was promised)."""
     placeholder = torch.full((), torch.nan, dtype=param.dtype).expand(param.shape)
     stand_in = nn.Parameter(placeholder, requires_grad=param.requires_grad)
     stand_in.__dict__.update(param.__dict__)
-    swap_tensors(param, stand_in)  # type: ignore[no-untyped-call]
-    return values
+    promised: Promise = _promises[param]
+    del _promises[param]  # torch swaps nothing that is weakly referred to
+    try:
+        swap_tensors(param, stand_in)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        _promises[param] = promised
+        reason = str(error.__cause__ or error).split("\n")[0]
+        raise ConfigError(
+            f"model.{name}",
+            "meta",
+            f"it cannot be given memory ({reason}): use it, and refer to it weakly, after infinity.initialize() only",
+        ) from error
+    return stand_in, promised
 
 
 def fill(param: torch.Tensor, values: Values) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,25 @@ def test_what_lies_on_meta_is_refused_by_name_where_it_has_no_values(tmp_path: P
     refused(model, r"model\.scale.*infinity\.Init")
     model.scale = torch.ones(3)
     infinity.initialize(model=model, config=settings)[0].destroy()
+
+
+def test_meta_parameters_that_others_hold(tmp_path: Path) -> None:
+    """An optimizer of the user's goes on with the same parameters; a weak reference is in torch's way."""
+    saved(tmp_path)
+    settings = config(tmp_path, "none")
+    del settings["optimizer"]
+    model = on_meta(settings)
+    infinity.load_pretrained(model, tmp_path)
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    kept = weakref.ref(model.frozen.weight)
+    with pytest.raises(ConfigError, match=r"frozen\.weight.*weakly"):
+        infinity.initialize(model=model, optimizer=optimizer, config=settings)
+    del kept
+    with infinity.initialize(model=model, optimizer=optimizer, config=settings)[0] as engine:
+        before = engine.full_state_dict()["embed.weight"]
+        engine.backward(engine(TOKENS))
+        engine.step()
+        assert not torch.equal(engine.full_state_dict()["embed.weight"], before)
 
 
 def test_a_promise_follows_a_cast(tmp_path: Path) -> None:
