@@ -256,6 +256,8 @@ def judge(cell: Cell, num_steps: int, *, rank: int, swap_dir: Path) -> Verdict:
             _least_budgets[shape] = least_budget_bytes(everything, config, cell.optimizer)
         config["io_daemon"]["host_budget_bytes"] = _least_budgets[shape] * (1 if cell.budget == "least" else 3)
     run = train_engine(everything, recipe, config, rank=rank)
+    if all(torch.equal(run.masters[name], param) for name, param in seeded(everything).named_parameters()):
+        raise RuntimeError("no step was applied: there is nothing to compare")
     oracle, plain = _oracle(recipe, rank), _plain(recipe, rank, cell.num_ranks)
     verdict = Verdict(
         cell=cell,

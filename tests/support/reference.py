@@ -52,8 +52,8 @@ class Run:
     masters: dict[str, Tensor] = field(default_factory=dict)
 
 
-SCALE_POWER = 22
-"""So high that the first steps overflow."""
+SCALE_POWER = 17
+"""So high that the first steps overflow, or what it grows to does, and others of five steps do not."""
 SCALE_WINDOW = 2
 
 
