@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import types
 from pathlib import Path
 from typing import Any
@@ -267,3 +268,15 @@ def test_every_value_of_client_state_comes_back(tmp_path: Path) -> None:
     assert (found["array"] == values["array"]).all()
     assert {**found, "array": 0} == {**values, "array": 0}
     engine.destroy()
+
+
+def test_readmes_lines_save_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
+    (lines,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "save_checkpoint(" in block]
+    monkeypatch.chdir(tmp_path)
+    names: dict[str, Any] = {"engine": started(config_of())}
+    train(names["engine"], 1)
+    exec(lines, names)
+    assert names["path"] == "checkpoints/global_step1"
+    assert names["client_state"] == {"epoch": 1}
+    names["engine"].destroy()
