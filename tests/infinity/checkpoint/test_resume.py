@@ -137,6 +137,32 @@ def test_another_precision_takes_the_master_weights(tmp_path: Path) -> None:
         engine.destroy()
 
 
+OPTIMIZERS: list[dict[str, Any]] = [
+    {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}},
+    {"optimizer": {"type": "SGD", "params": {"lr": 1e-2, "momentum": 0.9}}},
+    {"optimizer": {"type": "Adagrad", "params": {"lr": 1e-2}}},
+    {"torch_autocast": {"enabled": True, "dtype": "float16"}},
+    {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+]
+
+
+@pytest.mark.parametrize("section", OPTIMIZERS, ids=lambda section: str(next(iter(section.values())))[:24])
+def test_every_kind_of_optimizer_goes_on(section: dict[str, Any], tmp_path: Path) -> None:
+    """Histories, states made in the first step, a momentum of whole matrices, a scale that torch keeps."""
+    engine = started(config_of(**section))
+    train(engine, 4)
+    engine.save_checkpoint(tmp_path)
+    losses, state, scale = train(engine, 4), everything_of(engine), engine.cur_scale
+    engine.destroy()
+    engine = started(config_of(**section), seed=5)
+    train(engine, 1)
+    engine.load_checkpoint(tmp_path)
+    assert train(engine, 4) == losses
+    assert not differing(everything_of(engine), state)
+    assert engine.cur_scale == scale
+    engine.destroy()
+
+
 def test_a_step_that_is_not_over_is_neither_saved_nor_overwritten(tmp_path: Path) -> None:
     engine = started(config_of(gradient_accumulation_steps=2))
     engine.save_checkpoint(tmp_path)
