@@ -1,0 +1,184 @@
+"""Memory of weights that come from files and go to files, against the budget and at two sizes of one model.
+
+``python -m benchmarks.pretrained --dir DIR``: GPTs of 0.3 and 1.2 billion parameters, whose bf16 safetensors are made
+on the spot; then, in a process of its own, ``load_pretrained`` of a model on the meta device, ``initialize``,
+``load_pretrained`` into the engine, ``save_16bit_model``, ``save_checkpoint``, and ``infinity export``. Printed is the
+peak of the sum of PSS over the process and its daemon in each phase. Exit code 0 if no phase takes more than the
+budget, the largest parameter in fp32, and 1.15 times what the process has after its imports, and the weights that come
+out are those that went in.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import infinity
+from benchmarks.gpt import GPT, GPTShape
+from benchmarks.side import keep_results
+from infinity.commands.cli import main as command
+from infinity.commands.demo.footprint import process_tree
+from infinity.engine import Engine
+from infinity.files.directory import WeightsDirectory
+from infinity.files.entry import Entry
+from infinity.files.export import Export
+
+MIB = 1 << 20
+SIZES = {"small": GPTShape(d_model=1536, num_layers=10), "large": GPTShape(d_model=2048, num_layers=24)}
+SAMPLE_S = 0.05
+
+
+def pss_of(pids: list[int]) -> int:
+    """The sum over processes; one that ends meanwhile counts nothing."""
+    total = 0
+    for pid in pids:
+        try:
+            text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+        except OSError:
+            continue
+        total += next(int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("Pss:"))
+    return total
+
+
+class Peaks:
+    """Samples this process and its children in a thread; a peak for each phase."""
+
+    def __init__(self) -> None:
+        self.phases: dict[str, dict[str, float]] = {}
+        self._peak = 0
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._sample, daemon=True)
+        self._thread.start()
+
+    def _sample(self) -> None:
+        while not self._ended.wait(SAMPLE_S):
+            self._peak = max(self._peak, pss_of([int(pid) for pid in process_tree(os.getpid())]))
+
+    def run(self, phase: str, work: Callable[[], Any]) -> Any:
+        self._peak, begun = pss_of([int(pid) for pid in process_tree(os.getpid())]), time.monotonic()
+        result = work()
+        self.phases[phase] = {"peak_pss_bytes": self._peak, "seconds": time.monotonic() - begun}
+        return result
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join()
+
+
+def make_weights(shape: GPTShape, directory: Path) -> None:
+    """Seeded values, each parameter made alone."""
+    with torch.device("meta"):
+        model = GPT(shape)
+    entries = {name: Entry(dtype=torch.bfloat16, shape=tuple(p.shape)) for name, p in model.named_parameters()}
+    with Export(directory, entries, max_shard_bytes=500_000_000) as export:
+        for number, (name, entry) in enumerate(entries.items()):
+            generator = torch.Generator().manual_seed(number)
+            export.write(name, 0, (torch.randn(entry.numel, generator=generator) * 0.02).bfloat16())
+        export.publish()
+
+
+def config_of(directory: Path, budget_mib: int) -> dict[str, Any]:
+    nvme = {"device": "nvme", "nvme_path": str(directory / "swap")}
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "zero_optimization": {"stage": 3, "offload_param": nvme, "offload_optimizer": nvme},
+        "io_daemon": {"host_budget_bytes": budget_mib * MIB},
+    }
+
+
+def worker(shape: GPTShape, directory: Path, budget_mib: int) -> dict[str, Any]:
+    """All phases of one size."""
+    peaks = Peaks()
+    peaks.run("imports", lambda: time.sleep(1.0))
+    settings = config_of(directory, budget_mib)
+    with torch.device("meta"):
+        model = GPT(shape)
+    weights = directory / "weights"
+
+    def start() -> Engine:
+        infinity.load_pretrained(model, weights)
+        return infinity.initialize(model=model, config=settings)[0]
+
+    engine = peaks.run("load (meta), initialize", start)
+    peaks.run("load (engine)", lambda: infinity.load_pretrained(engine, weights))
+    peaks.run("save_16bit_model", lambda: engine.save_16bit_model(directory / "saved", max_shard_size="500MB"))
+    peaks.run("save_checkpoint", lambda: engine.save_checkpoint(str(directory / "checkpoints")))
+    engine.destroy()
+    words = ["export", str(directory / "checkpoints"), str(directory / "exported"), "--dtype", "bf16", "--json"]
+    peaks.run("infinity export", lambda: command(words))
+    peaks.close()
+    return {
+        "parameters": shape.numel,
+        "largest_bytes": 4 * max(p.numel() for p in model.parameters()),
+        "phases": peaks.phases,
+        "same_weights": all(same(weights, directory / name) for name in ("saved", "exported")),
+    }
+
+
+def same(one: Path, other: Path) -> bool:
+    """Whether both directories have the same weights; in pieces."""
+    left, right = WeightsDirectory(one), WeightsDirectory(other)
+    return set(left.entries) == set(right.entries) and all(
+        torch.equal(left.read(name, first, numel), right.read(name, first, numel))
+        for name, entry in left.entries.items()
+        for first in range(0, entry.numel, MIB)
+        if (numel := min(MIB, entry.numel - first))
+    )
+
+
+def measure(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.dir) as name:
+        directory = Path(name)
+        (directory / "swap").mkdir()
+        make_weights(SIZES[size], directory / "weights")
+        command_line = [sys.executable, "-P", "-m", "benchmarks.pretrained", "--worker", size, "--dir", name]
+        command_line += ["--host-budget-mib", str(arguments.host_budget_mib)]
+        environment = {**os.environ, "PYTHONPATH": os.getcwd()}
+        ended = subprocess.run(command_line, stdout=subprocess.PIPE, text=True, check=True, env=environment)
+    found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+    base = found["phases"]["imports"]["peak_pss_bytes"]
+    found["allowed_bytes"] = int(1.15 * base) + arguments.host_budget_mib * MIB + found["largest_bytes"]
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
+    parser.add_argument("--host-budget-mib", type=int, default=512)
+    parser.add_argument("--worker", choices=tuple(SIZES), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        print(json.dumps(worker(SIZES[arguments.worker], arguments.dir, arguments.host_budget_mib)))
+        return 0
+    results = {size: measure(size, arguments) for size in SIZES}
+    keep_results("pretrained", {"host_budget_mib": arguments.host_budget_mib, **results})
+    failed = False
+    for found in results.values():
+        allowed = found["allowed_bytes"]
+        budget = arguments.host_budget_mib
+        print(f"{found['parameters']:,} parameters, budget {budget} MiB, allowed {allowed / 1e6:.0f} MB")
+        for phase, figures in found["phases"].items():
+            peak = figures["peak_pss_bytes"]
+            failed |= peak > allowed
+            print(f"  {phase:26} {peak / 1e6:7.0f} MB  {figures['seconds']:6.1f} s{'  TOO MUCH' * (peak > allowed)}")
+        if not found["same_weights"]:
+            print("  weights that came out differ from those that went in")
+        failed |= not found["same_weights"]
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
