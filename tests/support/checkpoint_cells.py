@@ -61,7 +61,7 @@ class Side:
                 **({"offload_param": device} if self.stage == 3 else {}),
             },
             "bf16": {"enabled": self.precision == "bf16"},
-            # a scale at which nothing overflows: by how it is dealt out, a batch may skip a step on one rank and not on two
+            # nothing overflows at this scale: dealt out to two ranks, a batch may skip a step that it does not on one
             "fp16": {"enabled": self.precision == "fp16", "initial_scale_power": 10},
             "io_daemon": {"host_budget_bytes": self.budget_bytes, "block_size": 65536},
         }
