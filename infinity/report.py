@@ -71,6 +71,10 @@ class StepTimes:
     stall_seconds: float = 0.0
     """The part of the above that was blocked on the daemon."""
 
+    def plus(self, **seconds: float) -> StepTimes:
+        """The times with so many seconds more of the fields that are named."""
+        return StepTimes(**{name: value + seconds.get(name, 0.0) for name, value in asdict(self).items()})
+
     @property
     def seconds(self) -> float:
         return self.forward_seconds + self.backward_seconds + self.update_seconds

@@ -32,7 +32,6 @@ from infinity.commands.absent_peers import AbsentPeers
 from infinity.commands.standard_model import standard_model, standard_shape
 from infinity.config import Config, parse_config
 from infinity.engine.build import build_engine
-from infinity.engine.runtime import TRAIN_TRACE
 from infinity.errors import ConfigError
 from infinity.plan.precision import Precision
 from infinity.tiers.connection import NodePlace
@@ -49,7 +48,8 @@ from io_daemon.shared.metrics import size_text
 WARM_UP_STEPS: Final = 3
 """In the first nothing is gathered ahead, in the second memory is still faulted in."""
 MEASURED_STEPS: Final = 5
-DERIVED_WARM_UP_STEPS: Final = 2
+DERIVED_WARM_UP_STEPS: Final = 3
+"""The first begins with no update due, the second is the first of those that are alike."""
 META: Final = torch.device("meta")
 
 
@@ -145,7 +145,7 @@ class StepOfModel:
             frame_bytes=plan.frame_bytes,
             num_frames=plan.num_frames,
             chunks=[(list(spec.object_bytes), spec.pinned_mask) for spec in specs],
-            accesses=[(a.chunk, a.read_mask, a.write_mask, a.dead_mask) for a in store.traces[TRAIN_TRACE]],
+            accesses=[(a.chunk, a.read_mask, a.write_mask, a.dead_mask) for a in store.traces[store.trace_id]],
             leases=recorder.leases,
             events=recorder.events,
         )

@@ -196,6 +196,8 @@ class IoDaemon(Section):
     """"auto": what ``io-daemon bench`` found best here, else 32."""
     commit_every_n_steps: Count = 0
     update_in_backward: bool = False
+    update: Literal["on_use", "in_step"] = "on_use"
+    """When a chunk is updated: when its weights are next used, or before ``step`` returns."""
     verify_checksums: bool = True
     start: Literal["auto", "never"] = "auto"
     """"auto": local rank 0 starts a private daemon where none is reachable."""

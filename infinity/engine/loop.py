@@ -169,7 +169,7 @@ class TrainingLoop:
         self.runtime.check_update()
         if update.begin(self.runtime.reducer.used) is Outcome.APPLIED:
             self.runtime.begin_update()
-            update.apply_all()
+            update.apply(None if self.config.io_daemon.update == "in_step" else self.runtime.chunks_that_stay)
         self.was_step_applied = update.finish() is Outcome.APPLIED
         if self.was_step_applied:
             self.runtime.end_update()
@@ -336,19 +336,22 @@ class TrainingLoop:
             self._abort(phase, error)
             raise
         name = {StepPhase.FORWARD: "forward", StepPhase.BACKWARD: "backward", StepPhase.OPTIMIZER: "update"}[phase]
-        key = f"{name}_seconds"
-        elapsed: Mapping[str, Any] = {key: getattr(self._times, key) + time.perf_counter() - start}
-        self._times = replace(self._times, **elapsed)
+        # of what was due the use of its weights is late, the update's time is its own
+        late = 0.0 if self.update is None else self.update.take_seconds()
+        elapsed = {f"{name}_seconds": time.perf_counter() - start - late, "update_seconds": late}
+        self._times = self._times.plus(**elapsed)
         self.phases.go(StepPhase.IDLE)
 
     def _abort(self, phase: StepPhase, error: BaseException) -> None:
-        half_applied = phase is StepPhase.OPTIMIZER and self.update is not None and self.update.num_updated > 0
+        half_applied = self.update is not None and self.update.is_half_applied
         if half_applied or isinstance(error, DaemonLostError):
             self.phases.go(StepPhase.FAILED)
             _log.error("the engine has failed in %s, its state is half a step ahead: destroy() it", phase.name)
             return
         self.runtime.abandon_pass()
-        if phase is not StepPhase.OPTIMIZER:
+        if phase is StepPhase.OPTIMIZER and self.update is not None:
+            self.update.cancel()
+        else:
             self.zero_grad()
             self.phases.in_training_pass = False
         self.phases.go(StepPhase.IDLE)

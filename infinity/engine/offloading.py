@@ -39,6 +39,7 @@ class OffloadedStates:
         wanted = _wanted(include)
         runtime = self._runtime
         self._check_between_steps()
+        runtime.settle()
         if OffloadStateTypeEnum.lp_params in wanted:
             runtime.drop_weights()
         self._phases.states_are_away |= bool(wanted)

@@ -331,6 +331,12 @@ class Runtime(owners.Owner):
                 owners.refuse_write(self, param.param)
             self._refuse_views(param)
 
+    def settle(self) -> None:
+        """Do what is due of every chunk."""
+        with self._lock:
+            self.live_set.reshard_all()
+            self.store.settle(num_ahead=self.sharded.sub_groups_ahead)
+
     def begin_update(self) -> None:
         """Nothing is in use any more."""
         self.live_set.reshard_all(persistent=True)
@@ -342,6 +348,11 @@ class Runtime(owners.Owner):
                 "has a view that is kept outside the model, and would not follow its update",
                 "keep a copy, with .clone(), or drop the view before its weights change",
             )
+
+    @property
+    def chunks_that_stay(self) -> Sequence[int]:
+        """Those of weights that are on the device between steps as well: nobody asks for them before a use."""
+        return [chunk for group in self.sharded.groups if group.persistent for chunk, _ in group.chunks]
 
     def end_update(self) -> None:
         self.reducer.clear()

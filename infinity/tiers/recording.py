@@ -107,6 +107,8 @@ class RecordingStore(MemoryStore):
         """While a step is recorded."""
         self.traces: dict[int, Sequence[Access]] = {}
         """By trace id, what the daemon would have been told."""
+        self.trace_id = -1
+        """The id of the last pass that began."""
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
         self.layouts += layouts
@@ -121,6 +123,9 @@ class RecordingStore(MemoryStore):
         if self.recorder is not None:
             self.recorder.leave()
         return lease
+
+    def mark(self, trace_id: int) -> None:
+        self.trace_id = trace_id
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
         self.traces[trace_id] = list(accesses)

@@ -13,7 +13,7 @@ import torch
 
 from infinity.plan.precision import Precision
 from infinity.plan.sharding import ALIGNMENT, ChunkPlacement, Run, Segment, runs_of
-from infinity.tiers.base import Lease, ShardStore, spans
+from infinity.tiers.base import Lease, spans
 from infinity.update.rule import Call, History, Options, UpdateRule
 from io_daemon.shared.protocol import ObjectKind, kinds_of
 
@@ -65,25 +65,21 @@ class SubGroup:
         self.placement = placement
         self._rule, self._stepped, self._group_of = rule, precision.stepped, group_of
         self._runs = [(run, _alike(run, group_of)) for run in runs_of(placement.segments)]
-        self._read = ObjectKind.GRAD.mask | rule.state_mask | self._stepped.mask
+        self.read = ObjectKind.GRAD.mask | rule.state_mask | self._stepped.mask
+        """Gradient, master weights and states; 16-bit weights beside masters are only written, so never swapped in."""
         dtypes = precision.dtypes(trainable=True)
-        self._dirty = rule.state_mask | self._stepped.mask | (ObjectKind.WEIGHT in dtypes and ObjectKind.WEIGHT.mask)
+        self.dirty = rule.state_mask | self._stepped.mask | (ObjectKind.WEIGHT in dtypes and ObjectKind.WEIGHT.mask)
         self._weights_of = weights_of
-        self._widest = max(kinds_of(self._read), key=lambda kind: dtypes[kind].itemsize)
+        self._widest = max(kinds_of(self.read), key=lambda kind: dtypes[kind].itemsize)
         """Frames cut the elements of no other kind at more places."""
 
-    def acquire(self, store: ShardStore) -> Lease:
-        """Gradient, master weights and states are read; 16-bit weights beside masters are only written, so never
-        swapped in."""
-        return store.acquire(self.chunk, read=self._read, write=self._dirty)
-
     def update(self, lease: Lease, terms: Terms) -> dict[int, History]:
-        """Step every segment whose parameter is present, then release the granted lease: its gradient is dead.
+        """Step every segment whose parameter is present, through a granted lease of ``read`` and ``dirty``.
 
         Returns:
             Parameter -> its history from now on.
         """
-        pieces = {kind: lease.pieces(kind) for kind in kinds_of(self._read | self._dirty)}
+        pieces = {kind: lease.pieces(kind) for kind in kinds_of(self.read | self.dirty)}
         histories: dict[int, History] = {}
         for (group, history), batch in self._batches(pieces, terms).items():
             after = self._rule.run(batch.call, history, terms.options[group])
@@ -93,7 +89,6 @@ class SubGroup:
             histories.update(dict.fromkeys(batch.indices, after))
         if self._stepped is ObjectKind.MASTER:
             self._cast_weights(pieces)
-        lease.release(dirty=self._dirty, dead=ObjectKind.GRAD.mask)
         return histories
 
     def _batches(self, pieces: _Pieces, terms: Terms) -> dict[tuple[int, History], _Batch]:

@@ -1,19 +1,23 @@
-"""One optimizer step over all chunks: begin fixes its terms, each sub-group is stepped by them, finish ends it.
+"""One optimizer step over all chunks: begin fixes its terms, each sub-group is stepped by them when it is due.
 
-Nothing that a sub-group does depends on the others: they may be stepped in any order, and at any time in between.
+Nothing that a sub-group does depends on the others: they may be stepped in any order, and at any time until somebody
+looks at their chunk, or the next step begins.
 """
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from enum import Enum, auto
+from functools import partial
 
 import torch
 
-from infinity.tiers.base import Lease, ShardStore
+from infinity.tiers.base import Lease
 from infinity.tiers.collectives import Collectives
+from infinity.tiers.due import DueStore, Work
 from infinity.update.dry_run import options_of
 from infinity.update.gradients import GradientChunks
 from infinity.update.loss_scale import LossScale
@@ -37,7 +41,7 @@ class Update:
         optimizer: ShardedOptimizer,
         gradients: GradientChunks,
         *,
-        store: ShardStore,
+        store: DueStore,
         collectives: Collectives,
         scale: LossScale,
         num_params: int,
@@ -51,7 +55,7 @@ class Update:
         self._store, self._collectives = store, collectives
         self._max_norm, self._sub_groups_ahead = max_norm, sub_groups_ahead
         self.scale = scale
-        self.histories: list[History] = [None] * num_params
+        self._histories: list[History] = [None] * num_params
         """What the rule keeps for each parameter; one without a gradient neither decays nor counts a step."""
         self.grad_norm: float | None = None
         """Global norm before clipping in the last step, not finite if that was skipped; None if nobody asked."""
@@ -61,11 +65,22 @@ class Update:
         self._present: Sequence[bool] = ()
         """For each parameter, whether the running step steps it."""
         self._terms: Terms | None = None
+        """Those of the step whose sub-groups are stepped, or due."""
         self._histories_after: dict[int, History] = {}
-        self.due: Sequence[SubGroup] = ()
-        """What the running step has to apply."""
+        self._num_due = 0
+        self._is_running = False
+        """Whether ``begin`` was called and ``finish`` not yet."""
         self.num_updated = 0
-        """Chunks that the running, or failed, step has begun to change: with 0 the step may be repeated."""
+        """Chunks that the step has begun to change."""
+        self._is_torn = False
+        """An error came while a chunk was changed."""
+        self._seconds = 0.0
+
+    @property
+    def histories(self) -> list[History]:
+        """The rule's histories of all parameters, after what is due is done."""
+        self.settle()
+        return self._histories
 
     @property
     def wants_norms(self) -> bool:
@@ -96,42 +111,100 @@ class Update:
         Args:
             present: for each parameter, whether any rank has a gradient for it.
         """
-        self.num_updated = 0
-        self._histories_after = {}
-        self._terms, self.due = None, []
+        self.settle()  # what the step before left to chunks that nobody has used since
+        self._is_running, self._terms, self.num_updated = True, None, 0
         factor = self._factor()
         if self.scale.checks_overflow and not math.isfinite(self.grad_norm or 0.0):
             return Outcome.SKIPPED
         self._present = list(present)
         wholes = self._whole.group_of if self._whole is not None else {}
         in_pieces = [flag and param not in wholes for param, flag in enumerate(present)]
+        self._histories_after = {}
         self._terms = Terms(
             present=in_pieces,
-            histories=list(self.histories),
+            histories=list(self._histories),
             options=options_of(self._optimizer),
             factor=factor,
         )
-        self.due = [g for g in self._sub_groups if any(in_pieces[s.param] for s in g.placement.segments)]
         return Outcome.APPLIED
 
-    def apply_all(self) -> None:
-        """Step what is stepped whole, then stream every sub-group that is due through the frames."""
-        if self._whole is not None and self._terms is not None:
+    def apply(self, chunks: Iterable[int] | None = None) -> None:
+        """Step what is stepped whole. The rest is due from then on, and done now of ``chunks``, or of all."""
+        if self._terms is None:
+            raise AssertionError("an update is applied outside a step, or in one that is skipped")
+        if self._whole is not None:
             self._apply_whole(self._whole, self._terms)
-        leases: deque[tuple[SubGroup, Lease]] = deque()
-        waiting = iter(self.due)
-        try:
-            while True:
-                while len(leases) <= self._sub_groups_ahead and (sub_group := next(waiting, None)) is not None:
-                    leases.append((sub_group, sub_group.acquire(self._store)))
-                if not leases:
-                    break
-                self.apply(*leases[0])
-                leases.popleft()
-        except BaseException:
-            for _, lease in leases:
-                lease.release()
-            raise
+        for sub_group in self._sub_groups:
+            if self._steps(sub_group, self._terms.present):
+                self._postpone(sub_group)
+        if self._num_due == 0:
+            self._note_histories()
+        self.settle(chunks)
+
+    def settle(self, chunks: Iterable[int] | None = None) -> None:
+        """Step the sub-groups that are due, of ``chunks`` or all, streaming them through the frames."""
+        self._store.settle(chunks, num_ahead=self._sub_groups_ahead)
+
+    def finish(self) -> Outcome:
+        """The step is over, whatever is due of it. Raises LossScaleError where no smaller scale is left."""
+        outcome = Outcome.SKIPPED if self._terms is None else Outcome.APPLIED
+        self.scale.update(overflow=outcome is Outcome.SKIPPED)
+        self._is_running = False
+        self._gradients.clear()
+        self._clip_once = None
+        self._optimizer.overflow = outcome is Outcome.SKIPPED
+        return outcome
+
+    def cancel(self) -> None:
+        """The running step has failed, and nothing that it would change has: nothing is due of it."""
+        if self._is_running:
+            self._store.forget_due()
+            self._num_due, self._is_running = 0, False
+
+    @property
+    def is_half_applied(self) -> bool:
+        """Whether an error now leaves weights that belong to no step: some of the running one, or half a chunk."""
+        return self._is_torn or (self._is_running and self.num_updated > 0)
+
+    def take_seconds(self) -> float:
+        """Wall-clock seconds that sub-groups were stepped in since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _steps(self, sub_group: SubGroup, present: Sequence[bool]) -> bool:
+        return any(present[segment.param] for segment in sub_group.placement.segments)
+
+    def _postpone(self, sub_group: SubGroup) -> None:
+        self._num_due += 1
+        work = Work(
+            read=sub_group.read,
+            write=sub_group.dirty,
+            dead=ObjectKind.GRAD.mask,
+            run=partial(self._step, sub_group),
+            note="some weights are needed whose last update is due; they are as before it, and it stays due",
+        )
+        self._store.postpone(sub_group.chunk, work)
+
+    def _step(self, sub_group: SubGroup, lease: Lease) -> None:
+        """Do what is due of a chunk, through a lease of its own or of whoever needs the chunk."""
+        if self._terms is None:
+            raise AssertionError("a sub-group is due of no step")
+        start = time.perf_counter()
+        self.num_updated += 1
+        self._is_torn = True
+        with _undisturbed():
+            self._histories_after.update(sub_group.update(lease, self._terms))
+        self._is_torn = False
+        self._num_due -= 1
+        if self._num_due == 0:
+            self._note_histories()
+        self._seconds += time.perf_counter() - start
+
+    def _note_histories(self) -> None:
+        for param, flag in enumerate(self._present):
+            if flag:
+                # a rank without a part of the parameter never needs its numbers, only that it was stepped
+                self._histories[param] = self._histories_after.get(param, ())
 
     def _apply_whole(self, whole: WholeParams, terms: Terms) -> None:
         for param, group in whole.group_of.items():
@@ -141,38 +214,11 @@ class Update:
                 after = self._optimizer.rule.run(call, terms.histories[param], terms.options[group])
                 self._histories_after[param] = after
                 whole.write(param, call)
-        self._bury_gradients()
-
-    def _bury_gradients(self) -> None:
-        """Nobody reads gradients any more of chunks that no sub-group will step."""
-        due = {sub_group.chunk for sub_group in self.due}
         for sub_group in self._sub_groups:
-            if sub_group.chunk not in due and any(self._present[s.param] for s in sub_group.placement.segments):
+            if self._steps(sub_group, self._present) and not self._steps(sub_group, terms.present):
                 lease = self._store.acquire(sub_group.chunk, write=ObjectKind.GRAD.mask)
                 lease.wait()
                 lease.release(dead=ObjectKind.GRAD.mask)
-
-    def apply(self, sub_group: SubGroup, lease: Lease) -> None:
-        """Step one of the sub-groups that are due, through a lease of its own, which is released."""
-        if self._terms is None:
-            raise AssertionError("a sub-group is stepped outside a step, or in one that is skipped")
-        lease.wait()
-        self.num_updated += 1
-        self._histories_after.update(sub_group.update(lease, self._terms))
-
-    def finish(self) -> Outcome:
-        """The step is over: what it counts counts from now on. Raises LossScaleError where no smaller scale is left."""
-        terms, outcome = self._terms, Outcome.SKIPPED if self._terms is None else Outcome.APPLIED
-        self.scale.update(overflow=outcome is Outcome.SKIPPED)
-        self._terms = None
-        for param, flag in enumerate(self._present if terms is not None else ()):
-            if flag:
-                # a rank without a part of the parameter never needs its numbers, only that it was stepped
-                self.histories[param] = self._histories_after.get(param, ())
-        self._gradients.clear()
-        self._clip_once = None
-        self._optimizer.overflow = outcome is Outcome.SKIPPED
-        return outcome
 
     def _factor(self) -> torch.Tensor | None:
         """What gradients are multiplied by: 1 over the loss scale, and max_norm / (norm + 1e-6), at most 1, as in
@@ -191,3 +237,15 @@ class Update:
         norm = (total.sqrt() / self.scale.value).float()
         self.grad_norm = float(norm)
         return norm
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Whoever needs weights that are due an update may be within anything that changes what operations do."""
+    kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
+    with ExitStack() as modes:
+        modes.enter_context(torch.inference_mode(mode=False))
+        modes.enter_context(torch.no_grad())
+        for kind in kinds:
+            modes.enter_context(torch.autocast(kind, enabled=False))
+        yield

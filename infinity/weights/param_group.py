@@ -31,18 +31,25 @@ DEMAND_LEASES_AHEAD = 2
 
 
 class LeaseAllowance:
-    """How many weight leases may be held ahead of their use, over all groups: never the frames a demand needs."""
+    """How many frames weight leases may hold ahead of their use, over all groups: never those a demand needs.
 
-    def __init__(self, leases_max: int) -> None:
-        self._num_left = leases_max
+    ``frames_of``: what a lease on a chunk's weights takes now; more than its weights where an update is due."""
 
-    def take(self, num_wanted: int) -> int:
-        taken = min(self._num_left, num_wanted)
-        self._num_left -= taken
-        return taken
+    def __init__(self, frames_max: int, frames_of: Callable[[int], int] = lambda _chunk: 1) -> None:
+        self.num_left = frames_max
+        """Frames that may still be taken."""
+        self._frames_of = frames_of
 
-    def give_back(self, num_leases: int) -> None:
-        self._num_left += num_leases
+    def take(self, chunk: int) -> int:
+        """The frames that are taken for a lease on the chunk; 0: there are not enough."""
+        frames = self._frames_of(chunk)
+        if frames > self.num_left:
+            return 0
+        self.num_left -= frames
+        return frames
+
+    def give_back(self, num_frames: int) -> None:
+        self.num_left += num_frames
 
 
 class ParamGroup:
@@ -89,7 +96,7 @@ class ParamGroup:
         self._all_reduces = all_reduces
         self._dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
         self._leases: list[Lease] = []
-        self._num_ahead = 0
+        self._frames_ahead = 0
 
     @property
     def index(self) -> int:
@@ -108,9 +115,12 @@ class ParamGroup:
     def unshard(self) -> None:
         """Lease weight chunks ahead of their use, as many as the allowance gives. Does not block."""
         self._go(ShardedState.UNSHARDING)
-        self._num_ahead = self._allowance.take(len(self.chunks))
-        ahead = self.chunks[: self._num_ahead]
-        self._leases = [self._store.acquire(chunk, read=self._home.mask) for chunk, _ in ahead]
+        for chunk, _ in self.chunks:
+            frames = self._allowance.take(chunk)
+            if frames == 0:
+                return
+            self._frames_ahead += frames
+            self._leases.append(self._store.acquire(chunk, read=self._home.mask))
 
     def wait_for_unshard(self, *, updated: bool = False) -> None:
         """Copy the weights into the parameters. Blocks until every chunk was resident once.
@@ -159,8 +169,8 @@ class ParamGroup:
         for lease in self._leases:
             lease.release()
         self._leases = []
-        self._allowance.give_back(self._num_ahead)
-        self._num_ahead = 0
+        self._allowance.give_back(self._frames_ahead)
+        self._frames_ahead = 0
 
     def _gather_into(self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype) -> None:
         with self._copies.issue():

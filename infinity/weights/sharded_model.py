@@ -22,6 +22,7 @@ from infinity.plan.stage import Reduction, StagePolicy
 from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, spans
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
+from infinity.tiers.due import DueStore
 from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
 from infinity.tiers.memory import MemoryStore
 from infinity.weights import access
@@ -195,7 +196,7 @@ class ShardedModel:
         streamed = self.plan.num_frames - self.plan.pinned_frames
         return max(1, min(SUB_GROUPS_AHEAD_MAX, streamed // LEASE_SHARE // self.plan.demand_frames))
 
-    def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool) -> TracedStore:
+    def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool) -> DueStore:
         self.device_store = MemoryStore(self._device)
         store: ShardStore = self.device_store
         self.host_store: HostStore | None = None
@@ -206,15 +207,15 @@ class ShardedModel:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
-        traced = PoisonStore(store) if poison else TracedStore(store)
+        stacked = DueStore(PoisonStore(store) if poison else TracedStore(store))
         try:
-            chunks = traced.register([self._chunk_layout(chunk) for chunk in self.chunks])
+            chunks = stacked.register([self._chunk_layout(chunk) for chunk in self.chunks])
         except BaseException:
-            traced.close()
+            stacked.close()
             raise
         if chunks != range(len(self.chunks)):
             raise AssertionError(f"a fresh store numbers its chunks {chunks}")
-        return traced
+        return stacked
 
     def _chunk_layout(self, chunk: ChunkPlacement) -> ChunkLayout:
         return ChunkLayout(numel=chunk.numel, dtypes=self.precision.dtypes(trainable=self._is_trained(chunk)))
@@ -224,7 +225,10 @@ class ShardedModel:
 
     def _build_groups(self) -> list[ParamGroup]:
         streamed = self.plan.num_frames - self.plan.pinned_frames if self.plan else len(self.chunks) * LEASE_SHARE
-        allowance = LeaseAllowance(max(0, streamed // LEASE_SHARE))
+        due_frames = self.plan.demand_frames if self.plan else 1
+        allowance = LeaseAllowance(
+            max(0, streamed // LEASE_SHARE), lambda chunk: due_frames if self.store.is_due(chunk) else 1
+        )
         copies = CopyStream(self._device)
         chunks_of: list[list[tuple[int, ChunkPlacement]]] = [[] for _ in self.layout.placements]
         for chunk_id, chunk in enumerate(self.chunks):

@@ -50,6 +50,11 @@ IO_DAEMON: tuple[Key, ...] = (
         "write false",
         accepts=(False,),
     ),
+    works(
+        "io_daemon.update",
+        '"on_use": a chunk is updated when its weights are next used, so that reading its state ahead and writing it '
+        'behind go on during forward; "in_step": before step() returns. The bits are the same',
+    ),
     works("io_daemon.verify_checksums", "check every block that is read back; a running daemon keeps its own"),
     works("io_daemon.start", '"auto": start a private daemon where none is reachable; "never"', auto="value"),
 )

@@ -113,11 +113,12 @@ def test_the_recorded_order_is_what_a_daemon_is_told_in_training(
     model, batch = tiny_gpt()
     engine, *_ = infinity.initialize(model=model, model_parameters=model.parameters(), config=config(swap_dir))
     with engine:
-        engine.backward(engine(batch))
-        engine.step()
+        for _ in range(2):  # the first begins with no update due
+            engine.backward(engine(batch))
+            engine.step()
         stats = engine.io_report()
     trace = traced(tmp_path, *MODEL, "--meta", "--no-init")
-    assert told == [[Access(*row) for row in trace.accesses]]
+    assert told[1:] == [[Access(*row) for row in trace.accesses]]
     assert trace.num_frames * trace.frame_bytes == stats.arena_bytes
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import infinity
 from infinity.config import parse_config
 from infinity.errors import LossScaleError
+from infinity.tiers.due import DUE_TRACES
 from infinity.update.loss_scale import DynamicLossScale, FixedLossScale, LossScale, loss_scale_of
 from tests.support.plain_scale import PlainScale
 from tests.support.reference import differing_bits
@@ -212,17 +213,20 @@ def test_a_skipped_step_leaves_weights_schedule_and_moments_alone() -> None:
         assert (engine.skipped_steps, engine.global_steps, engine.cur_scale) == (2, 6, 8)
 
 
-def test_a_pass_without_an_update_is_no_trace() -> None:
+@pytest.mark.parametrize(("update", "traces"), [("in_step", [0]), ("on_use", [0, DUE_TRACES])])
+def test_a_pass_without_an_update_is_no_trace(update: str, traces: list[int]) -> None:
     """The next passes will have one: what is read ahead would be wrong for all of them."""
-    engine, *_ = engine_of(fp16={"enabled": True, "loss_scale": 8}, zero_optimization=STREAMED)
+    engine, *_ = engine_of(
+        fp16={"enabled": True, "loss_scale": 8}, zero_optimization=STREAMED, io_daemon={"update": update}
+    )
     told: list[int] = []
     with engine:
-        store = engine._runtime.store
-        store._inner.set_trace = lambda trace_id, accesses: told.append(len(accesses))
+        store: Any = engine._runtime.store
+        store._inner._inner.set_trace = lambda trace_id, accesses: told.append(trace_id)
         for step in range(3):
             engine.backward(engine(batch(step), math.inf if step == 0 else 1.0))
             engine.step()
-            assert len(told) == min(step, 1)
+            assert told == traces[:step]
 
 
 def test_an_overflow_at_the_least_scale_is_an_error_and_changes_nothing() -> None:

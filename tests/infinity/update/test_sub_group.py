@@ -68,12 +68,13 @@ class Fixture:
                 own = self.parts(ObjectKind.GRAD, param).float()
                 self.mine[param].grad = own.clone() if clip is None else own * clip
                 optimizer.step()
-        lease = self.sub_group.acquire(self.store)
+        lease = self.store.acquire(0, read=self.sub_group.read, write=self.sub_group.dirty)
         lease.wait()
         factor = None if clip is None else torch.tensor(clip)
         terms = Terms(present=present, histories=self.histories, options=self.group_options, factor=factor)
         for param, history in self.sub_group.update(lease, terms).items():
             self.histories[param] = history
+        lease.release(dirty=self.sub_group.dirty, dead=ObjectKind.GRAD.mask)
 
     def assert_as_torch(self) -> None:
         for param, mine in enumerate(self.mine):

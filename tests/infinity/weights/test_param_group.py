@@ -46,9 +46,14 @@ def assert_whole(shards: SmallShards) -> None:
 
 def test_an_allowance_is_given_out_and_taken_back() -> None:
     allowance = LeaseAllowance(3)
-    assert [allowance.take(2), allowance.take(2), allowance.take(1)] == [2, 1, 0]
+    assert [allowance.take(chunk) for chunk in range(4)] == [1, 1, 1, 0]
     allowance.give_back(2)
-    assert allowance.take(5) == 2
+    assert [allowance.take(chunk) for chunk in range(3)] == [1, 1, 0]
+
+
+def test_a_lease_that_takes_more_frames_uses_up_more() -> None:
+    allowance = LeaseAllowance(6, lambda chunk: 4 if chunk == 0 else 1)
+    assert [allowance.take(chunk) for chunk in (0, 0, 1, 2, 3)] == [4, 0, 1, 1, 0]
 
 
 @pytest.mark.parametrize("precision", [FP32, BF16], ids=["fp32", "bf16"])
@@ -84,7 +89,7 @@ def test_what_was_leased_ahead_is_not_leased_again() -> None:
     assert shards.store.acquired() == [(chunk, WEIGHT, 0) for chunk in range(3)]
     assert shards.store.num_held == 0
     assert_whole(shards)
-    assert shards.allowance.take(9) == 2, "given back"
+    assert shards.allowance.num_left == 2, "given back"
 
 
 def test_an_allowance_for_all_is_used_for_all() -> None:
@@ -92,9 +97,9 @@ def test_an_allowance_for_all_is_used_for_all() -> None:
     (group,) = shards.groups
     group.unshard()
     assert len(shards.store.acquired()) == 3
-    assert shards.allowance.take(9) == 6
+    assert shards.allowance.num_left == 6
     group.wait_for_unshard()
-    assert shards.allowance.take(9) == 3
+    assert shards.allowance.num_left == 9
 
 
 def test_leases_ahead_that_are_not_used_are_released() -> None:
@@ -103,7 +108,7 @@ def test_leases_ahead_that_are_not_used_are_released() -> None:
     group.unshard()
     group.reshard()
     assert shards.store.released() == [(0, 0, 0), (1, 0, 0)]
-    assert shards.allowance.take(9) == 2
+    assert shards.allowance.num_left == 2
     group.wait_for_unshard()
     assert_whole(shards)
 
@@ -120,7 +125,7 @@ def test_a_fault_gives_leases_and_allowance_back() -> None:
     with pytest.raises(OSError, match="injected"):
         group.wait_for_unshard()
     assert shards.store.num_held == 0
-    assert shards.allowance.take(9) == 2
+    assert shards.allowance.num_left == 2
 
 
 def test_a_persistent_groups_weights_stay_where_they_are() -> None:

@@ -1,0 +1,171 @@
+"""A store whose chunks may have work due: who needs such a chunk next has it done, through one lease with their own.
+
+So work that concerns a chunk by itself, as its share of an update does, needs no lease and no transfer beside those of
+the chunk's next use, and nobody can see a chunk without it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from infinity.tiers.base import ChunkLayout, Lease, ShardStore
+from infinity.tiers.layers import TracedStore
+from io_daemon.shared.protocol import Access
+
+DUE_TRACES: Final = 2
+"""A pass that begins with work due has an id greater by this: it asks for more than one that begins with none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """What is due of one chunk. Masks are ``1 << ObjectKind``."""
+
+    read: int
+    write: int
+    """Kinds that ``run`` writes."""
+    dead: int
+    """Kinds that nobody needs once it is done."""
+    run: Callable[[Lease], None]
+    """Does it, through a granted lease."""
+    note: str
+    """What an error says that comes before it could be done."""
+
+
+class DueStore(ShardStore):
+    def __init__(self, inner: TracedStore) -> None:
+        self._inner = inner
+        self._due: dict[int, Work] = {}
+        self._leases: dict[int, DueLease] = {}
+        """By chunk, the lease that was acquired to do what is due and was not waited for yet."""
+
+    @property
+    def has_due(self) -> bool:
+        return bool(self._due)
+
+    def is_due(self, chunk: int) -> bool:
+        return chunk in self._due
+
+    def postpone(self, chunk: int, work: Work) -> None:
+        """The work is due until somebody acquires the chunk and waits for it; nothing else may be due of it."""
+        self._due[chunk] = work
+
+    def forget_due(self) -> None:
+        """Nothing is due any more, and nothing is done."""
+        self._due.clear()
+
+    def settle(self, chunks: Iterable[int] | None = None, *, num_ahead: int) -> None:
+        """Do what is due, of ``chunks`` or of all in the order in which it was postponed.
+
+        Where it raises, what was not done stays due. ``num_ahead``: leases issued beside the one at work.
+        """
+        for held in list(self._leases.values()):
+            held.do_now()
+        waiting = iter(list(self._due) if chunks is None else [chunk for chunk in chunks if chunk in self._due])
+        leases: deque[Lease] = deque()
+        try:
+            while True:
+                while len(leases) <= num_ahead and (chunk := next(waiting, None)) is not None:
+                    leases.append(self.acquire(chunk, read=self._due[chunk].read))
+                if not leases:
+                    return
+                leases[0].wait()
+                leases.popleft().release()
+        finally:
+            for lease in leases:
+                lease.release()
+
+    def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        if chunk not in self._due:
+            return self._inner.acquire(chunk, read=read, write=write)
+        earlier = self._leases.get(chunk)
+        if earlier is not None:
+            earlier.do_now()
+            return self._inner.acquire(chunk, read=read, write=write)
+        lease = DueLease(self, chunk, self._due[chunk], read, write)
+        self._leases[chunk] = lease
+        return lease
+
+    def issue(self, chunk: int, read: int, write: int) -> Lease:
+        """A lease of the store below, whatever is due."""
+        return self._inner.acquire(chunk, read=read, write=write)
+
+    def note_done(self, chunk: int) -> None:
+        """What was due of the chunk is done."""
+        del self._due[chunk], self._leases[chunk]
+
+    def note_abandoned(self, chunk: int) -> None:
+        """The lease that was to do it was given up."""
+        del self._leases[chunk]
+
+    def register(self, layouts: Sequence[ChunkLayout]) -> range:
+        return self._inner.register(layouts)
+
+    def unregister(self, chunks: range) -> None:
+        self._inner.unregister(chunks)
+
+    def mark(self, trace_id: int) -> None:
+        self._inner.mark(trace_id + DUE_TRACES if self._due else trace_id)
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
+        self._inner.set_trace(trace_id, accesses)
+
+    def complete(self) -> None:
+        self._inner.complete()
+
+    def abandon(self) -> None:
+        self._inner.abandon()
+
+    def stats(self) -> dict[str, float]:
+        return self._inner.stats()
+
+    def close(self) -> None:
+        self._due.clear()
+        self._inner.close()
+
+
+class DueLease(Lease):
+    """A lease on a chunk that has work due: ``wait`` does it."""
+
+    def __init__(self, store: DueStore, chunk: int, work: Work, read: int, write: int) -> None:
+        self.chunk = chunk
+        self._store, self._read, self._write = store, read, write
+        self._work: Work | None = work
+        self._dirty = self._dead = 0
+        self._inner = store.issue(chunk, work.read | read & ~work.write, work.write | write)
+
+    def wait(self) -> None:
+        if self._work is None:
+            self._inner.wait()
+            return
+        try:
+            self._inner.wait()
+        except Exception as error:
+            error.add_note(self._work.note)
+            raise
+        self._do(self._work)
+
+    def pieces(self, kind: int) -> list[torch.Tensor]:
+        return self._inner.pieces(kind)
+
+    def release(self, *, dirty: int = 0, dead: int = 0) -> None:
+        if self._work is not None:
+            self._store.note_abandoned(self.chunk)
+        self._inner.release(dirty=self._dirty | dirty, dead=self._dead & ~dirty | dead)
+
+    def do_now(self) -> None:
+        """Somebody else needs the chunk while this lease is held ahead: from here on it is one for its own kinds."""
+        self.wait()
+        self._inner.release(dirty=self._dirty, dead=self._dead)
+        self._dirty = self._dead = 0
+        self._inner = self._store.issue(self.chunk, self._read, self._write)
+
+    def _do(self, work: Work) -> None:
+        work.run(self._inner)
+        self._work = None
+        self._dirty, self._dead = work.write, work.dead
+        self._store.note_done(self.chunk)
