@@ -95,12 +95,12 @@ def blow_up(step: int) -> float:
 
 
 def plain_norm(params: list[nn.Parameter], scale: float) -> float:
-    """Of each gradient in fp32, added up in fp64."""
+    """Of each gradient, in fp64."""
     total = 0.0
     for param in params:
         if param.grad is None:
             raise RuntimeError("every parameter is used")
-        total += float(param.grad.float().norm()) ** 2
+        total += float(param.grad.double().norm()) ** 2
     return float(torch.tensor(math.sqrt(total) / scale).float()) if math.isfinite(total) else total
 
 

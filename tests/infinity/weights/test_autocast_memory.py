@@ -18,6 +18,7 @@ torch.set_num_threads(1)
 model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(DEPTH)))
 zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
 config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": zero, "optimizer": {"type": "AdamW"}}
+config["io_daemon"] = {"update": "in_step"}  # or a forward would free the gradients of the step before
 engine = infinity.initialize(model=model, config=config)[0]
 x = torch.randn(2, WIDTH)
 

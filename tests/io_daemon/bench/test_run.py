@@ -138,7 +138,7 @@ def test_every_bit_flip_while_verifying_is_found(engine: str, tmp_path: Path) ->
 
 
 def test_short_transfers_go_on_and_are_counted(engine: str, tmp_path: Path) -> None:
-    faults = [("short_write", 100_000, 4096), *(("short_read", nth, 4096) for nth in range(40))]
+    faults = [("short_write", 100_000, 4096), *(("short_read", nth, 4096) for nth in range(400))]
     result = measure(tmp_path, rw="read", engine=engine, ramp_time_s=0, faults=faults)
     if result.verification is None:
         raise AssertionError(result)
