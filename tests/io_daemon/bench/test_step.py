@@ -79,12 +79,12 @@ def test_a_large_arena_moves_nothing_once_settled(directory: Path, trace: Path) 
 def test_a_node_s_ranks_move_so_many_times_as_much(directory: Path, trace: Path, tmp_path: Path) -> None:
     path = tmp_path / "node.json.gz"
     save(small_step().model_copy(update={"num_nodes": 2, "ranks_per_node": 3}), path)
-    alone, node = replay(directory, trace), replay(directory, path)
+    # when a plan comes in time is chance, and in three steps it decides too much
+    alone, node = replay(directory, trace, steps=8), replay(directory, path, steps=8)
     assert (node.num_nodes, node.ranks_per_node) == (2, 3)
     assert (node.tokens_per_step, node.node_tokens_per_step) == (64, 32)
-    # when a plan comes in time is chance, and decides on a few of these objects
-    assert node.read_bytes == pytest.approx(3 * alone.read_bytes, rel=0.5)
-    assert node.write_bytes == pytest.approx(3 * alone.write_bytes, rel=0.5)
+    assert node.read_bytes == pytest.approx(3 * alone.read_bytes, rel=0.4)
+    assert node.write_bytes == pytest.approx(3 * alone.write_bytes, rel=0.4)
     warned = [
         any("communication" in line for line in (*result.warnings, advise_step(result))) for result in (alone, node)
     ]
