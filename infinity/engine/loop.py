@@ -310,7 +310,6 @@ class TrainingLoop:
             scale=loss_scale_of(self.config),
             num_params=len(sharded.params),
             max_norm=self.config.gradient_clipping,
-            sub_groups_ahead=sharded.sub_groups_ahead,
             whole=self._whole_params(optimizer.rule, optimizer_groups),
         )
 

@@ -335,7 +335,7 @@ class Runtime(owners.Owner):
         """Do what is due of every chunk."""
         with self._lock:
             self.live_set.reshard_all()
-            self.store.settle(num_ahead=self.sharded.sub_groups_ahead)
+            self.store.settle()
 
     def begin_update(self) -> None:
         """Nothing is in use any more."""

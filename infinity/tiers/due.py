@@ -37,15 +37,13 @@ class Work:
 
 
 class DueStore(ShardStore):
-    def __init__(self, inner: TracedStore) -> None:
-        self._inner = inner
+    """``num_ahead``: leases that ``settle`` issues beside the one at work."""
+
+    def __init__(self, inner: TracedStore, *, num_ahead: int) -> None:
+        self._inner, self._num_ahead = inner, num_ahead
         self._due: dict[int, Work] = {}
         self._leases: dict[int, DueLease] = {}
         """By chunk, the lease that was acquired to do what is due and was not waited for yet."""
-
-    @property
-    def has_due(self) -> bool:
-        return bool(self._due)
 
     def is_due(self, chunk: int) -> bool:
         return chunk in self._due
@@ -58,10 +56,10 @@ class DueStore(ShardStore):
         """Nothing is due any more, and nothing is done."""
         self._due.clear()
 
-    def settle(self, chunks: Iterable[int] | None = None, *, num_ahead: int) -> None:
+    def settle(self, chunks: Iterable[int] | None = None) -> None:
         """Do what is due, of ``chunks`` or of all in the order in which it was postponed.
 
-        Where it raises, what was not done stays due. ``num_ahead``: leases issued beside the one at work.
+        Where it raises, what was not done stays due.
         """
         for held in list(self._leases.values()):
             held.do_now()
@@ -69,7 +67,7 @@ class DueStore(ShardStore):
         leases: deque[Lease] = deque()
         try:
             while True:
-                while len(leases) <= num_ahead and (chunk := next(waiting, None)) is not None:
+                while len(leases) <= self._num_ahead and (chunk := next(waiting, None)) is not None:
                     leases.append(self.acquire(chunk, read=self._due[chunk].read))
                 if not leases:
                     return

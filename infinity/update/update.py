@@ -46,14 +46,13 @@ class Update:
         scale: LossScale,
         num_params: int,
         max_norm: float,
-        sub_groups_ahead: int,
         whole: WholeParams | None = None,
     ) -> None:
         """``whole``: the parameters that the optimizer's rule steps as wholes; None where it has no such groups."""
-        self._sub_groups = sub_groups
+        self._works = [(sub_group, self._work_of(sub_group)) for sub_group in sub_groups]
         self._optimizer, self._gradients = optimizer, gradients
         self._store, self._collectives = store, collectives
-        self._max_norm, self._sub_groups_ahead = max_norm, sub_groups_ahead
+        self._max_norm = max_norm
         self.scale = scale
         self._histories: list[History] = [None] * num_params
         """What the rule keeps for each parameter; one without a gradient neither decays nor counts a step."""
@@ -134,16 +133,17 @@ class Update:
             raise AssertionError("an update is applied outside a step, or in one that is skipped")
         if self._whole is not None:
             self._apply_whole(self._whole, self._terms)
-        for sub_group in self._sub_groups:
+        for sub_group, work in self._works:
             if self._steps(sub_group, self._terms.present):
-                self._postpone(sub_group)
+                self._num_due += 1
+                self._store.postpone(sub_group.chunk, work)
         if self._num_due == 0:
             self._note_histories()
         self.settle(chunks)
 
     def settle(self, chunks: Iterable[int] | None = None) -> None:
         """Step the sub-groups that are due, of ``chunks`` or all, streaming them through the frames."""
-        self._store.settle(chunks, num_ahead=self._sub_groups_ahead)
+        self._store.settle(chunks)
 
     def finish(self) -> Outcome:
         """The step is over, whatever is due of it. Raises LossScaleError where no smaller scale is left."""
@@ -174,16 +174,14 @@ class Update:
     def _steps(self, sub_group: SubGroup, present: Sequence[bool]) -> bool:
         return any(present[segment.param] for segment in sub_group.placement.segments)
 
-    def _postpone(self, sub_group: SubGroup) -> None:
-        self._num_due += 1
-        work = Work(
+    def _work_of(self, sub_group: SubGroup) -> Work:
+        return Work(
             read=sub_group.read,
             write=sub_group.dirty,
             dead=ObjectKind.GRAD.mask,
             run=partial(self._step, sub_group),
             note="some weights are needed whose last update is due; they are as before it, and it stays due",
         )
-        self._store.postpone(sub_group.chunk, work)
 
     def _step(self, sub_group: SubGroup, lease: Lease) -> None:
         """Do what is due of a chunk, through a lease of its own or of whoever needs the chunk."""
@@ -214,7 +212,7 @@ class Update:
                 after = self._optimizer.rule.run(call, terms.histories[param], terms.options[group])
                 self._histories_after[param] = after
                 whole.write(param, call)
-        for sub_group in self._sub_groups:
+        for sub_group, _ in self._works:
             if self._steps(sub_group, self._present) and not self._steps(sub_group, terms.present):
                 lease = self._store.acquire(sub_group.chunk, write=ObjectKind.GRAD.mask)
                 lease.wait()

@@ -207,7 +207,7 @@ class ShardedModel:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
-        stacked = DueStore(PoisonStore(store) if poison else TracedStore(store))
+        stacked = DueStore(PoisonStore(store) if poison else TracedStore(store), num_ahead=self.sub_groups_ahead)
         try:
             chunks = stacked.register([self._chunk_layout(chunk) for chunk in self.chunks])
         except BaseException:

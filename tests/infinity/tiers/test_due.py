@@ -18,10 +18,10 @@ NUMEL = 8
 class Fixture:
     """Chunks whose update adds the gradient to the master weight, and copies that to the weight."""
 
-    def __init__(self, num_chunks: int = 1) -> None:
+    def __init__(self, num_chunks: int = 1, *, num_ahead: int = 1) -> None:
         self.strict = StrictStore()
         self.traced = TracedStore(self.strict)
-        self.store = DueStore(self.traced)
+        self.store = DueStore(self.traced, num_ahead=num_ahead)
         self.store.register([ChunkLayout(numel=NUMEL, dtypes=dict.fromkeys((W, G, M), torch.float32))] * num_chunks)
         self.done: list[int] = []
         self.fault: Exception | None = None
@@ -83,7 +83,7 @@ def test_a_lease_given_up_leaves_it_due() -> None:
     fixture.postpone(0)
     fixture.store.acquire(0, read=W.mask).release()
     assert fixture.strict.released() == [(0, 0, 0)]
-    assert (fixture.store.has_due, fixture.done) == (True, [])
+    assert (fixture.store.is_due(0), fixture.done) == (True, [])
     assert fixture.read(0) == [1.0] * NUMEL
 
 
@@ -110,9 +110,9 @@ def test_a_fault_before_it_says_so_and_leaves_it_due() -> None:
 
     fixture.strict.before_wait = fault
     with pytest.raises(OSError, match="injected") as caught:
-        fixture.store.settle(num_ahead=1)
+        fixture.store.settle()
     assert caught.value.__notes__ == ["an update is due of it"]
-    assert (fixture.strict.num_held, fixture.store.has_due) == (0, True)
+    assert (fixture.strict.num_held, fixture.store.is_due(0)) == (0, True)
     fixture.strict.before_wait = lambda _lease: None
     assert fixture.read(0) == [1.0] * NUMEL
 
@@ -128,12 +128,12 @@ def test_a_fault_within_it_leaves_nothing_of_it_in_the_store() -> None:
 
 @pytest.mark.parametrize("num_ahead", [0, 1, 5])
 def test_settling_does_all_in_the_order_in_which_it_was_postponed(num_ahead: int) -> None:
-    fixture = Fixture(4)
+    fixture = Fixture(4, num_ahead=num_ahead)
     fixture.postpone(3, 1, 0, 2)
-    fixture.store.settle(num_ahead=num_ahead)
+    fixture.store.settle()
     assert fixture.done == [3, 1, 0, 2]
     assert fixture.strict.num_held_max == min(num_ahead + 1, 4)
-    fixture.store.settle(num_ahead=num_ahead)
+    fixture.store.settle()
     assert len(fixture.strict.acquired()) == 4
 
 
@@ -141,7 +141,7 @@ def test_settling_does_what_a_lease_held_ahead_was_to_do() -> None:
     fixture = Fixture(3)
     fixture.postpone(0, 1, 2)
     ahead = fixture.store.acquire(1, read=W.mask)
-    fixture.store.settle(num_ahead=1)
+    fixture.store.settle()
     assert sorted(fixture.done) == [0, 1, 2]
     ahead.wait()
     assert ahead.pieces(W)[0].tolist() == [1.0] * NUMEL
@@ -153,7 +153,7 @@ def test_settling_does_what_a_lease_held_ahead_was_to_do() -> None:
 def test_settling_some_leaves_the_others() -> None:
     fixture = Fixture(4)
     fixture.postpone(3, 1, 0)
-    fixture.store.settle([0, 1, 2], num_ahead=1)
+    fixture.store.settle([0, 1, 2])
     assert fixture.done == [0, 1]
     assert [fixture.store.is_due(chunk) for chunk in range(4)] == [False, False, False, True]
     fixture.store.forget_due()
