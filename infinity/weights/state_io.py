@@ -74,15 +74,7 @@ class StateIO:
 
     def read_own(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
         """[numel of this rank's part], fp32 on the CPU; of a model on the meta device there."""
-        first, numel = self.own_range(param)
-        asked, kind = kind, self._stored(param.index, kind)
-        own = torch.zeros(numel, dtype=torch.float32, device=param.device if param.device.type == "meta" else "cpu")
-
-        def take(segment: Segment, start: int, piece: torch.Tensor) -> None:
-            own[segment.param_offset - first + start :][: piece.numel()].copy_(piece)
-
-        self._each_chunk(param, kind.mask, 0, lambda lease, segment: _each(lease, kind, segment, take))
-        return own if kind is asked else own.to(self._weight_dtype).float()
+        return self._read_range(param, kind, *self.own_range(param)).float()
 
     def _stored(self, param: int, kind: ObjectKind) -> ObjectKind:
         """What the store has of the kind: weights may be there as their masters alone."""
@@ -131,9 +123,11 @@ class StateIO:
                     yield rank * placement.shard_numel + start, part[:valid]
 
     def _read_range(self, param: ShardedParam, kind: ObjectKind, first: int, numel: int) -> torch.Tensor:
-        """Elements [first, first + numel) of this rank's part, on the CPU."""
+        """Elements [first, first + numel) of this rank's part in the kind's own dtype, on the CPU; of a model on the
+        meta device there."""
         dtype = self._weight_dtype if kind is ObjectKind.WEIGHT else self._dtypes[param.index][kind]
-        kind, values = self._stored(param.index, kind), torch.empty(numel, dtype=dtype)
+        values = torch.empty(numel, dtype=dtype, device=param.device if param.device.type == "meta" else "cpu")
+        kind = self._stored(param.index, kind)
 
         def take(lease: Lease, segment: Segment) -> None:
             begin, end = max(first, segment.param_offset), min(first + numel, segment.param_offset + segment.numel)
@@ -166,7 +160,10 @@ class StateIO:
                         piece.copy_(new[start : start + piece.numel()])
 
         # what the chunk's other parameters have must be there, too: a lease to write only may hold anything
-        self._each_chunk(param, mask, mask, put_all)
+        self._stream(
+            (chunk_id, mask, mask, partial(put_all, segment=segment))
+            for chunk_id, segment in self._segments[param.index]
+        )
 
     def scan(self, params: Container[int], use: Seen, *, numel_max: int) -> None:
         """Go through all that this rank keeps for good of ``params`` (indices), each chunk once, in stored dtypes."""
@@ -211,15 +208,6 @@ class StateIO:
 
         self._stream(requests())
 
-    def _each_chunk(self, param: ShardedParam, read: int, write: int, use: Callable[[Lease, Segment], None]) -> None:
-        """Lease the chunks that hold the parameter, in order."""
-
-        def used(lease: Lease, segment: Segment) -> None:
-            use(lease, segment)
-
-        segments = self._segments[param.index]
-        self._stream((chunk_id, read, write, partial(used, segment=segment)) for chunk_id, segment in segments)
-
     def _stream(self, requests: Iterable[_Request]) -> None:
         """Lease the chunks in order, few at a time."""
         waiting = iter(requests)
@@ -252,8 +240,3 @@ def _cut(segment: Segment, numel_max: int) -> Iterable[Segment]:
         )
         for start in range(0, segment.numel, numel_max)
     )
-
-
-def _each(lease: Lease, kind: ObjectKind, segment: Segment, use: Callable[[Segment, int, torch.Tensor], None]) -> None:
-    for start, piece in spans(lease.pieces(kind), segment.chunk_offset, segment.numel):
-        use(segment, start, piece)
