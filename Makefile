@@ -79,10 +79,10 @@ test-slow: $(BUILD) ## the tests that `make test` leaves out
 demo: $(BUILD) ## train a 100M-parameter GPT from NVMe in a third of its state's memory
 	@$(BIN)/infinity demo
 
-bench: $(BUILD) ## memory, predicted steps, and step time beside DeepSpeed (installs it into a virtual environment of its own)
+bench: $(BUILD) ## memory, predicted steps, and step time beside torch and DeepSpeed (in a virtual environment of its own)
 	@$(BIN)/python -m benchmarks.memory
 	@$(BIN)/python -m benchmarks.step_prediction
-	@$(BIN)/python -m benchmarks.deepspeed_step
+	@$(BIN)/python -m benchmarks.compare
 
 parity-full: $(BUILD) ## 624 cells of the parity matrix, as a table
 	@$(CACHED) $(BIN)/python -m tests.parity_full

@@ -1,42 +1,46 @@
-"""The DeepSpeed side of ``deepspeed_step``: runs in DeepSpeed's own environment, driven over standard streams."""
+"""The DeepSpeed side of ``benchmarks.compare``: runs in DeepSpeed's own environment, driven over standard streams."""
 
 from __future__ import annotations
 
-import argparse
 import os
 from typing import Any
 
 from benchmarks.step_loop import claim_stdout, serve_steps
+from benchmarks.worker_options import worker_parser
 
-SUB_GROUP_NUMEL = 20_000_000
-BUFFER_COUNT = 16
+LARGEST_PARAM_NUMEL_MAX = 20_000_000
+"""Elements of one of its buffers; the largest parameter must fit."""
 
 
-def deepspeed_config(swap_dir: str, *, learning_rate: float) -> dict[str, Any]:
-    """DeepSpeed's NVMe offload of parameters and optimizer, as its documentation recommends to pipeline it."""
+def deepspeed_config(
+    swap_dir: str,
+    *,
+    learning_rate: float,
+    device: str,
+    batch: int,
+    clipping: float,
+    sub_group_numel: int,
+    buffer_count: int,
+) -> dict[str, Any]:
+    """DeepSpeed's offload of parameters and optimizer; to NVMe as its documentation recommends to pipeline it."""
+    if device == "cpu":
+        offload: dict[str, Any] = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    else:
+        place = {"device": "nvme", "nvme_path": swap_dir, "buffer_count": buffer_count, "pin_memory": False}
+        offload = {
+            "offload_param": {**place, "buffer_size": LARGEST_PARAM_NUMEL_MAX},
+            "offload_optimizer": {**place, "pipeline_read": True, "pipeline_write": True},
+        }
     return {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": learning_rate}},
+        "gradient_clipping": clipping,
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
-            "sub_group_size": SUB_GROUP_NUMEL,
-            "offload_param": {
-                "device": "nvme",
-                "nvme_path": swap_dir,
-                "buffer_count": BUFFER_COUNT,
-                "buffer_size": SUB_GROUP_NUMEL,
-                "pin_memory": False,
-            },
-            "offload_optimizer": {
-                "device": "nvme",
-                "nvme_path": swap_dir,
-                "buffer_count": BUFFER_COUNT,
-                "pin_memory": False,
-                "pipeline_read": True,
-                "pipeline_write": True,
-            },
+            "sub_group_size": sub_group_numel,
+            **offload,
         },
         "aio": {
             "block_size": 1048576,
@@ -49,12 +53,10 @@ def deepspeed_config(swap_dir: str, *, learning_rate: float) -> dict[str, Any]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--swap-dir", required=True)
-    parser.add_argument("--num-layers", type=int, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--learning-rate", type=float, required=True)
+    parser = worker_parser(__doc__)
+    parser.add_argument("--device", choices=("cpu", "nvme"), required=True)
+    parser.add_argument("--sub-group-numel", type=int, required=True)
+    parser.add_argument("--buffer-count", type=int, required=True)
     arguments = parser.parse_args()
     answers_fd = claim_stdout()
     os.environ.update(
@@ -76,14 +78,22 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     deepspeed.init_distributed("gloo")
-    shape = GPTShape(num_layers=arguments.num_layers)
-    config = deepspeed_config(arguments.swap_dir, learning_rate=arguments.learning_rate)
+    shape = GPTShape(d_model=arguments.d_model, num_layers=arguments.num_layers, sequence=arguments.sequence)
+    config = deepspeed_config(
+        arguments.swap_dir,
+        learning_rate=arguments.learning_rate,
+        device=arguments.device,
+        batch=arguments.batch,
+        clipping=arguments.clipping,
+        sub_group_numel=arguments.sub_group_numel,
+        buffer_count=arguments.buffer_count,
+    )
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = GPT(shape)
     engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(index: int) -> float:
-        loss = engine(token_batch(shape, step=index, seed=arguments.seed))
+        loss = engine(token_batch(shape, step=index, batch=arguments.batch, seed=arguments.seed))
         engine.backward(loss)
         engine.step()
         return float(loss.detach())

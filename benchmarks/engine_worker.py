@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
+import json
 from typing import Any
 
 from benchmarks.step_loop import claim_stdout, serve_steps
+from benchmarks.worker_options import worker_parser
 
 SUB_GROUP_NUMEL = 20_000_000
 LAYER_NUMEL = 13_000_000
@@ -13,13 +14,23 @@ LAYER_NUMEL = 13_000_000
 does not depend on how many there are."""
 
 
-def engine_config(swap_dir: str, *, host_budget_bytes: int, learning_rate: float, device: str) -> dict[str, Any]:
-    """``device``: "nvme", or "none" for the same engine with everything in memory."""
+def engine_config(
+    swap_dir: str,
+    *,
+    host_budget_bytes: int | None,
+    learning_rate: float,
+    device: str,
+    batch: int = 1,
+    clipping: float = 0.0,
+    io_daemon: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """``device``: "nvme"; or "none" for the same engine with everything in memory, "cpu" with it in host memory."""
     offload = {"device": device, "nvme_path": swap_dir} if device == "nvme" else {"device": device}
     return {
-        "train_micro_batch_size_per_gpu": 1,
+        "train_micro_batch_size_per_gpu": batch,
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": learning_rate}},
+        "gradient_clipping": clipping,
         "bf16": {"enabled": True},
         "zero_optimization": {
             "stage": 3,
@@ -30,20 +41,23 @@ def engine_config(swap_dir: str, *, host_budget_bytes: int, learning_rate: float
             "offload_param": offload,
             "offload_optimizer": offload,
         },
-        "io_daemon": {"host_budget_bytes": host_budget_bytes},
+        "io_daemon": {**({"host_budget_bytes": host_budget_bytes} if host_budget_bytes else {}), **(io_daemon or {})},
     }
 
 
+def _value(text: str) -> object:
+    """``true`` and numbers as JSON has them, other words as they are."""
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--swap-dir", required=True)
-    parser.add_argument("--num-layers", type=int, required=True)
-    parser.add_argument("--threads", type=int, required=True)
-    parser.add_argument("--seed", type=int, required=True)
-    parser.add_argument("--learning-rate", type=float, required=True)
-    parser.add_argument("--host-budget-bytes", type=int, required=True)
-    parser.add_argument("--device", choices=("nvme", "none"), default="nvme")
-    parser.add_argument("--update", choices=("on_use", "in_step"), default="on_use")
+    parser = worker_parser(__doc__)
+    parser.add_argument("--host-budget-bytes", type=int, help="(default: the engine's)")
+    parser.add_argument("--device", choices=("nvme", "cpu", "none"), default="nvme")
+    parser.add_argument("--io-daemon", action="append", default=[], metavar="KEY=VALUE", help="of that section")
     arguments = parser.parse_args()
     answers_fd = claim_stdout()
 
@@ -54,20 +68,23 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
-    shape = GPTShape(num_layers=arguments.num_layers)
+    shape = GPTShape(d_model=arguments.d_model, num_layers=arguments.num_layers, sequence=arguments.sequence)
+    keys = (pair.partition("=")[::2] for pair in arguments.io_daemon)
     config = engine_config(
         arguments.swap_dir,
         host_budget_bytes=arguments.host_budget_bytes,
         learning_rate=arguments.learning_rate,
         device=arguments.device,
+        batch=arguments.batch,
+        clipping=arguments.clipping,
+        io_daemon={key: _value(text) for key, text in keys},
     )
-    config["io_daemon"]["update"] = arguments.update
     with infinity.Init(config_dict_or_path=config):
         model = GPT(shape)
     engine, *_ = infinity.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(index: int) -> float:
-        loss = engine(token_batch(shape, step=index, seed=arguments.seed))
+        loss = engine(token_batch(shape, step=index, batch=arguments.batch, seed=arguments.seed))
         engine.backward(loss)
         engine.step()
         return float(loss.detach())

@@ -66,25 +66,47 @@ class Target:
         """Bytes a second over about ``runtime_s``, from the start of the file and round again."""
         begin = time.perf_counter()
         num_requests = self._keep_busy(
-            operation, lambda num_started: time.perf_counter() - begin < runtime_s, checksums=checksums
+            lambda index: operation if time.perf_counter() - begin < runtime_s else None, checksums=checksums
         )
         return num_requests * self.request_bytes / (time.perf_counter() - begin)
 
     def fill(self) -> None:
         """Write the whole file once, and store its checksums."""
         num_requests = self.file_bytes // self.request_bytes
-        self._keep_busy(Reactor.WRITE, lambda num_started: num_started < num_requests, checksums=True)
+        self._keep_busy(lambda index: Reactor.WRITE if index < num_requests else None, checksums=True)
 
-    def _keep_busy(self, operation: int, go_on: Callable[[int], bool], *, checksums: bool) -> int:
+    def move(self, read_bytes: int, written_bytes: int) -> float:
+        """Seconds that so many bytes take, reads and writes evenly mixed, with checksums. The file is filled before."""
+        num_requests = -(-(read_bytes + written_bytes) // self.request_bytes)
+        num_writes = round(num_requests * written_bytes / max(1, read_bytes + written_bytes))
+
+        def operation(index: int) -> int | None:
+            if index == num_requests:
+                return None
+            is_write = (index + 1) * num_writes // num_requests > index * num_writes // num_requests
+            return Reactor.WRITE if is_write else Reactor.READ
+
+        begin = time.perf_counter()
+        self._keep_busy(operation, checksums=True)
+        return time.perf_counter() - begin
+
+    def close(self) -> None:
+        if not self.reactor.close():
+            raise TimeoutError("the reactor did not end")
+
+    def _keep_busy(self, operation_of: Callable[[int], int | None], *, checksums: bool) -> int:
+        """Requests until ``operation_of`` their number is None."""
         waiter = select.poll()
         waiter.register(self.reactor.event_fd, select.POLLIN)
         places = self.file_bytes // self.request_bytes
         free = list(range(self.num_requests))
         num_started = 0
+        operation = operation_of(0)
         while True:
-            while free and go_on(num_started):
+            while free and operation is not None:
                 self._submit(free.pop(), operation, num_started % places * self.request_bytes, checksums=checksums)
                 num_started += 1
+                operation = operation_of(num_started)
             if len(free) == self.num_requests:
                 return num_started
             if not waiter.poll(30_000):
@@ -153,8 +175,7 @@ def measure(path: Path, options: argparse.Namespace) -> dict[str, dict[str, list
             runs[SUMMED].append(target.run(operation, options.runtime_s, checksums=True) / 1e9)
         figures[direction] = runs
         target.fill()  # fio and the run without checksums have left other bytes
-    if not target.reactor.close():
-        raise TimeoutError("the reactor did not end")
+    target.close()
     return figures
 
 

@@ -34,7 +34,9 @@ class Side:
         swap_dir: Path,
         log: Path,
         environment: Mapping[str, str] | None = None,
+        sampled: bool = True,
     ) -> None:
+        """``sampled``: memory is, ten times a second, which slows the process while the kernel walks its pages."""
         self.name, self.swap_dir, self.log = name, swap_dir, log
         self.seconds: list[float] = []
         """Of every measured step."""
@@ -51,7 +53,7 @@ class Side:
                 text=True,
                 bufsize=1,
             )
-        self._sampler = FootprintSampler(self._process.pid, swap_dir).start()
+        self._sampler = FootprintSampler(self._process.pid, swap_dir).start() if sampled else None
 
     @property
     def pid(self) -> int:
@@ -63,7 +65,8 @@ class Side:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.footprint = self._sampler.stop()
+        if self._sampler is not None:
+            self.footprint = self._sampler.stop()
         with self._process:
             if kind is None:
                 self._send({"steps": 0})
@@ -80,7 +83,14 @@ class Side:
 
     def take_steps(self, num_steps: int, *, measured: bool) -> dict[str, Any]:
         """Run steps; their times count only if ``measured``."""
+        self.begin_steps(num_steps)
+        return self.end_steps(measured=measured)
+
+    def begin_steps(self, num_steps: int) -> None:
+        """Have steps taken while the caller does something else; ``end_steps`` must follow."""
         self._send({"steps": num_steps})
+
+    def end_steps(self, *, measured: bool) -> dict[str, Any]:
         answer = self._receive()
         if measured:
             self.seconds += answer["seconds"]

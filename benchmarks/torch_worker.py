@@ -1,0 +1,42 @@
+"""The plain torch loop of ``benchmarks.compare``: everything in memory, mixed precision by hand."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.gpt import GPT, GPTShape, token_batch
+from benchmarks.step_loop import claim_stdout, serve_steps
+from benchmarks.worker_options import worker_parser
+
+
+def main() -> None:
+    arguments = worker_parser(__doc__).parse_args()
+    answers_fd = claim_stdout()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(arguments.seed)
+    shape = GPTShape(d_model=arguments.d_model, num_layers=arguments.num_layers, sequence=arguments.sequence)
+    model = GPT(shape)
+    masters = [param.detach().clone() for param in model.parameters()]
+    model = model.to(torch.bfloat16)
+    params: list[torch.Tensor] = list(model.parameters())
+    optimizer = torch.optim.AdamW(masters, lr=arguments.learning_rate, fused=True)
+
+    def step(index: int) -> float:
+        loss = model(token_batch(shape, step=index, batch=arguments.batch, seed=arguments.seed))
+        loss.backward()
+        for param, master in zip(params, masters, strict=True):
+            master.grad = None if param.grad is None else param.grad.float()
+            param.grad = None
+        if arguments.clipping:
+            torch.nn.utils.clip_grad_norm_(masters, arguments.clipping)
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            torch._foreach_copy_(params, masters)
+        return float(loss.detach())
+
+    serve_steps(answers_fd, step, lambda: {"version": torch.__version__})
+
+
+if __name__ == "__main__":
+    main()
