@@ -22,6 +22,7 @@ from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 from infinity.checkpoint.disk import disk_errors
 from infinity.checkpoint.manifest import PIECE_NUMEL_MAX, STATE_PREFIX, WEIGHT
 from infinity.errors import CheckpointError
+from infinity.files.pieces import pieces
 
 MAPPED_BYTES_MAX: Final = 64 << 20
 """Pages that were read through mappings count as this process's memory: they are made anew after so many bytes."""
@@ -86,8 +87,7 @@ class DeepSpeedFiles:
         """(first element, values) of a kind of a trained parameter, row-major, in order."""
         done = 0
         for run in self._runs[name]:
-            for start in range(0, run.numel, PIECE_NUMEL_MAX):
-                numel = min(PIECE_NUMEL_MAX, run.numel - start)
+            for start, numel in pieces(run.numel, PIECE_NUMEL_MAX):
                 vector = self._vector(run, kind)
                 yield done + start, self._counted(vector[run.start + start :][:numel].clone())
             done += run.numel

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import os
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Final
 
 from infinity.checkpoint.disk import disk_errors, sync_directory, write_whole
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.errors import CheckpointError, ConfigError
+from infinity.files.aside import held, is_held
 
 LATEST: Final = "latest"
 ASIDE: Final = ".infinity-saving-"
@@ -67,22 +66,14 @@ def find(directory: Path, tag: str) -> Path:
     raise CheckpointError(directory / tag, problem, f"checkpoints in {directory}: {there}")
 
 
-@contextmanager
-def written_aside(directory: Path, tag: str) -> Iterator[Path]:
+def written_aside(directory: Path, tag: str) -> AbstractContextManager[Path]:
     """A new directory to write into, which goes unless it was published. For one process; others may write into it."""
     with disk_errors(directory, "made"):
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
         aside = directory / f"{ASIDE}{tag}"
         aside.mkdir()
-        lock = os.open(aside, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        with suppress(OSError):  # a filesystem without locks: leftovers stay until somebody removes them
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield aside
-    finally:
-        os.close(lock)
-        shutil.rmtree(aside, ignore_errors=True)
+    return held(aside)
 
 
 def publish(aside: Path, directory: Path, tag: str, *, latest: bool) -> None:
@@ -121,7 +112,7 @@ def remove_leftovers(directory: Path) -> None:
         else:
             path.rename(tag)  # its successor never came
     for path in directory.glob(f"{ASIDE}*"):
-        if path.is_dir() and _is_locked(path):
+        if path.is_dir() and is_held(path):
             raise CheckpointError(
                 path, "is being written by another process", "wait for it, or save to another directory"
             )
@@ -129,17 +120,6 @@ def remove_leftovers(directory: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _is_locked(path: Path) -> bool:
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
-    finally:
-        os.close(lock)
-    return False
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from infinity.errors import CheckpointError
+from infinity.files.aside import sync
 
 _REMEDIES: Final = {
     errno.ENOSPC: "free space there, or save to another directory",
@@ -50,8 +51,4 @@ def write_whole(path: Path, data: bytes) -> None:
 def sync_directory(path: Path) -> None:
     """Have the directory's names on the disk."""
     with disk_errors(path, "synced"):
-        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)

@@ -12,8 +12,9 @@ import torch
 from infinity.checkpoint.manifest import BUFFER, DTYPES, WEIGHT, TensorEntry
 from infinity.checkpoint.progress import Progress
 from infinity.checkpoint.stored import StoredCheckpoint
-from infinity.files.entry import PIECE_NUMEL, Entry
+from infinity.files.entry import Entry
 from infinity.files.export import Export
+from infinity.files.pieces import pieces
 from infinity.files.shards import parse_size
 
 EXPORTED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -79,6 +80,5 @@ def _pieces(checkpoint: StoredCheckpoint, tensor: TensorEntry) -> Iterator[tuple
     if list(tensor.order) != sorted(tensor.order):  # rows lie apart in memory
         yield 0, checkpoint.read_whole(tensor.name, _kind(tensor)).reshape(-1)
         return
-    for first in range(0, tensor.numel, PIECE_NUMEL):
-        numel = min(PIECE_NUMEL, tensor.numel - first)
+    for first, numel in pieces(tensor.numel):
         yield first, checkpoint.read(tensor.name, _kind(tensor), first, numel)

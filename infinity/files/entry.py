@@ -12,9 +12,6 @@ import torch
 
 from infinity.errors import WeightsFileError
 
-PIECE_NUMEL = 1 << 22
-"""Elements that are read or written at once."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Entry:

@@ -6,12 +6,11 @@ the way, no reader finds a half-written file or a mixture of two models under th
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -19,6 +18,7 @@ from typing import Final
 import torch
 
 from infinity.errors import WeightsFileError
+from infinity.files.aside import held, is_held, sync
 from infinity.files.directory import INDEX_ENDING, SAFE_NAME, TORCH_NAME
 from infinity.files.entry import Entry
 from infinity.files.shards import cut, index_of, is_part_of
@@ -80,7 +80,7 @@ class Export:
                 (self.aside / index).write_text(index_of(self._shards, {} if self._safe else self._aliases))
             written = sorted(os.listdir(self.aside), key=lambda name: (name == index, is_part_of(name, self._file)))
             for name in written:
-                _sync(self.aside / name)
+                sync(self.aside / name)
             if any(is_part_of(name, self._file) for name in os.listdir(self.directory)) and len(self._shards) > 1:
                 (self.directory / index).unlink(missing_ok=True)  # from here to the end there is no model here
                 (self.directory / self._file).unlink(missing_ok=True)
@@ -89,7 +89,7 @@ class Export:
             for name in os.listdir(self.directory):
                 if is_part_of(name, self._file) and name not in written:
                     os.unlink(self.directory / name)
-            _sync(self.directory)
+            sync(self.directory)
         except OSError as error:
             raise WeightsFileError.of(error, str(self.directory), "written") from error
 
@@ -100,41 +100,13 @@ class Export:
         self._cleanup.close()
 
 
-@contextmanager
-def _aside(directory: Path) -> Iterator[Path]:
+def _aside(directory: Path) -> AbstractContextManager[Path]:
     """A directory inside, locked by this process as long as it lives; those that dead ones left are removed."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         for name in os.listdir(directory):
-            if name.startswith(ASIDE):
-                _remove_unlocked(directory / name)
-        path = Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(lock, fcntl.LOCK_EX)
+            if name.startswith(ASIDE) and not is_held(directory / name):
+                shutil.rmtree(directory / name, ignore_errors=True)
+        return held(Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory)))
     except OSError as error:
         raise WeightsFileError.of(error, str(directory), "written") from error
-    try:
-        yield path
-    finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
-
-
-def _remove_unlocked(path: Path) -> None:
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return  # somebody writes there now
-    else:
-        shutil.rmtree(path, ignore_errors=True)
-    finally:
-        os.close(lock)
-
-
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -16,6 +16,7 @@ import torch
 
 from infinity.errors import DeviceIOError, WeightsFileError
 from infinity.files.entry import Entry, WeightsFile
+from infinity.files.pieces import bytes_of
 
 HEADER_BYTES_MAX: Final = 100_000_000
 DTYPES: Final = {
@@ -69,12 +70,6 @@ class SafetensorsFile(WeightsFile):
         with open(self.path, "rb", buffering=0) as file:
             _read_into(file.fileno(), self.path, bytes_of(values), offset)
         return values
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The memory of a dense tensor on the CPU."""
-    flat: Any = tensor.detach().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(flat)
 
 
 def encode_header(entries: Mapping[str, Entry], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int]]:

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infinity.errors import WeightsFileError
 from infinity.files.entry import Entry
-from infinity.files.safetensors_file import bytes_of, encode_header, in_order_of_alignment
+from infinity.files.pieces import bytes_of
+from infinity.files.safetensors_file import encode_header, in_order_of_alignment
 
 
 class NewFile(ABC):

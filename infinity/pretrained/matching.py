@@ -13,7 +13,7 @@ from torch import nn
 from infinity.errors import MismatchedWeightsError
 from infinity.files.directory import WeightsDirectory
 from infinity.files.entry import Entry
-from infinity.weights.promises import pieces
+from infinity.files.pieces import pieces
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)

@@ -6,7 +6,7 @@ whole, and every rank asks for its own parts alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -15,11 +15,9 @@ from torch.utils import swap_tensors
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import ConfigError
+from infinity.files.pieces import pieces
 from infinity.weights.owners import Values
 from infinity.weights.param import flattened, memory_order
-
-PIECE_NUMEL = 1 << 22
-"""Elements that are asked for at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,12 +29,6 @@ class Promise:
 
 
 _promises: WeakIdKeyDictionary = WeakIdKeyDictionary()
-
-
-def pieces(numel: int) -> Iterator[tuple[int, int]]:
-    """(first element, numel) of each piece of so many elements."""
-    for first in range(0, numel, PIECE_NUMEL):
-        yield first, min(PIECE_NUMEL, numel - first)
 
 
 def promise(param: nn.Parameter, values: Values) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.files.pieces import pieces
 from infinity.plan.grouping import GroupMembers, group_params
 from infinity.plan.leaves import is_leaf
 from infinity.plan.memory_plan import MemoryPlan, StateShape, plan_memory
@@ -29,7 +30,6 @@ from infinity.weights import access
 from infinity.weights.admission import admit
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import LeaseAllowance, ParamGroup
-from infinity.weights.promises import pieces
 from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 

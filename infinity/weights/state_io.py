@@ -12,11 +12,11 @@ from functools import partial
 
 import torch
 
+from infinity.files.pieces import pieces
 from infinity.plan.sharding import Segment
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.weights.owners import Values
 from infinity.weights.param import ShardedParam
-from infinity.weights.promises import PIECE_NUMEL, pieces
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.protocol import ObjectKind
 
@@ -104,9 +104,7 @@ class StateIO:
         placement = self._placements[param.index]
         world_size = self._collectives.world_size
         own_first, own_numel = self.own_range(param)
-        piece_numel = max(1, PIECE_NUMEL // world_size)
-        for start in range(0, placement.shard_numel, piece_numel):
-            numel = min(piece_numel, placement.shard_numel - start)
+        for start, numel in pieces(placement.shard_numel, num_ranks=world_size):
             own = self._read_range(param, kind, own_first + start, max(0, min(numel, own_numel - start)))
             if world_size == 1:
                 yield start, own
@@ -236,7 +234,7 @@ def _cut(segment: Segment, numel_max: int) -> Iterable[Segment]:
             param=segment.param,
             param_offset=segment.param_offset + start,
             chunk_offset=segment.chunk_offset + start,
-            numel=min(numel_max, segment.numel - start),
+            numel=numel,
         )
-        for start in range(0, segment.numel, numel_max)
+        for start, numel in pieces(segment.numel, numel_max)
     )

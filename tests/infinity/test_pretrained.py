@@ -15,9 +15,8 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.errors import ConfigError, DeviceIOError, MismatchedWeightsError, WeightsError, WeightsFileError
-from infinity.files import torch_file
+from infinity.files import pieces, torch_file
 from infinity.files.directory import WeightsDirectory
-from infinity.weights import promises
 from tests.support.ranks import run_ranks
 
 
@@ -177,7 +176,7 @@ def test_a_plain_model_and_files_of_torch(tmp_path: Path, monkeypatch: pytest.Mo
     state = net(1).state_dict()
     torch.save({"state_dict": state, "epoch": 3}, tmp_path / "pytorch_model.bin")
     monkeypatch.setattr(torch_file, "MAPPED_BYTES_MAX", 64)
-    monkeypatch.setattr(promises, "PIECE_NUMEL", 100)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 100)
     model = net()
     infinity.load_pretrained(model, tmp_path)
     assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())

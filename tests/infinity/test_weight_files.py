@@ -15,10 +15,10 @@ from torch import Tensor, nn
 import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, EngineStateError, WeightsError, WeightsFileError
+from infinity.files import pieces
 from infinity.files.entry import Entry
 from infinity.files.export import ASIDE, Export
 from infinity.files.shards import parse_size
-from infinity.weights import state_io
 from tests.infinity.test_pretrained import TOKENS, config, net
 from tests.support.ranks import run_ranks
 
@@ -51,7 +51,7 @@ def assert_same(got: dict[str, Tensor], expected: dict[str, Tensor], *, without:
 def test_files_are_what_the_state_dict_is(
     tier: str, stage: int, bf16: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(state_io, "PIECE_NUMEL", 100)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 100)
     with trained(tmp_path, tier=tier, stage=stage, bf16=bf16) as engine:
         expected = engine.full_state_dict()
         weights = tmp_path / "weights"
@@ -106,9 +106,9 @@ def test_rank_0_writes_what_all_ranks_have(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from infinity.errors import WeightsFileError, WorldError
     from infinity.tiers.collectives import Collectives
-    from infinity.weights import state_io
+    from infinity.files import pieces
     from tests.infinity import test_weight_files as t
-    state_io.PIECE_NUMEL = 150
+    pieces.PIECE_NUMEL = 150
     kept = Collectives.join()
     directory = Path({str(tmp_path)!r})
     (directory / "file").write_text("in the way")

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 import infinity
-from infinity.commands import export_command
 from infinity.commands.cli import main
 from infinity.errors import MismatchedWeightsError
+from infinity.files import pieces
 from tests.infinity.test_pretrained import TOKENS, config, net
 from tests.infinity.test_weight_files import assert_same, read_back
 
@@ -41,7 +41,7 @@ def test_every_format_and_dtype(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     directory, expected = saved
-    monkeypatch.setattr(export_command, "PIECE_NUMEL", 100)
+    monkeypatch.setattr(pieces, "PIECE_NUMEL", 100)
     assert main(["export", str(directory), str(tmp_path / "a"), "--json"]) == 0
     report: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert_same(read_back(tmp_path / "a"), _as(torch.float32, expected), without={"head.weight"})
