@@ -11,26 +11,20 @@ import torch
 
 from infinity.checkpoint import plain
 from infinity.checkpoint.deepspeed_files import DeepSpeedFiles, Inert
-from infinity.checkpoint.directory import check_tag, publish, written_aside
-from infinity.checkpoint.disk import write_whole
+from infinity.checkpoint.directory import check_tag, latest_tag, publish, written_aside
 from infinity.checkpoint.manifest import (
     BUFFER,
     MANIFEST,
-    PIECE_NUMEL_MAX,
     SHARED_STATE,
     WEIGHT,
-    FileEntry,
     Manifest,
     TensorEntry,
     dtype_name,
-    index_as_json,
-    index_name,
-    pieces_name,
-    rank_state_name,
 )
 from infinity.checkpoint.pieces import PieceWriter
-from infinity.checkpoint.sealed import checksum_of, write_sealed
-from infinity.errors import CheckpointError, ConfigError
+from infinity.checkpoint.sealed import write_sealed
+from infinity.checkpoint.writing import write_rank, write_state
+from infinity.errors import ConfigError
 from io_daemon.machine.facts import package_version
 
 _NOT_THE_CLIENTS: Final = frozenset(
@@ -67,7 +61,8 @@ class Import:
 
     def __init__(self, directory: Path, tag: str | None) -> None:
         """Open DeepSpeed's checkpoint. Raises CheckpointError for what is none, or is not whole."""
-        self.source = directory / (tag or _latest(directory)) if tag or (directory / "latest").exists() else directory
+        tag = tag or latest_tag(directory)
+        self.source = directory / tag if tag else directory
         self.tag = check_tag(self.source.name)
         self.files = DeepSpeedFiles(self.source)
         self.left_out: list[str] = []
@@ -80,12 +75,10 @@ class Import:
         shared = plain.to_bytes(self._shared_state())
         own = plain.to_bytes({})
         with written_aside(out, self.tag) as aside:
-            with PieceWriter(aside / pieces_name(0)) as writer:
-                tensors, left_out = self._write_tensors(writer)
-                writer.finish()
-            seal = write_sealed(aside / index_name(0), index_as_json(writer.pieces))
-            write_whole(aside / rank_state_name(0), own)
-            write_whole(aside / SHARED_STATE, shared)
+            tensors: list[TensorEntry] = []
+            left_out: list[str] = []
+            files = write_rank(aside, 0, lambda writer: self._write_tensors(writer, tensors, left_out), own)
+            files |= write_state(aside / SHARED_STATE, shared)
             manifest = Manifest(
                 tag=self.tag,
                 written_by=package_version(),
@@ -93,20 +86,14 @@ class Import:
                 facts={**self._counters(), "stage": self.files.stage, "imported_from": self._version()},
                 tensors=tensors,
                 left_out=left_out,
-                files={
-                    pieces_name(0): FileEntry(num_bytes=writer.num_bytes),
-                    index_name(0): FileEntry(num_bytes=(aside / index_name(0)).stat().st_size, checksum=seal),
-                    rank_state_name(0): FileEntry(num_bytes=len(own), checksum=checksum_of(own)),
-                    SHARED_STATE: FileEntry(num_bytes=len(shared), checksum=checksum_of(shared)),
-                },
+                files=files,
             )
             write_sealed(aside / MANIFEST, manifest.as_json(), indent=1)
             publish(aside, out, self.tag, latest=True)
         return manifest
 
-    def _write_tensors(self, writer: PieceWriter) -> tuple[list[TensorEntry], list[str]]:
-        """What was written, and the frozen parameters that DeepSpeed had left out."""
-        tensors, left_out = [], []
+    def _write_tensors(self, writer: PieceWriter, tensors: list[TensorEntry], left_out: list[str]) -> None:
+        """``tensors`` gets what was written, ``left_out`` the frozen parameters that DeepSpeed had left out."""
         for name, shape in self.files.shapes.items():
             kinds = {}
             for kind in self.files.kinds[name]:
@@ -122,7 +109,6 @@ class Import:
                 tensors.append(self._entry(name, shape, _write_whole(writer, name, WEIGHT, value), trainable=False))
         for name, value in self.files.buffers().items():
             tensors.append(self._entry(name, tuple(value.shape), _write_whole(writer, name, BUFFER, value)))
-        return tensors, left_out
 
     def _entry(
         self, name: str, shape: tuple[int, ...], kinds: Mapping[str, str], *, trainable: bool = False
@@ -187,17 +173,8 @@ class Import:
         return f"DeepSpeed {self.files.model.get('ds_version')}, {self.files.world_size} ranks"
 
 
-def _latest(directory: Path) -> str:
-    try:
-        return check_tag((directory / "latest").read_text().strip())
-    except OSError as error:
-        raise CheckpointError(directory / "latest", "cannot be read", "name a tag") from error
-
-
 def _write_whole(writer: PieceWriter, name: str, kind: str, value: torch.Tensor) -> dict[str, str]:
-    flat = value.contiguous().view(-1)
-    for first in range(0, flat.numel(), PIECE_NUMEL_MAX):
-        writer.add(name, kind, first, flat[first : first + PIECE_NUMEL_MAX])
+    writer.add_all(name, kind, value.reshape(-1))
     return {kind: dtype_name(value.dtype)}
 
 

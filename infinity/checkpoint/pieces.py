@@ -9,14 +9,10 @@ from types import TracebackType
 import torch
 
 from infinity.checkpoint.disk import disk_errors
-from infinity.checkpoint.manifest import DTYPES, Piece
+from infinity.checkpoint.manifest import DTYPES, PIECE_NUMEL_MAX, Piece
+from infinity.checkpoint.sealed import checksum_of
 from infinity.errors import CheckpointError
-from io_daemon._native import checksum
-
-
-def bytes_of(values: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``values``, 1-D and on the CPU; a view where it can be one."""
-    return values.detach().cpu().contiguous().view(torch.uint8)
+from infinity.files.pieces import bytes_of, pieces
 
 
 class PieceWriter:
@@ -31,13 +27,17 @@ class PieceWriter:
 
     def add(self, tensor: str, kind: str, first: int, values: torch.Tensor) -> None:
         """Append ``values`` [numel], elements from ``first`` on of one kind of one tensor."""
-        data = bytes_of(values).numpy()
-        self.pieces.append(Piece(tensor, kind, first, values.numel(), self.num_bytes, checksum(data)))
-        view, done = memoryview(data.data), 0
+        view, done = bytes_of(values), 0
+        self.pieces.append(Piece(tensor, kind, first, values.numel(), self.num_bytes, checksum_of(view)))
         with disk_errors(self.path, "written"):
             while done < len(view):
                 done += os.write(self._descriptor, view[done:])
         self.num_bytes += done
+
+    def add_all(self, tensor: str, kind: str, values: torch.Tensor) -> None:
+        """Append one kind of one tensor, ``values`` [its numel], in pieces."""
+        for first, numel in pieces(values.numel(), PIECE_NUMEL_MAX):
+            self.add(tensor, kind, first, values[first : first + numel])
 
     def finish(self) -> None:
         """Have it all on the disk. The page cache need not keep it: nobody reads it soon."""
@@ -64,7 +64,7 @@ class PieceFile:
         """The piece's elements. Raises CheckpointError if they are not what was written."""
         size = piece.numel * DTYPES[dtype].itemsize
         data = torch.empty(size, dtype=torch.uint8)
-        view, done = memoryview(data.numpy().data), 0
+        view, done = bytes_of(data), 0
         with disk_errors(self.path, "read"):
             while done < size and (got := os.preadv(self._descriptor, [view[done:]], piece.offset + done)):
                 done += got
@@ -75,7 +75,7 @@ class PieceFile:
                 f"is cut short: {place} should be {size} bytes at offset {piece.offset}, {done} are there",
                 "load another checkpoint, or copy this file anew",
             )
-        found = checksum(data.numpy())
+        found = checksum_of(view)
         if found != piece.checksum:
             raise CheckpointError(
                 self.path,

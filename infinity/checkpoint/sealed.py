@@ -16,7 +16,7 @@ from io_daemon._native import checksum
 _MARK: Final = b"\ncrc32c "
 
 
-def checksum_of(data: bytes) -> int:
+def checksum_of(data: bytes | memoryview) -> int:
     """The CRC-32C of ``data``."""
     return checksum(np.frombuffer(data, dtype=np.uint8))
 

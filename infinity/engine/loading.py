@@ -146,10 +146,10 @@ class Loading:
             return
         for group, options in zip(optimizer.param_groups, self._shared["param_groups"], strict=True):
             group.update(options)  # the same dict: schedules and the user's own optimizer hold it
-        histories = self._shared["histories"]
+        saved, histories = self._shared["histories"], update.histories
         for param in self._runtime.sharded.params:
             if param.name in self._stored.entries:
-                update.histories[param.index] = histories.get(param.name)
+                histories[param.index] = saved.get(param.name)
         update.scale.load_state_dict(self._shared["loss_scale"])
 
     def _restore_position(self) -> None:

@@ -240,6 +240,15 @@ class TrainingLoop:
         """Whether gradients of a step are there that is not over."""
         return bool(self.micro_steps or self.runtime.reducer.has_any)
 
+    @property
+    def counters(self) -> dict[str, int]:
+        """What ``restore_counters`` takes."""
+        return {
+            "global_steps": self.global_steps,
+            "global_samples": self.global_samples,
+            "skipped_steps": self.skipped_steps,
+        }
+
     def restore_counters(self, *, global_steps: int, global_samples: int, skipped_steps: int) -> None:
         """Go on counting from a checkpoint."""
         self.global_steps, self.global_samples = global_steps, global_samples

@@ -16,23 +16,19 @@ import torch
 
 from infinity.checkpoint import plain
 from infinity.checkpoint.directory import check_tag, publish, written_aside
-from infinity.checkpoint.disk import disk_errors, write_whole
+from infinity.checkpoint.disk import disk_errors
 from infinity.checkpoint.manifest import (
     BUFFER,
     MANIFEST,
     PIECE_NUMEL_MAX,
     SHARED_STATE,
-    FileEntry,
     Manifest,
-    index_as_json,
-    index_name,
-    pieces_name,
-    rank_state_name,
 )
 from infinity.checkpoint.pieces import PieceWriter
 from infinity.checkpoint.progress import Progress
 from infinity.checkpoint.random_numbers import random_states
-from infinity.checkpoint.sealed import checksum_of, write_sealed
+from infinity.checkpoint.sealed import write_sealed
+from infinity.checkpoint.writing import Files, write_rank, write_state
 from infinity.engine.described import described_buffers, described_params, extra_states, kind_names
 from infinity.engine.loop import TrainingLoop
 from infinity.errors import CheckpointError
@@ -43,8 +39,6 @@ from io_daemon.machine.facts import package_version
 from io_daemon.shared.protocol import ObjectKind
 
 _log = logging.getLogger(__name__)
-
-Files = dict[str, FileEntry]
 
 
 class Saving:
@@ -107,33 +101,20 @@ class Saving:
             wanted = set()  # every rank has everything: rank 0 writes it
         own_bytes = self._runtime.io.lasting_bytes(wanted)
         with disk_errors(aside, "written"), Progress("saving", own_bytes, shown=rank == 0) as progress:
-            with PieceWriter(aside / pieces_name(rank)) as writer:
 
-                def write(kind: ObjectKind, segment: Segment, values: torch.Tensor) -> None:
+            def write(writer: PieceWriter) -> None:
+                def add(kind: ObjectKind, segment: Segment, values: torch.Tensor) -> None:
                     writer.add(params[segment.param].name, names[kind], segment.param_offset, values)
                     progress.advance(values.nbytes)
 
-                self._runtime.io.scan(wanted, write, numel_max=PIECE_NUMEL_MAX)
-                if rank == 0:
-                    self._write_buffers(writer)
-                writer.finish()
-            seal = write_sealed(aside / index_name(rank), index_as_json(writer.pieces))
-            write_whole(aside / rank_state_name(rank), self._own)
-            return {
-                pieces_name(rank): FileEntry(num_bytes=writer.num_bytes),
-                index_name(rank): FileEntry(num_bytes=(aside / index_name(rank)).stat().st_size, checksum=seal),
-                rank_state_name(rank): _entry(self._own),
-            }
+                self._runtime.io.scan(wanted, add, numel_max=PIECE_NUMEL_MAX)
+                for name, (_, buffer) in self._buffers.items() if rank == 0 else ():
+                    writer.add_all(name, BUFFER, flattened(buffer.detach(), memory_order(buffer)))
 
-    def _write_buffers(self, writer: PieceWriter) -> None:
-        for name, (_, buffer) in self._buffers.items():
-            flat = flattened(buffer.detach(), memory_order(buffer))
-            for first in range(0, flat.numel(), PIECE_NUMEL_MAX):
-                writer.add(name, BUFFER, first, flat[first : first + PIECE_NUMEL_MAX])
+            return write_rank(aside, rank, write, self._own)
 
     def _publish(self, aside: Path, files: Files, *, latest: bool) -> None:
-        write_whole(aside / SHARED_STATE, self._shared)
-        files[SHARED_STATE] = _entry(self._shared)
+        files |= write_state(aside / SHARED_STATE, self._shared)
         for name, file in files.items():
             with disk_errors(aside / name, "read"):
                 found = (aside / name).stat().st_size if (aside / name).exists() else None
@@ -161,9 +142,7 @@ class Saving:
     def _facts(self) -> dict[str, Any]:
         loop, precision = self._loop, self._runtime.sharded.precision
         return {
-            "global_steps": loop.global_steps,
-            "global_samples": loop.global_samples,
-            "skipped_steps": loop.skipped_steps,
+            **loop.counters,
             "stage": loop.config.zero_optimization.stage,
             "weights": str(precision.weight).removeprefix("torch."),
             "optimizer": None if loop.optimizer is None else loop.optimizer.rule.name,
@@ -176,11 +155,7 @@ class Saving:
             _log.warning("%s has no state_dict(): where it stands is not saved", type(schedule).__name__)
             schedule = None
         return {
-            "counters": {
-                "global_steps": loop.global_steps,
-                "global_samples": loop.global_samples,
-                "skipped_steps": loop.skipped_steps,
-            },
+            "counters": loop.counters,
             "lr_scheduler": None if schedule is None else [type(schedule).__name__, schedule.state_dict()],
             "param_groups": [] if loop.optimizer is None else [dict(group) for group in options_of(loop.optimizer)],
             "loss_scale": {} if update is None else update.scale.state_dict(),
@@ -205,7 +180,3 @@ def gathered_histories(loop: TrainingLoop) -> dict[str, tuple[float, ...]]:
             if history is not None:
                 merged[param.name] = max(history, merged.get(param.name, ()), key=len)
     return merged
-
-
-def _entry(data: bytes) -> FileEntry:
-    return FileEntry(num_bytes=len(data), checksum=checksum_of(data))
