@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from infinity.engine.answers import Answers
-from infinity.engine.export import full_master_state_dict, full_state_dict
 from infinity.engine.weight_files import WHOLE_BYTES, save_model_of_transformers, save_weights, tensors_of
+from infinity.engine.whole_state import full_master_state_dict, full_state_dict
 from infinity.errors import ConfigError
 from infinity.files.shards import parse_size
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from infinity.engine.export import param_of
 from infinity.engine.runtime import Runtime
+from infinity.engine.whole_state import param_of
 from infinity.errors import WeightsError, WeightsFileError
 from infinity.files.entry import Entry
 from infinity.files.export import Export
@@ -87,18 +88,18 @@ def save_weights(
             directory, entries, aliases=tensors.aliases, file=file, safe=safe, max_shard_bytes=max_shard_bytes
         )
 
-    export = collectives.together(begin, "make files for weights")
     failed: list[WeightsFileError] = []
 
-    def finish() -> None:
-        if failed:
-            raise failed[0]
-        if export is not None:
-            if beside is not None:
-                beside(export.aside)
-            export.publish()
+    with collectives.together(begin, "make files for weights") or nullcontext() as export:
 
-    try:
+        def finish() -> None:
+            if failed:
+                raise failed[0]
+            if export is not None:
+                if beside is not None:
+                    beside(export.aside)
+                export.publish()
+
         for name, first, values in _stream(runtime, tensors):
             # the other ranks go on: what fails here is told when all are done
             if export is not None and not failed:
@@ -107,9 +108,6 @@ def save_weights(
                 except WeightsFileError as error:
                     failed.append(error)
         collectives.together(finish, "publish files of weights")
-    finally:
-        if export is not None:
-            export.__exit__(None, None, None)
 
 
 def _entry(tensor: ShardedParam | torch.Tensor) -> Entry:
