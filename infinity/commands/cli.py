@@ -71,6 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     doctor.set_defaults(function=_doctor)
 
     _add_trace(commands)
+    _add_plan(commands)
     _add_export(commands)
     _add_import(commands)
     _add_checkpoint(commands)
@@ -128,6 +129,37 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "model that fits into memory is trained for a few steps and measured; with --meta or --model-params nothing is "
         "run, and FLOPs are counted. Of several ranks one is recorded, here, without the others.",
     )
+    _add_step_arguments(trace)
+    trace.add_argument(
+        "--host-budget-bytes", type=_bytes, metavar="BYTES", help="instead of the configuration's, e.g. 64G or 64e9"
+    )
+    trace.add_argument("--out", metavar="FILE", help="default: the model's name and .json.gz, in this directory")
+    trace.add_argument("--json", action="store_true", help="print what was written as one JSON object")
+    trace.set_defaults(function=_trace)
+
+
+def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    plan = commands.add_parser(
+        "plan",
+        help="step time, traffic and memory at several host budgets, before training",
+        description="For each host budget, trace a step of the model and replay it on the disk that training will use. "
+        "Exit code 1 if none of them can be trained with.",
+    )
+    _add_step_arguments(plan)
+    plan.add_argument("--swap-dir", required=True, metavar="DIR", help="where swap files will go")
+    plan.add_argument(
+        "--host-budget-bytes", type=_bytes, nargs="+", required=True, metavar="BYTES", help="e.g. 512M 1G 64e9"
+    )
+    plan.add_argument("--compute-tflops", type=float, metavar="N", help="of the accelerators; default: this CPU")
+    plan.add_argument("--size", type=_bytes, default=8 << 30, metavar="BYTES", help="most bytes to write (default 8G)")
+    plan.add_argument("--steps", type=_steps, default=5, metavar="N", help="replayed and measured (default 5)")
+    plan.add_argument("--plot", metavar="FILE", help="step time and traffic against the budget, a picture (.svg, .png)")
+    plan.add_argument("--json", action="store_true", help="print one JSON array")
+    plan.set_defaults(function=_plan)
+
+
+def _add_step_arguments(trace: argparse.ArgumentParser) -> None:
+    """Which step of which model."""
     trace.add_argument("--config", required=True, metavar="FILE", help="the training configuration (JSON)")
     what = trace.add_mutually_exclusive_group(required=True)
     what.add_argument(
@@ -157,12 +189,6 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="training builds the model without infinity.Init, whose staging area takes an eighth of the budget",
     )
-    trace.add_argument(
-        "--host-budget-bytes", type=_bytes, metavar="BYTES", help="instead of the configuration's, e.g. 64G or 64e9"
-    )
-    trace.add_argument("--out", metavar="FILE", help="default: the model's name and .json.gz, in this directory")
-    trace.add_argument("--json", action="store_true", help="print what was written as one JSON object")
-    trace.set_defaults(function=_trace)
 
 
 def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -239,6 +265,12 @@ def _checkpoint_verify(parsed: argparse.Namespace) -> int:
         from infinity.commands.checkpoint_command import verify
 
     return verify(parsed)
+
+
+def _plan(parsed: argparse.Namespace) -> int:
+    from infinity.commands.plan_command import plan
+
+    return plan(parsed)
 
 
 def _trace(parsed: argparse.Namespace) -> int:
@@ -410,6 +442,14 @@ def _bytes(text: str) -> int:
         return int(float(text))
     except ValueError:
         return parse_bytes(text)
+
+
+def _steps(text: str) -> int:
+    """Fewer have no median worth the name: `io-daemon bench step` refuses them, after the model was run."""
+    value = int(text)
+    if value < 3:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 3")
+    return value
 
 
 def _count(text: str) -> int:

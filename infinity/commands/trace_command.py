@@ -91,7 +91,7 @@ class StepOfModel:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = sharded_from_config(config.optimizer, trained, dtype=Precision.of(config).update)
         collectives = AbsentPeers(world.num_ranks)
-        layout = Layout.of(model, config, collectives.world_size)
+        self.layout = layout = Layout.of(model, config, collectives.world_size)
         optimizer_groups = group_indices(optimizer, layout.index_of, layout.params)
         self.staging_bytes = 0
         if staged:
@@ -201,6 +201,16 @@ def machine_name() -> str:
 
 def trace(parsed: argparse.Namespace) -> int:
     """``parsed``: see ``infinity.commands.cli``."""
+    step, made = traced(parsed)
+    of_world = f"-{made.num_nodes}x{made.ranks_per_node}" if step.world.num_ranks > 1 else ""
+    path = Path(parsed.out or f"{made.model}{of_world}{SUFFIX}")
+    save(made, path)
+    _show(made, path, as_json=parsed.json)
+    return 0
+
+
+def traced(parsed: argparse.Namespace) -> tuple[StepOfModel, StepTrace]:
+    """A step, taken, and its trace; the engine has ended. Raises ConfigError, of it BudgetError."""
     world = World(num_nodes=parsed.nnodes, ranks_per_node=parsed.nproc_per_node)
     config = _config(parsed, world)
     torch.set_num_threads(parsed.threads or max(1, len(os.sched_getaffinity(0)) - 1))
@@ -212,17 +222,13 @@ def trace(parsed: argparse.Namespace) -> int:
         config = config.model_copy(update={"gradient_clipping": 0.0})
     step = StepOfModel(subject, config, world, META if meta else torch.device("cpu"), staged=not parsed.no_init)
     try:
-        made = (derived_trace if meta else measured_trace)(step, _say)
+        return step, (derived_trace if meta else measured_trace)(step, say)
     finally:
         step.engine.destroy()
-    of_world = f"-{world.num_nodes}x{world.ranks_per_node}" if world.num_ranks > 1 else ""
-    path = Path(parsed.out or f"{subject.name}{of_world}{SUFFIX}")
-    save(made, path)
-    _show(made, path, as_json=parsed.json)
-    return 0
 
 
-def _say(line: str) -> None:
+def say(line: str) -> None:
+    """A line for a person who waits."""
     print(f"infinity: {line}", file=sys.stderr)
 
 

@@ -1,0 +1,74 @@
+"""``infinity plan``: its traffic is that of training, a budget that cannot work says why, nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.commands.cli import main
+from tests.infinity.commands.test_trace_command import MODEL, config, tiny_gpt
+
+TOO_SMALL = 64 << 10
+BUDGET = 4 << 20
+
+
+def planned(tmp_path: Path, capsys: pytest.CaptureFixture[str], *words: str, code: int = 0) -> list[dict[str, Any]]:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config(tmp_path)))
+    before = torch.get_num_threads()
+    try:
+        options = ["--config", str(path), "--swap-dir", str(tmp_path), "--steps", "3", "--no-init", "--json", *words]
+        assert main(["plan", *MODEL, *options]) == code
+    finally:
+        torch.set_num_threads(before)
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def trained_bytes(tmp_path: Path) -> tuple[int, int]:
+    """Read and written in a settled step of training at ``BUDGET``."""
+    model, batch = tiny_gpt()
+    engine, *_ = infinity.initialize(model=model, config=config(tmp_path, io_daemon={"host_budget_bytes": BUDGET}))
+    try:
+        for _ in range(8):
+            engine.backward(engine(batch))
+            engine.step()
+        io = engine.io_report().as_dict()["nvme"]
+    finally:
+        engine.destroy()
+    return sum(io["bytes_read"].values()), sum(io["bytes_written"].values())
+
+
+def test_the_traffic_is_that_of_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "plan.svg"
+    small, enough = planned(
+        tmp_path, capsys, "--host-budget-bytes", str(BUDGET), str(TOO_SMALL), "--plot", str(picture)
+    )
+    assert small["cost"] is None
+    assert "smallest" in small["refused"] or "least" in small["refused"]
+    cost, (read, written) = enough["cost"], trained_bytes(tmp_path)
+    assert cost["read_bytes"] == pytest.approx(read, rel=0.15)
+    assert cost["write_bytes"] == pytest.approx(written, rel=0.15)
+    assert 0 <= cost["stall_s"] <= cost["step_s"]
+    assert cost["memory_bytes"] > BUDGET
+    assert picture.read_text().startswith("<?xml")
+    assert {path.name for path in tmp_path.iterdir()} == {"config.json", "plan.svg"}
+
+
+def test_no_budget_that_works_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (only,) = planned(tmp_path, capsys, "--host-budget-bytes", str(TOO_SMALL), code=1)
+    assert only["cost"] is None
+
+
+def test_what_cannot_work_is_refused_before_the_model_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--config", "none.json", "--model", "none:none", "--host-budget-bytes", "1G"]
+    assert main([*words, "--swap-dir", str(tmp_path / "absent")]) == 2
+    assert "swap-dir" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main([*words, "--swap-dir", str(tmp_path), "--steps", "2"])
+    assert "at least 3" in capsys.readouterr().err
