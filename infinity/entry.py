@@ -52,6 +52,8 @@ def initialize(
     training_data: Dataset[Any] | None = None,
     collate_fn: Callable[[list[Any]], Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
+    engine_class: type[Engine] = Engine,
+    may_lack_optimizer: bool = False,
 ) -> Initialized:
     """Shard ``model`` and build its engine. Collective over the ranks that share the model.
 
@@ -66,6 +68,8 @@ def initialize(
         collate_fn: makes a micro-batch of its samples; by default torch's own.
         process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
             RANK and WORLD_SIZE are set and nobody has.
+        engine_class: ``Engine``, or a class derived of it that answers in another way.
+        may_lack_optimizer: without an optimizer the engine only evaluates; else that is refused where anything trains.
 
     Returns:
         engine, optimizer or None where nothing trains, data loader or None, scheduler or None.
@@ -79,7 +83,9 @@ def initialize(
         parsed = parse_config(config, world_size=collectives.world_size)
         for note in parsed.notes if collectives.rank == 0 else ():
             _log.warning("%s", note)
-        sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
+        sharded_optimizer = None
+        if optimizer is not None or parsed.optimizer is not None or not may_lack_optimizer:
+            sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
         schedule = choose_schedule(parsed.scheduler, lr_scheduler, optimizer=sharded_optimizer, passed=optimizer)
         # from here on a refusal costs what Init staged; what is wrong with the configuration alone is known by now
         areas = _staging_areas(model)
@@ -94,7 +100,7 @@ def initialize(
         for word in unmet if collectives.rank == 0 else ():
             _log.warning("zero_optimization.leaf_module: %s means nothing in this model", word)
         refuse_without_values(model)
-        layout = Layout.of(model, parsed, collectives.world_size)
+        layout = Layout.of(model, parsed, collectives.world_size, trains=sharded_optimizer is not None)
         _check_same_model(layout, collectives)
         optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
         connection = next((area.connection for area in areas if area.connection is not None), None)
@@ -116,6 +122,7 @@ def initialize(
             budget_bytes=budget_beside(sum(area.arena_bytes for area in areas), parsed),
             poison=environment.poison,
             observers=observers,
+            kind=engine_class,
         )
         cleanup.callback(engine.destroy)
         for area in areas:

@@ -40,6 +40,8 @@ LADDERS = {
         "engine",
         "zero utils deepspeed_config checkpointing",
         "entry pretrained",
+        "deepspeed",
+        "as_deepspeed",
         "__init__",
         "commands",
         "__main__",

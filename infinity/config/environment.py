@@ -31,6 +31,8 @@ class Environment:
     """GROUP_RANK: torchrun's number of this node, if torchrun started this process."""
     rendezvous: str = ""
     """MASTER_ADDR:MASTER_PORT, where ranks meet."""
+    master_address: str = ""
+    """MASTER_ADDR alone."""
     timeout_s: float = TIMEOUT_S
     """INFINITY_TIMEOUT_S: how long ranks wait for one another, to meet and in every collective."""
     io_socket: Path | None = None
@@ -79,6 +81,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         launched=bool(env.get("RANK") and env.get("WORLD_SIZE")),
         node=env.get("GROUP_RANK", ""),
         rendezvous=_rendezvous(env),
+        master_address=env.get("MASTER_ADDR", ""),
         timeout_s=_seconds(env, "INFINITY_TIMEOUT_S", default=TIMEOUT_S),
         io_socket=Path(socket) if socket else None,
         debug=_debug_flags(env.get("INFINITY_DEBUG", "")),

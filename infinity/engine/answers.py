@@ -58,10 +58,12 @@ class Answers(nn.Module):
 
     def loss_scale(self) -> float:
         """The fixed loss scale of the configuration; 0 where it is dynamic."""
-        return self.config.fp16.loss_scale
+        return self._loop.config.fp16.loss_scale
 
     def dynamic_loss_scale(self) -> bool:
-        return self.config.scales_as_torch or (self.config.fp16.enabled and self.config.fp16.loss_scale == 0)
+        return self._loop.config.scales_as_torch or (
+            self._loop.config.fp16.enabled and self._loop.config.fp16.loss_scale == 0
+        )
 
     @property
     def micro_steps(self) -> int:
@@ -87,34 +89,34 @@ class Answers(nn.Module):
         return self._runtime.device
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self.config.train_micro_batch_size_per_gpu
+        return self._loop.config.train_micro_batch_size_per_gpu
 
     def gradient_accumulation_steps(self) -> int:
-        return self.config.gradient_accumulation_steps
+        return self._loop.config.gradient_accumulation_steps
 
     def train_batch_size(self) -> int:
-        return self.config.train_batch_size
+        return self._loop.config.train_batch_size
 
     def gradient_clipping(self) -> float:
-        return self.config.gradient_clipping
+        return self._loop.config.gradient_clipping
 
     def zero_optimization_stage(self) -> int:
-        return self.config.zero_optimization.stage
+        return self._loop.config.zero_optimization.stage
 
     def zero_optimization(self) -> bool:
-        return self.config.zero_optimization.stage > 0
+        return self._loop.config.zero_optimization.stage > 0
 
     def bfloat16_enabled(self) -> bool:
-        return self.config.bf16.enabled
+        return self._loop.config.bf16.enabled
 
     def fp16_enabled(self) -> bool:
-        return self.config.fp16.enabled
+        return self._loop.config.fp16.enabled
 
     def steps_per_print(self) -> int:
-        return self.config.steps_per_print
+        return self._loop.config.steps_per_print
 
     def wall_clock_breakdown(self) -> bool:
-        return self.config.wall_clock_breakdown
+        return self._loop.config.wall_clock_breakdown
 
     def comms_summary(self) -> str:
         """A table of this rank's collectives; empty but for its head without ``comms_logger``."""

@@ -36,11 +36,13 @@ def build_engine(
     budget_bytes: int,
     poison: bool = False,
     observers: Observers | None = None,
+    kind: type[Engine] = Engine,
 ) -> Engine:
     """Reserve memory and disk space, write what the model holds there, and take its parameters over. Collective.
 
     Args:
         tier: where what is offloaded goes; the engine closes it at its end, and this does not where it fails.
+        kind: the class of the engine.
 
     Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
     """
@@ -71,7 +73,7 @@ def build_engine(
             if (staged := staged_param(param)) is not None:
                 staged.discard()
         move_buffers(model, device, precision.weight, kept=config.data_types.keep_in_fp32_modules)
-        return Engine(
+        return kind(
             model,
             sharded,
             optimizer,

@@ -98,7 +98,7 @@ class Exports(Answers):
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
         """Whether trainers shall take all weights into rank 0's memory to save them; the configuration's word. Here
         ``save_16bit_model`` and ``save_pretrained`` need no such memory, whatever it says."""
-        return self.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        return self._loop.config.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """All weights in rank 0's memory, None on the others. Collective; ``full_state_dict`` by the name that trainers

@@ -187,16 +187,18 @@ class Engine(Checkpoints, Exports):
             ConfigError: it is no multiple of the micro-batches of all ranks.
             EngineStateError: called within a step.
         """
-        per_micro_batch = self.config.train_micro_batch_size_per_gpu * self._runtime.collectives.world_size
+        micro_batch = self._loop.config.train_micro_batch_size_per_gpu
+        per_micro_batch = micro_batch * self._runtime.collectives.world_size
         if train_batch_size < 1 or train_batch_size % per_micro_batch:
             raise ConfigError(
                 "train_batch_size",
                 train_batch_size,
-                f"must be a multiple of {per_micro_batch}: {self.config.train_micro_batch_size_per_gpu} on each of "
+                f"must be a multiple of {per_micro_batch}: {micro_batch} on each of "
                 f"{self._runtime.collectives.world_size} ranks",
             )
         self._loop.set_accumulation(
-            micro_batch=self.config.train_micro_batch_size_per_gpu, accumulation=train_batch_size // per_micro_batch
+            micro_batch=micro_batch,
+            accumulation=train_batch_size // per_micro_batch,
         )
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
@@ -208,11 +210,13 @@ class Engine(Checkpoints, Exports):
         """
         if micro_batch_size < 1:
             raise ConfigError("train_micro_batch_size_per_gpu", micro_batch_size, "must be at least 1")
-        self._loop.set_accumulation(micro_batch=micro_batch_size, accumulation=self.config.gradient_accumulation_steps)
+        self._loop.set_accumulation(
+            micro_batch=micro_batch_size, accumulation=self._loop.config.gradient_accumulation_steps
+        )
 
     def get_batch_info(self) -> tuple[int, int, int]:
         """``train_batch_size``, ``train_micro_batch_size_per_gpu``, ``gradient_accumulation_steps``."""
-        config = self.config
+        config = self._loop.config
         return config.train_batch_size, config.train_micro_batch_size_per_gpu, config.gradient_accumulation_steps
 
     def deepspeed_io(
@@ -241,9 +245,9 @@ class Engine(Checkpoints, Exports):
         """
         return make_loader(
             dataset,
-            batch_size=batch_size or self.config.train_micro_batch_size_per_gpu,
+            batch_size=batch_size or self._loop.config.train_micro_batch_size_per_gpu,
             shuffle=is_training(route),
-            drop_last=self.config.dataloader_drop_last,
+            drop_last=self._loop.config.dataloader_drop_last,
             collectives=self._runtime.collectives,
             sampler=data_sampler,
             collate_fn=collate_fn,

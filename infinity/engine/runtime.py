@@ -92,9 +92,8 @@ class Runtime(owners.Owner):
         )
         self._saved = SavedTensors(self._param_of, sharded.resident, self._bring, self._cast_once.use)
         self._streams = any(not group.persistent for group in sharded.groups)
-        self._structure = Structure(
-            module, [(p.name, p.param) for p in sharded.params if not self._group_of[p.index].placement.trainable]
-        )
+        kept = (p for p in sharded.params if not self._group_of[p.index].placement.trainable)
+        self._structure = Structure(module, [(p.name, p.param) for p in kept if sharded.layout.trains])
         for param in sharded.params:
             owners.adopt(param.param, self)
         self.calls = ModuleCalls(module, self._groups_of_calls(), self)

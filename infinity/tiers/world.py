@@ -214,6 +214,46 @@ def _start(environment: Environment) -> None:
     _started = dist.group.WORLD
 
 
+def start_for_user(
+    environment: Environment,
+    *,
+    backend: str | None = None,
+    init_method: str | None = None,
+    port: int,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: timedelta,
+) -> None:
+    """Start torch.distributed as the user would: it is not ended with its last engine.
+
+    Args:
+        backend: by default what ``Peers`` would start.
+        init_method: as torch's; by default the environment's meeting place.
+        port: where ranks meet if MASTER_PORT is not set.
+        rank, world_size: instead of the environment's.
+
+    Raises ConfigError if nothing says where several ranks meet, WorldError if the others do not come.
+    """
+    rank = environment.rank if rank is None else rank
+    world_size = environment.world_size if world_size is None else world_size
+    if environment.launched:
+        _choose_device(environment)
+    address = environment.rendezvous.rpartition(":")[0] or environment.master_address
+    if init_method is None and world_size > 1:
+        if not address:
+            raise ConfigError("MASTER_ADDR", None, "must say where ranks meet: start with `infinity run`")
+        init_method = f"tcp://{environment.rendezvous or f'{address}:{port}'}"
+    where: dict[str, Any] = {"init_method": init_method}
+    if init_method is None:
+        where = {"store": dist.HashStore()}  # type: ignore[attr-defined]
+    elif environment.rendezvous and init_method == f"tcp://{environment.rendezvous}":
+        where = {"init_method": "env://"}  # torchrun's own store serves it
+    try:
+        dist.init_process_group(backend or _backends(), rank=rank, world_size=world_size, timeout=timeout, **where)
+    except RuntimeError as error:
+        raise WorldError(f"rank {rank} of {world_size} did not meet the others at {init_method}: {error}") from error
+
+
 def _backends() -> str:
     """gloo on the CPU, and what torch takes on the accelerator (NCCL on NVIDIA's)."""
     if not torch.accelerator.is_available():

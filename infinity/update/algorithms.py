@@ -48,20 +48,27 @@ class Lion(Optimizer):
                 momentum.mul_(beta2).add_(param.grad, alpha=1 - beta2)
 
 
-class _Uncorrected(Optimizer):
-    """Moments that are used as they are (``bias_correction: false``): as after so many steps that no bias is left."""
+LONG_AFTER: Final = float(1 << 23)
+"""A count of steps after which no bias is left."""
 
-    LONG_AFTER: Final = float(1 << 23)
+
+def begin_uncorrected(optimizer: Optimizer) -> None:
+    """Give an Adam's parameters that have a gradient and no state yet one whose moments are used as they are."""
+    for group in optimizer.param_groups:
+        moments = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
+        for param in group["params"]:
+            state = optimizer.state[param]
+            if param.grad is not None and not state:
+                state.update({label: torch.zeros_like(param) for label in moments})
+                state["step"] = torch.tensor(LONG_AFTER, device=param.device)
+
+
+class _Uncorrected(Optimizer):
+    """Moments that are used as they are (``bias_correction: false``)."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            moments = ("exp_avg", "exp_avg_sq", *(["max_exp_avg_sq"] if group["amsgrad"] else []))
-            for param in group["params"]:
-                state = self.state[param]
-                if param.grad is not None and not state:
-                    state.update({label: torch.zeros_like(param) for label in moments})
-                    state["step"] = torch.tensor(self.LONG_AFTER, device=param.device)
+        begin_uncorrected(self)
         super().step(closure)
 
 

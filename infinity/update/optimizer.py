@@ -132,7 +132,7 @@ def group_indices(
                 raise ConfigError("model_parameters", tuple(param.shape), "the parameter does not belong to the model")
             groups[index_of[id(param)]] = number
     for index, param in enumerate(params):
-        if param.requires_grad and groups[index] < 0:
+        if optimizer is not None and param.requires_grad and groups[index] < 0:
             raise ConfigError(
                 "model_parameters",
                 tuple(param.shape),

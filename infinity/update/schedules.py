@@ -118,7 +118,6 @@ class WarmupLR(Schedule):
     def __init__(
         self,
         optimizer: Optimizer,
-        *,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] | None = None,
         warmup_num_steps: int = 1000,
@@ -149,7 +148,6 @@ class WarmupDecayLR(WarmupLR):
     def __init__(
         self,
         optimizer: Optimizer,
-        *,
         total_num_steps: int,
         warmup_min_lr: float | Sequence[float] = 0.0,
         warmup_max_lr: float | Sequence[float] = 1e-3,
@@ -181,7 +179,6 @@ class WarmupCosineLR(Schedule):
     def __init__(
         self,
         optimizer: Optimizer,
-        *,
         total_num_steps: int,
         warmup_min_ratio: float = 0.0,
         warmup_num_steps: int = 1000,
@@ -217,7 +214,6 @@ class LRRangeTest(Schedule):
     def __init__(
         self,
         optimizer: Optimizer,
-        *,
         lr_range_test_min_lr: float | Sequence[float] = 1e-3,
         lr_range_test_step_size: int = 2000,
         lr_range_test_step_rate: float = 1.0,
@@ -245,7 +241,6 @@ class OneCycle(Schedule):
     def __init__(
         self,
         optimizer: Optimizer,
-        *,
         cycle_min_lr: float | Sequence[float],
         cycle_max_lr: float | Sequence[float],
         decay_lr_rate: float = 0.0,

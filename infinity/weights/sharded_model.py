@@ -7,7 +7,7 @@ parameter holds its weights; the module, its buffers and its Parameter objects s
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -56,9 +56,11 @@ class Layout:
     """Index of a parameter by its id()."""
     names: Sequence[str]
     modules: Sequence[nn.Module]
+    trains: bool
 
     @classmethod
-    def of(cls, model: nn.Module, config: Config, world_size: int) -> Layout:
+    def of(cls, model: nn.Module, config: Config, world_size: int, *, trains: bool = True) -> Layout:
+        """``trains``: false of an engine without an optimizer, to which every parameter is as good as frozen."""
         zero = config.zero_optimization
         policy = StagePolicy.of(config)
         admit(model, Precision.of(config).weight)
@@ -71,6 +73,8 @@ class Layout:
             persistent_total_max=zero.stage3_model_persistence_threshold if policy.shards_weights else None,
             bucket_numel=zero.reduce_bucket_size,
         )
+        if not trains:
+            members = [replace(group, trainable=False) for group in members]
         placements = [
             place_group(
                 number,
@@ -88,6 +92,7 @@ class Layout:
             index_of=index_of,
             names=[name for name, _ in named],
             modules=list(model.modules()),
+            trains=trains,
         )
 
     def description(self) -> list[str]:

@@ -1,0 +1,17 @@
+"""DeepSpeed's public constants."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Final
+
+TORCH_DISTRIBUTED_DEFAULT_PORT: Final = 29500
+default_pg_timeout: Final = timedelta(minutes=30)
+DEEPSPEED_ENVIRONMENT_NAME: Final = ".deepspeed_env"
+"""The file whose NAME=VALUE lines the launcher hands on to the ranks."""
+DLTS_HOSTFILE: Final = "/job/hostfile"
+ROUTE_TRAIN: Final = "train"
+ROUTE_EVAL: Final = "eval"
+ROUTE_PREDICT: Final = "predict"
+ROUTE_ENCODE: Final = "encode"
+MEMORY_OPT_ALLREDUCE_SIZE: Final = 500_000_000

@@ -1,0 +1,118 @@
+"""``utils.zero_to_fp32``: the fp32 weights of a checkpoint, infinity's own or one that DeepSpeed wrote."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from infinity.checkpoint.directory import latest_tag
+from infinity.checkpoint.exported import ExportedWeights
+from infinity.checkpoint.from_deepspeed import Import
+from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.stored import StoredCheckpoint
+from infinity.files.shards import parse_size
+
+WHOLE_BYTES = 1 << 62
+
+
+def get_fp32_state_dict_from_zero_checkpoint(
+    checkpoint_dir: str | os.PathLike[str],
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+    lazy_mode: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Name -> fp32 tensor on the CPU, buffers included: the whole model, in memory.
+
+    Args:
+        checkpoint_dir: what was given to ``save_checkpoint``.
+        tag: which of its checkpoints; by default the one that ``latest`` names.
+        exclude_frozen_parameters: leave out what was not trained.
+        lazy_mode: taken for the dialect's sake: tensors are read at once.
+
+    Raises:
+        CheckpointError: it is not there, not whole or damaged.
+    """
+    with _opened(checkpoint_dir, tag) as checkpoint:
+        return ExportedWeights(checkpoint, torch.float32, exclude_frozen=exclude_frozen_parameters).in_memory()
+
+
+def load_state_dict_from_zero_checkpoint(
+    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
+) -> nn.Module:
+    """Load those weights into ``model``, which is moved to the CPU and no engine's, and give it back."""
+    state = get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir, tag)
+    model = model.cpu()
+    model.load_state_dict(state, strict=False)
+    return model
+
+
+def convert_zero_checkpoint_to_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    dtype: torch.dtype | str = torch.float32,
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """Write the weights as files that ``from_pretrained`` reads, a piece at a time; as ``infinity export`` does.
+
+    Args:
+        checkpoint_dir: what was given to ``save_checkpoint``.
+        output_dir: made where it is not there.
+        dtype: of floating-point tensors, torch's or its name.
+        max_shard_size: bytes, or a text like "5GB", of one file; None: one file.
+        safe_serialization: safetensors, else files of ``torch.save``.
+        tag: which of the checkpoints; by default the one that ``latest`` names.
+        exclude_frozen_parameters: leave out what was not trained.
+    """
+    named = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    chosen = (
+        dtype if isinstance(dtype, torch.dtype) else named.get(dtype) or getattr(torch, dtype.removeprefix("torch."))
+    )
+    max_bytes = WHOLE_BYTES if max_shard_size is None else parse_size("max_shard_size", max_shard_size)
+    with _opened(checkpoint_dir, tag) as checkpoint:
+        weights = ExportedWeights(checkpoint, chosen, exclude_frozen=exclude_frozen_parameters)
+        weights.write(output_dir, safe=safe_serialization, max_shard_bytes=max_bytes)
+
+
+def convert_zero_checkpoint_to_fp32_state_dict(
+    checkpoint_dir: str | os.PathLike[str],
+    output_dir: str | os.PathLike[str],
+    max_shard_size: str | int | None = "5GB",
+    safe_serialization: bool = False,
+    tag: str | None = None,
+    exclude_frozen_parameters: bool = False,
+) -> None:
+    """``convert_zero_checkpoint_to_state_dict`` in fp32."""
+    convert_zero_checkpoint_to_state_dict(
+        checkpoint_dir,
+        output_dir,
+        torch.float32,
+        max_shard_size,
+        safe_serialization,
+        tag,
+        exclude_frozen_parameters,
+    )
+
+
+@contextmanager
+def _opened(directory: str | os.PathLike[str], tag: str | None) -> Iterator[StoredCheckpoint]:
+    """The checkpoint, by infinity or, through a copy that is imported for the time being, by DeepSpeed."""
+    path = Path(directory)
+    chosen = tag or (None if (path / MANIFEST).is_file() else latest_tag(path))
+    found = path / chosen if chosen else path
+    if (found / MANIFEST).is_file() or not found.is_dir():
+        with StoredCheckpoint.open(path, tag) as checkpoint:
+            yield checkpoint
+        return
+    with tempfile.TemporaryDirectory(prefix="infinity-import-") as aside:
+        Import(path, tag).write(Path(aside))
+        with StoredCheckpoint.open(aside) as checkpoint:
+            yield checkpoint

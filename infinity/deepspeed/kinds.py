@@ -1,0 +1,64 @@
+"""DeepSpeed's small types and readers of a raw configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from enum import Enum, IntEnum, StrEnum
+from typing import Any, Final
+
+from infinity.config import parse_config
+from infinity.deepspeed_config import DeepSpeedZeroConfig, View
+
+ZERO_OPTIMIZATION: Final = "zero_optimization"
+
+
+class ZeroStageEnum(IntEnum):
+    """What is sharded; each stage also what the ones before it shard."""
+
+    disabled = 0
+    optimizer_states = 1
+    gradients = 2
+    weights = 3
+    max_stage = 3
+
+
+class OffloadDeviceEnum(StrEnum):
+    """Where what is offloaded goes."""
+
+    none = "none"
+    cpu = "cpu"
+    nvme = "nvme"
+
+
+class ZeroParamType(Enum):
+    """What a parameter is to ZeRO."""
+
+    NORMAL = 1
+    PARTITIONED = 2
+    REMOTE = 3
+
+
+class DeepSpeedZeroLeafModuleConfig(View):
+    """The section ``zero_optimization.leaf_module``, its defaults filled in."""
+
+    def __init__(self, **section: Any) -> None:
+        parsed = parse_config(
+            {"zero_optimization": {"stage": 3, "leaf_module": section}}, check_paths=False, before_trainer=True
+        )
+        super().__init__(parsed.zero_optimization.leaf_module.model_dump())
+
+
+def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
+    """The section ``zero_optimization`` of a raw configuration; a boolean is its old form."""
+    section = param_dict.get(ZERO_OPTIMIZATION, {})
+    if isinstance(section, bool):
+        section = {"stage": int(section)}
+    return DeepSpeedZeroConfig(**section)
+
+
+def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:
+    """The value under a name, or the default."""
+    return param_dict.get(param_name, param_default_value)
+
+
+get_list_param = get_dict_param = get_scalar_param

@@ -1,0 +1,99 @@
+"""Modules made of the tree of names: ``deepspeed.runtime.zero`` and all others, wherever the tree is rooted.
+
+A module is a table of names that are looked up when they are first asked for; what is not in the table is refused in
+words. All of them are packages to Python, so that ``from deepspeed import PipelineModule`` asks the finder, whose
+ImportError the user then reads.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from infinity.deepspeed.absent import refusal
+from infinity.deepspeed.tree import ALIASES, TREE
+
+OWN: Final = "infinity.deepspeed"
+_roots: list[str] = []
+"""Packages below which the finder answers."""
+
+
+def dress(root: str) -> None:
+    """Make the loaded package ``root`` the root of a tree: its own names, and modules below it."""
+    if root not in _roots:
+        _roots.append(root)
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    _fill(sys.modules[root], root, "")
+
+
+class _Finder(MetaPathFinder):
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        root = next((root for root in _roots if fullname.startswith(f"{root}.")), None)
+        if root is None or (root == OWN and _is_own(fullname)):
+            return None
+        place = fullname[len(root) + 1 :]
+        if place not in TREE:
+            above, _, name = place.rpartition(".")
+            if name in TREE.get(above, ()):
+                raise ModuleNotFoundError(f"{fullname} is no module, but a name in {root}.{above}", name=fullname)
+            # no ModuleNotFoundError: of that Python keeps its name alone in `from package import name`
+            raise ImportError(refusal(root, above, name), name=fullname)
+        return ModuleSpec(fullname, _Loader(root, place), is_package=True)
+
+
+class _Loader(Loader):
+    def __init__(self, root: str, place: str) -> None:
+        self._root, self._place = root, place
+
+    def exec_module(self, module: ModuleType) -> None:
+        _fill(module, self._root, self._place)
+
+
+_finder = _Finder()
+
+
+def _is_own(fullname: str) -> bool:
+    """Whether a file of infinity's stands behind the name, which Python finds by itself."""
+    return (Path(__file__).parent / f"{fullname.removeprefix(OWN)[1:]}.py").exists()
+
+
+def _fill(module: ModuleType, root: str, place: str) -> None:
+    names = TREE[place]
+    below = {other.rpartition(".")[2] for other in TREE if other and other.rpartition(".")[0] == place}
+    aliases = {alias.rpartition(".")[2]: target for alias, target in ALIASES.items() if _above(alias) == place}
+
+    def get(name: str) -> Any:
+        if name in names:
+            home, _, attribute = names[name].partition(":")
+            found: Any = getattr(importlib.import_module(home), attribute)
+        elif name in below:
+            found = importlib.import_module(f"{module.__name__}.{name}")
+        elif name in aliases:
+            found = importlib.import_module(f"{root}.{aliases[name]}")
+        elif name.startswith("__"):
+            raise AttributeError(f"module {module.__name__!r} has no attribute {name!r}")
+        else:
+            raise AttributeError(refusal(root, place, name))
+        vars(module)[name] = found
+        return found
+
+    def known() -> list[str]:
+        return sorted({*vars(module), *names, *below, *aliases})
+
+    vars(module).update(__getattr__=get, __dir__=known, __all__=sorted(names))
+    for name in names:
+        if name.startswith("__"):
+            get(name)
+
+
+def _above(place: str) -> str:
+    return place.rpartition(".")[0]

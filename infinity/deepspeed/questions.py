@@ -1,0 +1,125 @@
+"""The small questions that DeepSpeed's engine answers beside infinity's own, and where each answer stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+
+from infinity.config import Config
+from infinity.deepspeed_config import DeepSpeedZeroConfig
+from infinity.plan.precision import DTYPES
+
+OfZero = Callable[[DeepSpeedZeroConfig], Any]
+OfConfig = Callable[[Config], Any]
+
+
+def _field(name: str) -> Callable[[Any], Any]:
+    def answer(section: Any) -> Any:
+        for part in name.split("."):
+            section = getattr(section, part)
+        return section
+
+    return answer
+
+
+def _device(section: Any) -> str:
+    return "none" if section is None else str(section.device)
+
+
+OF_ZERO: Final[Mapping[str, OfZero]] = {
+    "zero_reduce_scatter": _field("reduce_scatter"),
+    "zero_overlap_comm": _field("overlap_comm"),
+    "zero_offload_optimizer": _field("offload_optimizer"),
+    "zero_offload_param": _field("offload_param"),
+    "zero_use_cpu_optimizer": lambda zero: _device(zero.offload_optimizer) in ("cpu", "nvme"),
+    "zero_cpu_offload": lambda zero: _device(zero.offload_optimizer) == "cpu",
+    "zero_nvme_offload_optimizer": lambda zero: _device(zero.offload_optimizer) == "nvme",
+    "zero_partial_offload": lambda zero: 1.0 if zero.offload_optimizer is None else zero.offload_optimizer.ratio,
+    "zero_sub_group_size": _field("sub_group_size"),
+    "zero_reduce_bucket_size": _field("reduce_bucket_size"),
+    "zero_multi_rank_bucket_allreduce": _field("use_multi_rank_bucket_allreduce"),
+    "zero_allgather_bucket_size": _field("allgather_bucket_size"),
+    "zero_allgather_partitions": _field("allgather_partitions"),
+    "zero_optimization_partition_gradients": lambda zero: zero.stage >= 2,
+    "zero_optimization_partition_weights": lambda zero: zero.stage >= 3,
+    "zero_contiguous_gradients": _field("contiguous_gradients"),
+    "zero_load_from_fp32_weights": _field("load_from_fp32_weights"),
+    "zero_elastic_checkpoint": _field("elastic_checkpoint"),
+    "zero_max_live_parameters": _field("max_live_parameters"),
+    "zero_max_reuse_distance": _field("max_reuse_distance"),
+    "zero_prefetch_bucket_size": _field("prefetch_bucket_size"),
+    "zero_module_granularity_threshold": _field("module_granularity_threshold"),
+    "zero_param_persistence_threshold": _field("param_persistence_threshold"),
+    "zero_model_persistence_threshold": _field("model_persistence_threshold"),
+    "zero_legacy_stage1": _field("legacy_stage1"),
+    "zero_ignore_unused_parameters": _field("ignore_unused_parameters"),
+    "zero_round_robin_gradients": _field("round_robin_gradients"),
+    "zero_hpz_partition_size": _field("zero_hpz_partition_size"),
+    "zero_quantized_weights": _field("zero_quantized_weights"),
+    "zero_quantized_nontrainable_weights": _field("zero_quantized_nontrainable_weights"),
+    "zero_quantized_gradients": _field("zero_quantized_gradients"),
+    "zero_log_trace_cache_warnings": _field("log_trace_cache_warnings"),
+    "zero_allgather_sequential": _field("allgather_sequential"),
+}
+"""Calls without arguments, answered by the section ``zero_optimization``."""
+
+OF_CONFIG: Final[Mapping[str, OfConfig]] = {
+    "managed_gradient_accumulation": _field("managed_gradient_accumulation"),
+    "memory_breakdown": _field("memory_breakdown"),
+    "dump_state": _field("dump_state"),
+    "dataloader_drop_last": _field("dataloader_drop_last"),
+    "gradient_predivide_factor": _field("gradient_predivide_factor"),
+    "postscale_gradients": lambda config: not config.prescale_gradients,
+    "fp16_auto_cast": _field("fp16.auto_cast"),
+    "fp16_master_weights_and_gradients": lambda config: False,
+    "bf16_master_weights_and_gradients": _field("bf16.bf16_master_weights_and_grads"),
+    "bf16_optimizer_states": _field("bf16.bf16_optimizer_states"),
+    "torch_autocast_enabled": _field("torch_autocast.enabled"),
+    "torch_autocast_dtype": lambda config: DTYPES[config.torch_autocast.dtype],
+    "initial_dynamic_scale": lambda config: 2.0**config.fp16.initial_scale_power,
+    "aio_config": _field("aio"),
+    "flops_profiler_enabled": _field("flops_profiler.enabled"),
+    "flops_profiler_profile_step": _field("flops_profiler.profile_step"),
+    "flops_profiler_module_depth": _field("flops_profiler.module_depth"),
+    "flops_profiler_top_modules": _field("flops_profiler.top_modules"),
+    "flops_profiler_detailed": _field("flops_profiler.detailed"),
+    "flops_profiler_output_file": _field("flops_profiler.output_file"),
+    "flops_profiler_recompute_fwd_factor": _field("flops_profiler.recompute_fwd_factor"),
+    "autotuning_enabled": lambda config: False,
+    "curriculum_learning_enabled": lambda config: False,
+    "data_efficiency_enabled": lambda config: False,
+    "random_ltd_enabled": lambda config: False,
+    "load_universal_checkpoint": lambda config: False,
+    "use_node_local_storage": lambda config: False,
+    "is_deepcompile_enabled": lambda config: False,
+}
+"""Calls without arguments, answered by the whole configuration; what is always False is refused in it."""
+
+ABSENT: Final[Mapping[str, str]] = {
+    "scale": "call engine.backward(loss), which multiplies the loss by its scale",
+    "allreduce_gradients": "gradients are reduced while engine.backward() goes on: leave the call out",
+    "buffered_allreduce_fallback": "gradients are reduced while engine.backward() goes on: leave the call out",
+    "coalesce_grad_reduction": "write gradient_accumulation_steps into the configuration",
+    "load_module_state_dict": "use infinity.load_pretrained(engine, file), or load_checkpoint",
+    "load_moe_state_dict": "there is no expert parallelism: load_checkpoint loads whole models",
+    "get_sequence_parallel_group": "there is no sequence parallelism",
+    "get_tensor_parallel_rank": "there is no tensor parallelism",
+    "random_ltd_initialize": "data and layers are the caller's",
+    "set_custom_curriculum_learning_schedule": "data is the caller's: use a sampler of torch's",
+    "set_data_post_process_func": "data is the caller's: use collate_fn",
+    "register_compile_pass": "DeepCompile is not built: use engine.compile()",
+    "monitor": "write tensorboard, csv_monitor or wandb into the configuration",
+    "timers": "engine.io_report() holds the times of a step",
+    "quantizer": "quantisation is not built: train in bf16, fp16 or fp32",
+    "mpu": "there is no model parallelism",
+}
+"""What an engine of DeepSpeed's has and this one has not, with what to do instead."""
+
+
+def data_types(config: Config) -> tuple[torch.dtype, torch.dtype]:
+    """The dtype of the weights in forward, and that in which gradients are added up."""
+    weight = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else torch.float32
+    kept = config.data_types.grad_accum_dtype
+    return weight, DTYPES[kept] if kept else weight

@@ -1,0 +1,40 @@
+"""The configuration as DeepSpeed's users give it: a dict, a file, or an argument of the command line."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from infinity.config.complaints import Complaints
+from infinity.config.load import load
+from infinity.errors import ConfigError
+
+
+def raw_config(config: Any, args: Any = None, config_params: Any = None) -> dict[str, Any]:
+    """The raw JSON as a dict of the caller's own.
+
+    Args:
+        config: a dict or a path.
+        args: what a script's parser gave; its ``deepspeed_config`` or ``deepscale_config`` is a path, too.
+        config_params: an old name of ``config``.
+
+    Raises:
+        ConfigError: none is given, or two that differ.
+    """
+    named = [getattr(args, name, None) for name in ("deepspeed_config", "deepscale_config")]
+    given = [each for each in (config, config_params, *named) if each is not None]
+    if not given:
+        raise ConfigError("config", None, "pass a dict or a path as config, or as --deepspeed_config")
+    complaints = Complaints()
+    loaded = [load(each, complaints) for each in given]
+    complaints.raise_all()
+    if any(each != loaded[0] for each in loaded):
+        raise ConfigError("config", "given twice", "config and args.deepspeed_config differ: pass one of them")
+    return copy.deepcopy(dict(loaded[0]))
+
+
+def section_of(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """A section of it; an empty one where it is not an object."""
+    section = raw.get(name)
+    return section if isinstance(section, Mapping) else {}

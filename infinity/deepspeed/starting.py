@@ -1,0 +1,179 @@
+"""``initialize`` and its kin, with DeepSpeed's arguments."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader, Dataset
+
+from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
+from infinity.deepspeed.distributed import init_distributed
+from infinity.deepspeed.raw_config import raw_config, section_of
+from infinity.deepspeed.training_engine import DeepSpeedEngine
+from infinity.entry import initialize as initialize_engine
+from infinity.errors import ConfigError
+from infinity.update.optimizer import ShardedOptimizer
+
+DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
+DeepSpeedSchedulerCallable = Callable[[Optimizer], LRScheduler]
+Initialized = tuple[DeepSpeedEngine, ShardedOptimizer | None, "DataLoader[Any] | None", Any]
+
+_log = logging.getLogger(__name__)
+FLAG: Final = "use the engine (for the script itself)"
+_DTYPES: Final = {
+    torch.float16: "fp16", torch.half: "fp16", "fp16": "fp16", "half": "fp16", "float16": "fp16",
+    torch.bfloat16: "bf16", "bf16": "bf16", "bfloat16": "bf16",
+    torch.float32: None, "fp32": None, "float": None, "float32": None, None: None,
+}  # fmt: skip
+_NOT_SERVED: Final[Mapping[str, str]] = {
+    "tensor_parallel": "there is no tensor parallelism: weights are sharded over all ranks, leave it out",
+    "tp": "there is no tensor parallelism: weights are sharded over all ranks, leave it out",
+    "mp_size": "there is no tensor parallelism: weights are sharded over all ranks, leave it out",
+    "replace_with_kernel_inject": "the model's own modules run as they are: leave it out",
+    "injection_policy": "the model's own modules run as they are: leave it out",
+    "injection_policy_tuple": "the model's own modules run as they are: leave it out",
+    "enable_cuda_graph": "weights come and go, which no graph can hold: leave it out",
+    "moe": "there is no expert parallelism: leave it out",
+    "quant": "quantisation is not built: leave it out",
+    "checkpoint": "load weights before: infinity.load_pretrained(model, path)",
+    "base_dir": "load weights before: infinity.load_pretrained(model, path)",
+    "triangular_masking": "the model's own modules run as they are: leave it out",
+}
+
+
+def initialize(
+    args: Any = None,
+    model: nn.Module | None = None,
+    optimizer: Optimizer | DeepSpeedOptimizerCallable | None = None,
+    model_parameters: Iterable[Any] | None = None,
+    training_data: Dataset[Any] | None = None,
+    lr_scheduler: Any = None,
+    distributed_port: int = TORCH_DISTRIBUTED_DEFAULT_PORT,
+    mpu: Any = None,
+    dist_init_required: bool | None = None,
+    collate_fn: Callable[[list[Any]], Any] | None = None,
+    config: Any = None,
+    mesh_param: Any = None,
+    config_params: Any = None,
+) -> Initialized:
+    """``infinity.initialize`` with DeepSpeed's arguments.
+
+    An optimizer or a schedule that is passed goes before the configuration's. Without either of them the engine
+    evaluates and generates, and trains nothing.
+
+    Args:
+        args: what a script's parser gave; ``deepspeed_config`` is the path of a configuration.
+        model: the model, built plainly or under ``zero.Init``. One that an engine from here already has goes over to
+            the new engine, with the weights that it has now; the old one ends.
+        optimizer: a torch optimizer, or a function from parameters to one.
+        model_parameters: what the configuration's optimizer, or that function, gets; by default all that train.
+        training_data: a dataset, to get a loader of micro-batches back.
+        lr_scheduler: a scheduler on ``optimizer``, or a function from the engine's optimizer to one.
+        distributed_port: where ranks meet if MASTER_PORT is not set.
+        mpu: refused: there is no model parallelism.
+        dist_init_required: False: torch.distributed is not started here.
+        collate_fn: makes a micro-batch of its samples.
+        config: a dict or a path, DeepSpeed's JSON.
+        mesh_param: refused: there is no sequence parallelism.
+        config_params: an old name of ``config``.
+
+    Returns:
+        engine, optimizer or None, data loader or None, scheduler or None.
+
+    Raises:
+        ConfigError: with key, value and remedy of what cannot work.
+    """
+    if model is None:
+        raise ConfigError("model", None, "pass the module to train")
+    if mpu is not None:
+        raise ConfigError("mpu", type(mpu).__name__, "there is no model parallelism: pass the plain module without it")
+    if mesh_param is not None:
+        raise ConfigError("mesh_param", mesh_param, "there is no sequence parallelism: leave it out")
+    raw = raw_config(config, args, config_params)
+    init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    with_schedule = dict(raw)
+    if optimizer is not None and section_of(raw, "optimizer"):
+        _log.info("the optimizer that was passed goes before the configuration's section")
+        with_schedule.pop("optimizer")
+    if lr_scheduler is not None and section_of(raw, "scheduler"):
+        _log.info("the scheduler that was passed goes before the configuration's section")
+        with_schedule.pop("scheduler")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        optimizer = _made(optimizer, model, model_parameters)
+    engine, made, loader, schedule = initialize_engine(
+        model=model,
+        config=with_schedule,
+        model_parameters=None if optimizer is not None else model_parameters,
+        optimizer=optimizer,
+        lr_scheduler=lr_scheduler,
+        training_data=training_data,
+        collate_fn=collate_fn,
+        engine_class=DeepSpeedEngine,
+        may_lack_optimizer=True,
+    )
+    if not isinstance(engine, DeepSpeedEngine):
+        raise AssertionError("another engine than asked for")
+    engine.speak(raw)
+    return engine, made, loader, schedule
+
+
+def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepSpeedEngine:
+    """An engine that generates and evaluates from sharded weights, which may lie on NVMe.
+
+    Args:
+        model: built plainly or under ``zero.Init``.
+        config: DeepSpeed's options of inference, of which ``zero`` (the section ``zero_optimization``, stage 3) and
+            ``dtype`` mean something here; a whole training configuration is taken, too.
+        kwargs: the same options.
+
+    Returns:
+        The engine; ``engine.module`` is the model, and ``engine.generate`` its own.
+
+    Raises:
+        ConfigError: an option of what is not built.
+    """
+    options = {**(raw_config(config) if config is not None else {}), **kwargs}
+    for name, why in _NOT_SERVED.items():
+        if options.pop(name, None) not in (None, False, 1, {}, {"tp_size": 1}, {"enabled": False}):
+            raise ConfigError(name, "given", why)
+    raw = {name: value for name, value in options.items() if name not in ("zero", "dtype")}
+    dtype = options.get("dtype")
+    if dtype not in _DTYPES:
+        raise ConfigError("dtype", dtype, "weights are fp32, bf16 or fp16")
+    if (section := _DTYPES[dtype]) is not None:
+        raw[section] = {"enabled": True}
+    raw["zero_optimization"] = options.get("zero") or raw.get("zero_optimization") or {"stage": 3}
+    raw.setdefault("train_micro_batch_size_per_gpu", 1)
+    for name in ("optimizer", "scheduler"):
+        raw.pop(name, None)
+    engine, _, _, _ = initialize(model=model, config=raw)
+    return engine.eval()
+
+
+def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add ``--deepspeed`` (a flag for the script's own use) and ``--deepspeed_config FILE``, and their old names."""
+    group = parser.add_argument_group("DeepSpeed", "the engine's configuration")
+    for name, old in (("deepspeed", False), ("deepscale", True)):
+        flag, file = ("old name of --deepspeed", "old name of --deepspeed_config") if old else (FLAG, "the JSON file")
+        group.add_argument(f"--{name}", action="store_true", help=flag)
+        group.add_argument(f"--{name}_config", type=str, help=file)
+    return parser
+
+
+def _made(make: DeepSpeedOptimizerCallable, model: nn.Module, model_parameters: Iterable[Any] | None) -> Optimizer:
+    params = list(model_parameters) if model_parameters is not None else list(model.parameters())
+    if params and not isinstance(params[0], dict):
+        params = [param for param in params if param.requires_grad]
+    made = make(params)
+    if not isinstance(made, Optimizer):
+        raise ConfigError(
+            "optimizer", type(made).__name__, "is what the function returned: it must return an optimizer"
+        )
+    return made

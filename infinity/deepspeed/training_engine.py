@@ -1,0 +1,210 @@
+"""The engine with DeepSpeed's answers: where names clash, it answers as DeepSpeed's does."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from infinity.config import Config, read_environment
+from infinity.deepspeed.distributed import get_world_group
+from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO, data_types
+from infinity.deepspeed.raw_config import section_of
+from infinity.deepspeed_config import DeepSpeedConfig, DeepSpeedZeroConfig
+from infinity.engine import Engine
+from infinity.plan.precision import DTYPES
+
+RECOVERY_SCRIPT = "zero_to_fp32.py"
+
+
+class DeepSpeedEngine(Engine):
+    """``infinity.Engine`` under DeepSpeed's calls. Made by ``infinity.deepspeed.initialize``."""
+
+    _raw: Mapping[str, Any]
+    _num_micro_steps: int
+
+    def speak(self, raw: Mapping[str, Any]) -> None:
+        """``raw``: what the user gave as configuration."""
+        self._raw = raw
+        self._num_micro_steps = 0
+
+    def __getattr__(self, name: str) -> Any:
+        if name in OF_ZERO:
+            return partial(OF_ZERO[name], self._zero)
+        if name in OF_CONFIG:
+            return partial(OF_CONFIG[name], self._loop.config)
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name in ABSENT:
+                raise AttributeError(f"infinity's engine has no {name}: {ABSENT[name]}") from error
+            raise
+
+    def __dir__(self) -> list[str]:
+        return [*object.__dir__(self), *OF_ZERO, *OF_CONFIG]
+
+    # The configuration
+
+    @property
+    def config(self) -> Any:
+        """The configuration as it was given, a dict; ``settings`` is infinity's own, typed, with defaults."""
+        return self._raw
+
+    @property
+    def settings(self) -> Config:
+        """What ``infinity.Engine.config`` is: the configuration as it is now, with its defaults."""
+        return self._loop.config
+
+    @property
+    def _config(self) -> DeepSpeedConfig:
+        return DeepSpeedConfig(self._raw)
+
+    @property
+    def _zero(self) -> DeepSpeedZeroConfig:
+        return DeepSpeedZeroConfig(**section_of(self._raw, "zero_optimization"))
+
+    def optimizer_name(self) -> str | None:
+        """The type that the configuration names, None if it names none."""
+        section = self._loop.config.optimizer
+        return None if section is None else section.type.lower()
+
+    def optimizer_params(self) -> Mapping[str, Any] | None:
+        """The parameters that the configuration gives it."""
+        return section_of(self._raw, "optimizer").get("params")
+
+    def scheduler_name(self) -> str | None:
+        """The type that the configuration names, None if it names none."""
+        section = self._loop.config.scheduler
+        return None if section is None else section.type
+
+    def scheduler_params(self) -> Mapping[str, Any] | None:
+        """The parameters that the configuration gives it."""
+        return section_of(self._raw, "scheduler").get("params")
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """The dtype of the weights in forward, and that in which gradients are added up."""
+        return data_types(self._loop.config)
+
+    @property
+    def communication_data_type(self) -> torch.dtype:
+        """The dtype of the gradients' reduction."""
+        asked = self._loop.config.communication_data_type
+        return DTYPES[asked] if asked else data_types(self._loop.config)[0]
+
+    # Ranks
+
+    @property
+    def local_rank(self) -> int:
+        """This rank's number on its node."""
+        return read_environment().local_rank
+
+    @property
+    def dp_world_size(self) -> int:
+        """Ranks that share the model: all."""
+        return self.world_size
+
+    @property
+    def mp_world_size(self) -> int:
+        """1: there is no model parallelism."""
+        return 1
+
+    @property
+    def data_parallel_group(self) -> Any:
+        """The group of all ranks."""
+        return get_world_group()
+
+    def get_data_parallel_rank(self) -> int:
+        """This rank among those that share the model."""
+        return self.global_rank
+
+    def get_model_parallel_rank(self) -> int:
+        """0, the only one."""
+        return 0
+
+    # The loop
+
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
+        """End a micro-batch, as ``infinity.Engine.step`` does."""
+        super().step(lr_kwargs)
+        self._num_micro_steps += 1
+
+    @property
+    def micro_steps(self) -> int:
+        """Calls of ``step`` so far."""
+        return self._num_micro_steps
+
+    def get_mom(self) -> list[Any]:
+        """Momentum of each param group: its betas, or what SGD and RMSprop call so."""
+        groups = [] if self.optimizer is None else self.optimizer.param_groups
+        return [group["betas"] if "betas" in group else group.get("momentum") for group in groups]
+
+    def get_type(self) -> list[Any]:
+        """What each param group calls its type, if it does."""
+        return [group.get("type") for group in (self.optimizer.param_groups if self.optimizer is not None else ())]
+
+    @property
+    def basic_optimizer(self) -> Any:
+        """The optimizer that was passed, or the engine's."""
+        return None if self.optimizer is None else self.optimizer.taken_over or self.optimizer
+
+    # Weights
+
+    def module_state_dict(
+        self,
+        destination: Any = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+        exclude_frozen_parameters: bool = False,
+    ) -> dict[str, Any]:
+        """The module's own state dict. Its sharded weights can be read inside ``zero.GatheredParameters``."""
+        given = {} if destination is None else {"destination": destination}
+        state: dict[str, Any] = self.module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
+        for name, param in self.module.named_parameters() if exclude_frozen_parameters else ():
+            if not param.requires_grad:
+                del state[f"{prefix}{name}"]
+        return state
+
+    def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
+        """An old name of ``save_16bit_model``."""
+        return self.save_16bit_model(save_dir, save_filename)
+
+    def save_16bit_model(
+        self,
+        save_dir: str | os.PathLike[str],
+        save_filename: str | None = "pytorch_model.bin",
+        exclude_frozen_parameters: bool = False,
+        **infinitys: Any,
+    ) -> bool:
+        """Write weights as ``infinity.Engine.save_16bit_model`` does, by default into one file of ``torch.save``'s.
+
+        At stage 3 without ``stage3_gather_16bit_weights_on_model_save`` nothing is written and False is given, as by
+        DeepSpeed."""
+        if self.zero_optimization_stage() == 3 and not self.zero_gather_16bit_weights_on_model_save():
+            return False
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters, **infinitys)
+
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save as ``infinity.Engine.save_checkpoint`` does, and the script ``zero_to_fp32.py`` beside it."""
+        saved = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        if self.global_rank == 0:
+            script = Path(save_dir) / RECOVERY_SCRIPT
+            script.write_text(Path(__file__).with_name("recovery.py").read_text())
+            script.chmod(0o755)
+        return saved
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
+        """Go on as ``infinity.Engine.load_checkpoint`` does."""
+        path, state = super().load_checkpoint(*args, **kwargs)
+        self._num_micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        return path, state

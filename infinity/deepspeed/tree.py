@@ -1,0 +1,213 @@
+"""Which name stands in which of DeepSpeed's modules, and what it is here. The one list of names.
+
+A place is a module below the root, dotted; a home is ``module:attribute``. Several modules of DeepSpeed show the same
+names, so tables are built of named parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+Names = Mapping[str, str]
+
+
+def _of(home: str, names: str) -> dict[str, str]:
+    return {name: f"{home}:{name}" for name in names.split()}
+
+
+def _renamed(home: str, **names: str) -> dict[str, str]:
+    return {name: f"{home}:{theirs}" for name, theirs in names.items()}
+
+
+_OURS: Final = "infinity.deepspeed"
+_STARTING = _of(f"{_OURS}.starting", "initialize init_inference add_config_arguments")
+_DISTRIBUTED = _of(f"{_OURS}.distributed", "init_distributed")
+_ENGINE = _of(f"{_OURS}.training_engine", "DeepSpeedEngine")
+_OPTIMIZER = _renamed("infinity.update.optimizer", DeepSpeedOptimizer="ShardedOptimizer")
+_CALLABLES = _of(f"{_OURS}.starting", "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable")
+_LOADERS = _renamed("infinity.loader", DeepSpeedDataLoader="PlacedLoader") | _of(f"{_OURS}.loaders", "RepeatingLoader")
+_CONFIG = _of("infinity.deepspeed_config", "DeepSpeedConfig") | _renamed(
+    "infinity.errors", DeepSpeedConfigError="ConfigError"
+)
+_ZERO_CONFIG = _of("infinity.deepspeed_config", "DeepSpeedZeroConfig")
+_OFFLOAD_CONFIG = _of(
+    "infinity.deepspeed_config", "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
+) | _of(f"{_OURS}.kinds", "OffloadDeviceEnum")
+_STATES = _of("infinity.zero", "OffloadStateTypeEnum")
+_ACCELERATOR = _of(f"{_OURS}.accelerators", "get_accelerator")
+_LOGS = _of(f"{_OURS}.logs", "logger log_dist log_dist_once set_log_level_from_string")
+_ON_DEVICE = _of(f"{_OURS}.building", "OnDevice")
+_GROUPS = _of(
+    f"{_OURS}.distributed",
+    "get_data_parallel_group get_data_parallel_rank get_data_parallel_world_size get_model_parallel_world_size "
+    "get_model_parallel_rank get_tensor_model_parallel_world_size get_tensor_model_parallel_rank",
+)
+_OWN_GROUPS = _renamed(
+    f"{_OURS}.distributed",
+    _get_data_parallel_group="get_data_parallel_group",
+    _get_data_parallel_rank="get_data_parallel_rank",
+    _get_data_parallel_world_size="get_data_parallel_world_size",
+    _get_model_parallel_world_size="get_model_parallel_world_size",
+    _get_sequence_parallel_world_size="get_model_parallel_world_size",
+    _get_sequence_parallel_rank="get_model_parallel_rank",
+    _get_sequence_data_parallel_group="get_data_parallel_group",
+    _get_sequence_data_parallel_rank="get_data_parallel_rank",
+    _get_sequence_data_parallel_world_size="get_data_parallel_world_size",
+)
+_PARAMETERS = _of("infinity.zero", "Init GatheredParameters ZeroParamStatus register_external_parameter") | _of(
+    f"{_OURS}.kinds", "ZeroParamType"
+)
+_UNREGISTER = _of("infinity.zero", "unregister_external_parameter")
+_TILING = _of("infinity.zero", "TiledLinear TiledLinearReturnBias")
+_GENERATION = _of(f"{_OURS}.generation", "unwrap_model_for_generation")
+_CONSTRUCTORS = _of(
+    f"{_OURS}.constructors",
+    "zero_wrapper_for_fp_tensor_constructor get_new_tensor_fn_for_dtype _orig_torch_tensor _orig_torch_empty "
+    "_orig_torch_zeros _orig_torch_ones _orig_torch_full _orig_torch_arange _orig_torch_eye _orig_torch_randn",
+)
+_ZERO_3_NEEDS = _of(
+    "infinity.zero", "estimate_zero3_model_states_mem_needs_all_live estimate_zero3_model_states_mem_needs_all_cold"
+)
+_ZERO_2_NEEDS = _of(
+    "infinity.zero", "estimate_zero2_model_states_mem_needs_all_live estimate_zero2_model_states_mem_needs_all_cold"
+)
+_SCHEDULES = _of("infinity.update.schedules", "WarmupLR WarmupDecayLR WarmupCosineLR OneCycle LRRangeTest")
+_SCHEDULE_NAMES = _of(
+    f"{_OURS}.schedule_names",
+    "VALID_LR_SCHEDULES LR_SCHEDULE LR_RANGE_TEST ONE_CYCLE WARMUP_LR WARMUP_DECAY_LR WARMUP_COSINE_LR "
+    "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE "
+    "CYCLE_FIRST_STEP_SIZE CYCLE_SECOND_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE "
+    "CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR "
+    "WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS",
+)
+_STATE_ACCESS = _of(
+    "infinity.utils",
+    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
+    "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
+    "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
+    "safe_update_full_grad_vectorized",
+)
+_LEAVES = _of(
+    "infinity.utils",
+    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
+)
+_FP32_WEIGHTS = _of(
+    f"{_OURS}.fp32_weights",
+    "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
+    "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict",
+)
+_CHECKPOINTING = _of(
+    "infinity.checkpointing",
+    "checkpoint configure is_configured reset set_num_layers partition_activations_in_checkpoint",
+)
+_ADAM = _of(f"{_OURS}.optimizers", "FusedAdam DeepSpeedCPUAdam")
+_ADAGRAD = _of(f"{_OURS}.optimizers", "DeepSpeedCPUAdagrad")
+_LION = _of(f"{_OURS}.optimizers", "FusedLion DeepSpeedCPULion")
+_ZERO_SUPPORTED = _of(f"{_OURS}.optimizers", "is_zero_supported_optimizer")
+_MODULES = _of(f"{_OURS}.building", "recursive_getattr recursive_setattr")
+_COLLECTIVES = _of(
+    "torch.distributed",
+    "ReduceOp ProcessGroup P2POp new_group destroy_process_group broadcast all_gather all_gather_object all_reduce "
+    "all_to_all all_to_all_single barrier batch_isend_irecv broadcast_object_list gather irecv isend "
+    "monitored_barrier recv reduce reduce_scatter scatter send get_rank get_world_size is_initialized is_available "
+    "get_global_rank all_gather_into_tensor reduce_scatter_tensor",
+)
+_COMM = (
+    _DISTRIBUTED
+    | _COLLECTIVES
+    | _of(
+        f"{_OURS}.distributed",
+        "get_local_rank get_world_group get_all_ranks_from_group allgather_fn reduce_scatter_fn inference_all_reduce "
+        "has_all_gather_into_tensor has_reduce_scatter_tensor",
+    )
+    | _of(f"{_OURS}.constants", "default_pg_timeout")
+)
+
+TREE: Final[Mapping[str, Names]] = {
+    "": _STARTING
+    | _DISTRIBUTED
+    | _ENGINE
+    | _CALLABLES
+    | _OPTIMIZER
+    | _renamed("infinity.loader", DeepSpeedDataLoader="PlacedLoader")
+    | _CONFIG
+    | _ACCELERATOR
+    | _of(f"{_OURS}.logs", "logger log_dist")
+    | _ON_DEVICE
+    | _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT")
+    | _of(f"{_OURS}.delivery", "install")
+    | _of(f"{_OURS}.version", "version __version__ __version_major__ __version_minor__ __version_patch__"),
+    "accelerator": _ACCELERATOR | _of(f"{_OURS}.accelerators", "DeepSpeedAccelerator"),
+    "accelerator.real_accelerator": _ACCELERATOR,
+    "checkpoint": {},
+    "checkpoint.utils": _of(f"{_OURS}.tensors", "clone_tensors_for_torch_save"),
+    "comm": _COMM,
+    "comm.comm": _COMM,
+    "constants": _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"),
+    "git_version_info": _of(f"{_OURS}.version", "version"),
+    "launcher": {},
+    "launcher.runner": _of(f"{_OURS}.constants", "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE"),
+    "ops": {},
+    "ops.adagrad": _ADAGRAD,
+    "ops.adam": _ADAM,
+    "ops.adam.cpu_adam": _of(f"{_OURS}.optimizers", "DeepSpeedCPUAdam"),
+    "ops.adam.fused_adam": _of(f"{_OURS}.optimizers", "FusedAdam"),
+    "ops.lion": _LION,
+    "runtime": {},
+    "runtime.activation_checkpointing": {},
+    "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
+    "runtime.base_optimizer": _OPTIMIZER | _renamed("infinity.update.optimizer", ZeROOptimizer="ShardedOptimizer"),
+    "runtime.config": _CONFIG | _ZERO_CONFIG,
+    "runtime.config_utils": _of(f"{_OURS}.kinds", "get_scalar_param get_list_param get_dict_param"),
+    "runtime.constants": _of(f"{_OURS}.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE"),
+    "runtime.dataloader": _LOADERS,
+    "runtime.engine": _ENGINE | _CALLABLES | _LOADERS | _of(f"{_OURS}.constants", "MEMORY_OPT_ALLREDUCE_SIZE"),
+    "runtime.fp16": {},
+    "runtime.fp16.loss_scaler": _of(
+        f"{_OURS}.loss_scalers", "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler"
+    ),
+    "runtime.lr_schedules": _SCHEDULES | _SCHEDULE_NAMES | _of(f"{_OURS}.schedule_names", "add_tuning_arguments"),
+    "runtime.utils": _of(
+        f"{_OURS}.tensors",
+        "clip_grad_norm_ get_global_norm_of_tensors move_to_device copy_to_device "
+        "see_memory_usage set_random_seed empty_cache ensure_directory_exists call_to_str",
+    ),
+    "runtime.zero": _PARAMETERS | _TILING | _GENERATION,
+    "runtime.zero.config": _ZERO_CONFIG
+    | _OFFLOAD_CONFIG
+    | _of(f"{_OURS}.kinds", "ZeroStageEnum get_zero_config ZERO_OPTIMIZATION"),
+    "runtime.zero.leaf_module_config": _of(f"{_OURS}.kinds", "DeepSpeedZeroLeafModuleConfig"),
+    "runtime.zero.offload_config": _OFFLOAD_CONFIG | _STATES,
+    "runtime.zero.offload_states": _STATES,
+    "runtime.zero.partition_parameters": _PARAMETERS
+    | _UNREGISTER
+    | _CONSTRUCTORS
+    | _ACCELERATOR
+    | _of(f"{_OURS}.building", "is_zero_param"),
+    "runtime.zero.stage3": _ZERO_3_NEEDS | _GENERATION,
+    "runtime.zero.stage_1_and_2": _ZERO_2_NEEDS,
+    "runtime.zero.tiling": _TILING | _of(f"{_OURS}.building", "split_tensor_along_last_dim"),
+    "runtime.zero.utils": _ZERO_SUPPORTED | _of(f"{_OURS}.building", "is_zero_param"),
+    "utils": _LOGS
+    | _ON_DEVICE
+    | _STATE_ACCESS
+    | _LEAVES
+    | _MODULES
+    | _GROUPS
+    | _of(f"{_OURS}.loaders", "RepeatingLoader")
+    | _of(f"{_OURS}.building", "instrument_w_nvtx"),
+    "utils.groups": _GROUPS | _OWN_GROUPS,
+    "utils.init_on_device": _ON_DEVICE,
+    "utils.logging": _LOGS,
+    "utils.tensor_fragment": _STATE_ACCESS,
+    "utils.torch": _of(f"{_OURS}.building", "required_torch_version"),
+    "utils.z3_leaf_module": _LEAVES,
+    "utils.zero_to_fp32": _FP32_WEIGHTS,
+}
+ALIASES: Final[Mapping[str, str]] = {
+    "zero": "runtime.zero",
+    "checkpointing": "runtime.activation_checkpointing.checkpointing",
+}
+"""Attributes that are modules of another place."""

@@ -1,0 +1,99 @@
+"""Every name that DeepSpeed's users import is there, and what is not there says so in words."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import pytest
+
+import infinity.deepspeed
+from infinity.deepspeed.absent import ABSENT
+from infinity.deepspeed.tree import ALIASES, TREE
+
+ROOT = "infinity.deepspeed"
+REACHED = [
+    "initialize",
+    "DeepSpeedEngine",
+    "comm.is_initialized",
+    "comm.init_distributed",
+    "comm.get_rank",
+    "zero.Init",
+    "zero.GatheredParameters",
+    "zero.register_external_parameter",
+    "runtime.zero.partition_parameters.zero_wrapper_for_fp_tensor_constructor",
+    "runtime.zero.partition_parameters._orig_torch_arange",
+    "runtime.zero.partition_parameters.get_accelerator",
+    "runtime.lr_schedules.VALID_LR_SCHEDULES",
+    "ops.adam.DeepSpeedCPUAdam",
+    "ops.adagrad.DeepSpeedCPUAdagrad",
+    "ops.lion.DeepSpeedCPULion",
+    "utils.logger.setLevel",
+    "utils.set_z3_leaf_modules",
+    "utils.safe_get_full_grad",
+    "accelerator.get_accelerator",
+    "checkpoint.utils.clone_tensors_for_torch_save",
+    "launcher.runner.DEEPSPEED_ENVIRONMENT_NAME",
+]
+"""What Transformers, Accelerate and PEFT reach, from the package on."""
+
+
+def _module(place: str) -> Any:
+    return importlib.import_module(f"{ROOT}.{place}" if place else ROOT)
+
+
+@pytest.mark.parametrize("place", TREE)
+def test_every_name_of_the_tree_is_there(place: str) -> None:
+    module = _module(place)
+    missing = [name for name in TREE[place] if not hasattr(module, name)]
+    assert not missing
+    assert set(TREE[place]) <= set(dir(module))
+
+
+@pytest.mark.parametrize("place", [place for place in TREE if place])
+def test_a_module_is_there_with_all_above_it(place: str) -> None:
+    assert place.rpartition(".")[0] in TREE
+
+
+@pytest.mark.parametrize("name", REACHED)
+def test_names_are_reached_without_importing_their_modules(name: str) -> None:
+    found: Any = infinity.deepspeed
+    for part in name.split("."):
+        found = getattr(found, part)
+    assert found is not None
+
+
+@pytest.mark.parametrize("alias", ALIASES)
+def test_an_alias_is_the_module_that_it_stands_for(alias: str) -> None:
+    assert getattr(infinity.deepspeed, alias) is _module(ALIASES[alias])
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_is_absent_is_refused_in_words(name: str) -> None:
+    above, _, last = name.rpartition(".")
+    if name in TREE:  # it is there in part
+        with pytest.raises(AttributeError, match=f"has no {name}.nothing_such: .{{20}}"):
+            _ = _module(name).nothing_such
+        return
+    with pytest.raises(ImportError, match=f"infinity serves {ROOT!r} here, which has no {name}: .{{20}}"):
+        importlib.import_module(f"{ROOT}.{name}")
+    if above in TREE:
+        assert not hasattr(_module(above), last)
+        with pytest.raises(AttributeError, match=f"which has no {name}: .{{20}}"):
+            getattr(_module(above), last)
+
+
+def test_from_package_import_name_shows_the_reason() -> None:
+    with pytest.raises(ImportError, match="there is no pipeline parallelism"):
+        exec(f"from {ROOT} import PipelineModule")
+    with pytest.raises(ImportError, match="did you mean safe_get_full_grad"):
+        exec(f"from {ROOT}.utils import safe_get_ful_grad")
+
+
+def test_names_of_constructors_can_be_assigned_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = _module("runtime.zero.partition_parameters")
+    before = module._orig_torch_arange
+    with monkeypatch.context() as patched:
+        patched.setattr(module, "_orig_torch_arange", len)
+        assert importlib.import_module(f"{ROOT}.runtime.zero.partition_parameters")._orig_torch_arange is len
+    assert module._orig_torch_arange is before
