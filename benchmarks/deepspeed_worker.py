@@ -8,9 +8,6 @@ from typing import Any
 from benchmarks.step_loop import claim_stdout, serve_steps
 from benchmarks.worker_options import worker_parser
 
-LARGEST_PARAM_NUMEL_MAX = 20_000_000
-"""Elements of one of its buffers; the largest parameter must fit."""
-
 
 def deepspeed_config(
     swap_dir: str,
@@ -21,6 +18,7 @@ def deepspeed_config(
     clipping: float,
     sub_group_numel: int,
     buffer_count: int,
+    largest_numel: int,
 ) -> dict[str, Any]:
     """DeepSpeed's offload of parameters and optimizer; to NVMe as its documentation recommends to pipeline it."""
     if device == "cpu":
@@ -28,7 +26,7 @@ def deepspeed_config(
     else:
         place = {"device": "nvme", "nvme_path": swap_dir, "buffer_count": buffer_count, "pin_memory": False}
         offload = {
-            "offload_param": {**place, "buffer_size": LARGEST_PARAM_NUMEL_MAX},
+            "offload_param": {**place, "buffer_size": largest_numel},
             "offload_optimizer": {**place, "pipeline_read": True, "pipeline_write": True},
         }
     return {
@@ -87,6 +85,7 @@ def main() -> None:
         clipping=arguments.clipping,
         sub_group_numel=arguments.sub_group_numel,
         buffer_count=arguments.buffer_count,
+        largest_numel=shape.largest_numel,
     )
     with deepspeed.zero.Init(config_dict_or_path=config):
         model = GPT(shape)

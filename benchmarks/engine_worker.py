@@ -10,8 +10,8 @@ from benchmarks.worker_options import worker_parser
 
 SUB_GROUP_NUMEL = 20_000_000
 LAYER_NUMEL = 13_000_000
-"""A little more than one layer. Param groups are layers; one is in use, one gathered ahead, one kept for reuse: memory
-does not depend on how many there are."""
+"""A little more than one layer of the 168M model. Param groups are layers; one is in use, one gathered ahead, one kept
+for reuse: memory does not depend on how many there are."""
 
 
 def engine_config(
@@ -20,6 +20,7 @@ def engine_config(
     host_budget_bytes: int | None,
     learning_rate: float,
     device: str,
+    layer_numel: int = LAYER_NUMEL,
     batch: int = 1,
     clipping: float = 0.0,
     io_daemon: dict[str, Any] | None = None,
@@ -35,9 +36,9 @@ def engine_config(
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": SUB_GROUP_NUMEL,
-            "stage3_prefetch_bucket_size": LAYER_NUMEL,
-            "stage3_max_live_parameters": 3 * LAYER_NUMEL,
-            "stage3_max_reuse_distance": 2 * LAYER_NUMEL,
+            "stage3_prefetch_bucket_size": layer_numel,
+            "stage3_max_live_parameters": 3 * layer_numel,
+            "stage3_max_reuse_distance": 2 * layer_numel,
             "offload_param": offload,
             "offload_optimizer": offload,
         },
@@ -75,6 +76,7 @@ def main() -> None:
         host_budget_bytes=arguments.host_budget_bytes,
         learning_rate=arguments.learning_rate,
         device=arguments.device,
+        layer_numel=max(LAYER_NUMEL, round(1.03 * shape.layer_numel)),
         batch=arguments.batch,
         clipping=arguments.clipping,
         io_daemon={key: _value(text) for key, text in keys},

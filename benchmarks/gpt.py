@@ -22,10 +22,20 @@ class GPTShape:
     sequence: int = 64
 
     @property
+    def layer_numel(self) -> int:
+        """Parameters of one layer: 12·d² + 13·d."""
+        return 12 * self.d_model**2 + 13 * self.d_model
+
+    @property
+    def largest_numel(self) -> int:
+        """Elements of the largest parameter."""
+        return max(4 * self.d_model, self.vocabulary) * self.d_model
+
+    @property
     def numel(self) -> int:
-        """Parameters: per layer 12·d² + 13·d, two vocabulary matrices, the positions and the last norm."""
+        """Parameters of the layers, two vocabulary matrices, the positions and the last norm."""
         d = self.d_model
-        return self.num_layers * (12 * d * d + 13 * d) + 2 * self.vocabulary * d + self.sequence * d + 2 * d
+        return self.num_layers * self.layer_numel + 2 * self.vocabulary * d + self.sequence * d + 2 * d
 
 
 INITIAL_STD = 0.02
