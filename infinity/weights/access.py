@@ -256,7 +256,7 @@ def _refuse_what_cannot_be_lent(
             known_owner_of(alias.param).refuse(
                 alias.param,
                 "is sharded: its entry in a state dict holds no weights",
-                "read engine.full_state_dict() instead",
+                "read engine.full_state_dict() instead, or ask inside GatheredParameters(model.parameters())",
             )
     if func in MEMORY:
         param = next(iter(params.values()))

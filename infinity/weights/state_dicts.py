@@ -1,4 +1,5 @@
-"""What ``state_dict()`` of a sharded module gives: its keys, shapes and dtypes, and no weights but persistent ones.
+"""What ``state_dict()`` of a sharded module gives: its keys, shapes and dtypes, and the weights that are here: those
+that stay in memory, and those that are gathered around the call.
 
 A file written from it would hold NaN for every other weight. So its entries refuse to be read, pickled or written, each
 by name; whoever asks for the keys only (as Transformers does) gets them.
@@ -27,8 +28,8 @@ class StateDictHook:
             owner = None if param is None else owner_of(param)
             if param is None or owner is None or found is None or found is param:
                 continue  # with keep_vars the parameter itself, which refuses on its own
-            if isinstance(param, UnshardedParameter) and owner.is_persistent(param):
-                continue  # whole, and in memory for good: its alias follows every update, as torch's does
+            if isinstance(param, UnshardedParameter):
+                continue  # an alias of whole weights. One that outlives them is refused at the next update, by name
             state_dict[prefix + name] = ShardedAlias.of(param).make_unreadable()
 
     def __reduce__(self) -> NoReturn:

@@ -78,6 +78,24 @@ def test_the_state_dict_of_a_sharded_module_has_keys_whose_weights_are_refused()
         assert all(torch.isfinite(value).all() for value in engine.full_state_dict().values())
 
 
+def test_the_state_dict_inside_gathered_parameters_holds_their_weights() -> None:
+    """As PEFT saves adapters; what is kept past the context is refused by the update that it would not follow."""
+    module = model()
+    with infinity.initialize(model=module, config=CONFIG)[0] as engine:
+        with infinity.zero.GatheredParameters(module[0].parameters()):
+            given = module.state_dict()
+            assert pickle.loads(pickle.dumps(given["0.weight"])).equal(module[0].weight)
+            with pytest.raises(WeightsError, match=r"1\.weight.*GatheredParameters"):
+                given["1.weight"].clone()
+        assert given["0.weight"].equal(engine.full_state_dict()["0.weight"])
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        with pytest.raises(WeightsError, match=r"0\.(weight|bias).*kept outside the model"):
+            engine.step()
+        del given
+        engine.step()
+        assert engine.global_steps == 1
+
+
 def test_a_model_whose_engine_was_destroyed() -> None:
     module = model()
     infinity.initialize(model=module, config=CONFIG)[0].destroy()
