@@ -23,6 +23,7 @@ from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.tiers.memory import MemoryStore
 from infinity.weights import access, owners
 from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
+from infinity.weights.mapped_files import page_out_mapped_weights
 from infinity.weights.param import ShardedParam, flattened, memory_order
 from infinity.weights.promises import fill
 from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind, align_up
@@ -315,6 +316,7 @@ class StagedParam:
         self.is_staged = True
         if self.numel >= RETURNED_NUMEL_MIN:
             return_freed()
+            page_out_mapped_weights()
 
     def bring_back(self) -> None:
         """The full parameter in memory again, as the user's own."""
@@ -323,17 +325,21 @@ class StagedParam:
         collectives = self.area.collectives
         agreement = collectives.agree(f"bring back {self.name}")
         with torch.inference_mode(mode=False), torch.no_grad():
-            shard = torch.zeros(self.shard_numel, dtype=self._memory.dtype)
-            for offset, _ in self._pieces():
-                numel = min(self.piece_numel, self.shard_numel - offset)
-                shard[offset : offset + numel].copy_(self.read(self.start + offset, numel))
-            full = torch.empty(collectives.world_size * self.shard_numel, dtype=self._memory.dtype)
-            agreement.wait()
-            collectives.all_gather(full, shard)
-            self._memory.allocate().copy_(full[: self.numel])
+            flat = self._memory.allocate()
+            if collectives.world_size == 1:
+                agreement.wait()
+                self._read_into(flat, 0)
+            else:
+                shard = torch.empty(self.shard_numel, dtype=self._memory.dtype)
+                self._read_into(shard, self.start)
+                full = torch.empty(collectives.world_size * self.shard_numel, dtype=self._memory.dtype)
+                agreement.wait()
+                collectives.all_gather(full, shard)
+                flat.copy_(full[: self.numel])
         param, weights = self.param, self._memory.full
         if weights is None:
             raise AssertionError("the weights were allocated and are not there")
+        del flat
         access.show(param, weights)
         owners.disown(param)
         self._memory.drop()  # the parameter has the memory now
@@ -341,18 +347,22 @@ class StagedParam:
 
     def read(self, first: int, numel: int) -> torch.Tensor:
         """Elements [first, first + numel) of the parameter flattened in memory order, which this rank's shard holds."""
-        parts = []
-        position, stop = first - self.start, first - self.start + numel
-        while position < stop:
-            number, inner = divmod(position, self.piece_numel)
-            taken = min(stop - position, self.piece_numel - inner)
+        values = torch.empty(numel, dtype=self.param.dtype)
+        self._read_into(values, first)
+        return values
+
+    def _read_into(self, values: torch.Tensor, first: int) -> None:
+        """Fill ``values``, 1-D, with the elements from ``first`` on."""
+        position, done = first - self.start, 0
+        while done < values.numel():
+            number, inner = divmod(position + done, self.piece_numel)
+            taken = min(values.numel() - done, self.piece_numel - inner)
             lease = self.area.store.acquire(self._chunks[number], read=STAGING)
             lease.wait()
             (piece,) = lease.pieces(ObjectKind.STAGING)
-            parts.append(piece[inner : inner + taken].clone())
+            values[done : done + taken].copy_(piece[inner : inner + taken])
             lease.release()
-            position += taken
-        return torch.cat(parts) if len(parts) != 1 else parts[0]
+            done += taken
 
     def write(self, values: owners.Values) -> None:
         """New values of a staged parameter: this rank's shard, piece by piece."""
