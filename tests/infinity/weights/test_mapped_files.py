@@ -26,7 +26,7 @@ def resident_bytes(path: Path) -> int:
 def test_what_was_read_through_a_mapping_leaves_the_process(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"a": torch.arange(NUMEL, dtype=torch.int32)}, path)
-    with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+    with safe_open(path, framework="pt") as file:
         values: torch.Tensor = file.get_tensor("a")
     total = int(values.sum(dtype=torch.int64))
     if resident_bytes(path) < values.nbytes:
