@@ -13,7 +13,7 @@ from typing import Final
 MADV_PAGEOUT: Final = 21
 """Linux 5.4; keeps what was written to a private mapping, unlike MADV_DONTNEED."""
 ENDINGS: Final = (".safetensors", ".bin", ".pt", ".pth")
-"""Of the files that Transformers and torch map."""
+"""Transformers and torch map files of these names."""
 
 
 def page_out_mapped_weights() -> None:
