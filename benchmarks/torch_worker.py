@@ -19,7 +19,8 @@ def main() -> None:
     masters = [param.detach().clone() for param in model.parameters()]
     model = model.to(torch.bfloat16)
     params: list[torch.Tensor] = list(model.parameters())
-    optimizer = torch.optim.AdamW(masters, lr=arguments.learning_rate, fused=True)
+    # without decay, as the dialect's AdamW
+    optimizer = torch.optim.AdamW(masters, lr=arguments.learning_rate, weight_decay=0.0, fused=True)
 
     def step(index: int) -> float:
         loss = model(token_batch(shape, step=index, batch=arguments.batch, seed=arguments.seed))

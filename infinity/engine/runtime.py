@@ -129,6 +129,7 @@ class Runtime(owners.Owner):
             access.hide(param.param, param.placeholder)
             owners.adopt(param.param, ended)
             param.drop()
+        self.sharded.pool.trim()
         self.store.close()
         self.collectives.close()
 
@@ -157,8 +158,6 @@ class Runtime(owners.Owner):
                     self.store.abandon()
                 else:
                     self.store.complete()
-        if self._phases.phase is not StepPhase.BACKWARD:
-            self.return_freed()
 
     def hold(self, group: ParamGroup) -> None:
         self._cast_once.watch()  # the model may switch autocast on itself
@@ -385,7 +384,6 @@ class Runtime(owners.Owner):
             param.count_update()
 
     def _end_training_pass(self) -> None:
-        self.return_freed()
         self._phases.in_training_pass = False
 
     def empty_cache(self) -> None:
@@ -403,7 +401,9 @@ class Runtime(owners.Owner):
         self.store.abandon()
 
     def return_freed(self) -> None:
-        """Weights come and go all the time: without this, what a process holds would grow with the model's depth."""
+        """Give memory that nobody uses back to the system. No step does: weights have a pool, and autograd takes again
+        what it freed."""
+        self.sharded.pool.trim()
         if self.sharded.host_store is not None and self.device.type == "cpu":
             return_freed()
 

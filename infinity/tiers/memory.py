@@ -16,16 +16,20 @@ class MemoryLease(Lease):
         self.chunk = chunk
         self._store, self._read, self._write = store, read, write
         self._tensors: dict[int, torch.Tensor] = {}
+        self._made = 0
+        """Kinds that had no memory before: of undefined contents, unless this lease writes them."""
 
     def wait(self) -> None:
         if not self._tensors:
-            self._tensors = {kind: self._store.open(self.chunk, kind) for kind in kinds_of(self._read | self._write)}
+            self._made = sum(1 << kind for kind in kinds_of(self._write) if not self._store.has(self.chunk, kind))
+            for kind in kinds_of(self._read | self._write):
+                self._tensors[kind] = self._store.open(self.chunk, kind, read=bool(self._read >> kind & 1))
 
     def pieces(self, kind: int) -> list[torch.Tensor]:
         return [self._tensors[kind]]
 
     def release(self, *, dirty: int = 0, dead: int = 0) -> None:
-        for kind in kinds_of(dead):
+        for kind in kinds_of(dead | self._made & ~dirty):
             self._store.discard(self.chunk, kind)
         self._tensors = {}
 
@@ -57,12 +61,16 @@ class MemoryStore(ShardStore):
             raise EngineStateError("states that this needs were offloaded: call engine.reload_states() before it")
         return MemoryLease(self, chunk, read, write)
 
-    def open(self, chunk: int, kind: int) -> torch.Tensor:
-        """The object's tensor; zeros if it was never written."""
+    def has(self, chunk: int, kind: int) -> bool:
+        return (chunk, kind) in self._objects
+
+    def open(self, chunk: int, kind: int, *, read: bool) -> torch.Tensor:
+        """The object's tensor; zeros if it was never written and is to be read."""
         tensor = self._objects.get((chunk, kind))
         if tensor is None:
             layout = self._layouts[chunk]
-            tensor = torch.zeros(layout.numel, dtype=layout.dtypes[kind], device=self._device)
+            make = torch.zeros if read else torch.empty
+            tensor = make(layout.numel, dtype=layout.dtypes[kind], device=self._device)
             self._objects[chunk, kind] = tensor
         return tensor
 

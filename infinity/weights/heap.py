@@ -1,4 +1,4 @@
-"""Give freed memory back to the system: while a model is built, after each forward and after each step.
+"""Give freed memory back to the system: while a model is built, and when somebody asks for it.
 
 glibc keeps freed blocks below 32 MiB in its heap, and small live ones between them keep the heap from shrinking: after
 building 319M parameters under ``Init`` 609 MB of freed weights were still the process's, after ``return_freed`` none.

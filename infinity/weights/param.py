@@ -21,6 +21,7 @@ from torch import nn
 from torch.multiprocessing import reductions
 
 from infinity.weights import access
+from infinity.weights.pool import MemoryPool
 
 _storage_reference: Any = reductions.StorageWeakRef
 
@@ -37,7 +38,8 @@ def flattened(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
 
 
 class ShardedParam:
-    """``resident``: storage identity -> parameter, of all of a model whose weights are here."""
+    """``resident``: storage identity -> parameter, of all of a model whose weights are here. ``pool``: where memory for
+    the weights comes from; None: torch."""
 
     def __init__(
         self,
@@ -47,6 +49,7 @@ class ShardedParam:
         dtype: torch.dtype,
         device: torch.device,
         resident: dict[int, ShardedParam] | None = None,
+        pool: MemoryPool | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -62,6 +65,7 @@ class ShardedParam:
         self._lies_plainly = self.layout.is_contiguous()
         self.placeholder = torch.full((), torch.nan, dtype=dtype, device=device).expand(param.shape)
         self._resident = resident if resident is not None else {}
+        self._pool = pool if pool is not None else MemoryPool(0, device)
         self._key = 0
         self._num_shown = 0
         self._version = 0
@@ -100,7 +104,7 @@ class ShardedParam:
         """Memory for the full weights, contents undefined; flat view of it. What is there already is taken again."""
         if self.full is None:
             with torch.inference_mode(mode=False):
-                self.full = torch.empty_strided(self.shape, self.layout.stride(), dtype=self.dtype, device=self.device)
+                self.full = self._pool.empty_strided(self.shape, self.layout.stride(), self.dtype)
             self._key = self.full.untyped_storage()._cdata
             self._resident[self._key] = self
         # of what is shown autograd must see that it is written to

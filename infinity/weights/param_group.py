@@ -19,6 +19,7 @@ from infinity.tiers.collectives import Collectives
 from infinity.tiers.reductions import Reducing
 from infinity.weights import access
 from infinity.weights.param import ShardedParam
+from infinity.weights.pool import MemoryPool
 from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 
@@ -67,6 +68,7 @@ class ParamGroup:
         reduce_dtype: torch.dtype,
         persistent: bool,
         name: str = "a group",
+        pool: MemoryPool | None = None,
         home: ObjectKind = ObjectKind.WEIGHT,
         reductions: Collectives | None = None,
         all_reduces: bool = False,
@@ -74,6 +76,7 @@ class ParamGroup:
         """A group of the ranks of ``collectives``, which have a shard each.
 
         Args:
+            pool: where memory for gathering and reducing comes from; None: torch.
             home: the kind that the store has the weights in.
             reductions: the ranks that gradients are averaged over; None: those that share the weights.
             all_reduces: the mean is made whole on every rank, also where each takes its shard of it only.
@@ -95,6 +98,7 @@ class ParamGroup:
         self._reductions = collectives if reductions is None else reductions
         self._all_reduces = all_reduces
         self._dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
+        self._pool = pool if pool is not None else MemoryPool(0, params[0].device)
         self._leases: list[Lease] = []
         self._frames_ahead = 0
 
@@ -226,14 +230,10 @@ class ParamGroup:
         self, flats: dict[int, torch.Tensor], fill: Callable[[torch.Tensor], None], what: str, dtype: torch.dtype
     ) -> None:
         """``fill`` this rank's shard, gather all ranks', and lay them out in ``flats``."""
-        device, world_size, shard_numel = (
-            self.params[0].device,
-            self._collectives.world_size,
-            self.placement.shard_numel,
-        )
+        world_size, shard_numel = self._collectives.world_size, self.placement.shard_numel
         agreement = self._collectives.agree(f"gather the {what} of {self.name}")
-        full = torch.empty(world_size * shard_numel, dtype=dtype, device=device)
-        shard = torch.zeros(shard_numel, dtype=dtype, device=device)
+        full = self._pool.empty(world_size * shard_numel, dtype)
+        shard = self._pool.empty(shard_numel, dtype).zero_()
         fill(shard)
         agreement.wait()
         self._collectives.all_gather(full, shard)
@@ -286,8 +286,8 @@ class ParamGroup:
         """Several ranks: issue the mean over ranks. This rank's part may be read once the work is done; a parameter
         without a gradient counts as zero."""
         rank, num_shards = self._collectives.rank, self._collectives.world_size
-        device = self.params[0].device
-        full = torch.zeros(num_shards, self.placement.shard_numel, dtype=self._reduce_dtype, device=device)
+        shard_numel = self.placement.shard_numel
+        full = self._pool.empty(num_shards * shard_numel, self._reduce_dtype).zero_().view(num_shards, shard_numel)
         flats = self._flat_gradients()
         for placement in self.placement.params:
             flat = flats.get(placement.param)
@@ -300,7 +300,7 @@ class ParamGroup:
         if self._all_reduces:
             shard, work = full[rank], self._reductions.all_reduce_mean(full.view(-1))
         else:
-            shard = torch.empty(self.placement.shard_numel, dtype=self._reduce_dtype, device=device)
+            shard = self._pool.empty(shard_numel, self._reduce_dtype)
             work = self._reductions.reduce_scatter_mean(shard, full.view(-1))
         starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
 

@@ -30,6 +30,7 @@ from infinity.weights import access
 from infinity.weights.admission import admit
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import LeaseAllowance, ParamGroup
+from infinity.weights.pool import ALIGNMENT_BYTES, MemoryPool
 from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 
@@ -168,8 +169,9 @@ class ShardedModel:
         self.store = collectives.together(lambda: self._open_store(tiers, tier, poison), "open the store of shards")
         self.resident: dict[int, ShardedParam] = {}
         """Parameters whose weights are on the device now, by the identity of their storage."""
+        self.pool = MemoryPool(self._pool_bytes(config), device, poison=poison)
         self.params = [
-            ShardedParam(index, name, param, precision.weight, device, self.resident)
+            ShardedParam(index, name, param, precision.weight, device, self.resident, self.pool)
             for index, (name, param) in enumerate(zip(layout.names, layout.params, strict=True))
         ]
         self.groups = self._build_groups()
@@ -200,6 +202,19 @@ class ShardedModel:
             return 1
         streamed = self.plan.num_frames - self.plan.pinned_frames
         return max(1, min(SUB_GROUPS_AHEAD_MAX, streamed // LEASE_SHARE // self.plan.demand_frames))
+
+    def _pool_bytes(self, config: Config) -> int:
+        """The pool holds all weights that are live at a time; with several ranks also what gathers a group."""
+        pairs = zip(self.layout.members, self.layout.placements, strict=True)
+        passing = [placement.numel for members, placement in pairs if not members.persistent]
+        passing_max = config.zero_optimization.stage3_max_live_parameters + max(passing, default=0)
+        staying = sum(placement.numel for placement in self.layout.placements) - sum(passing)
+        live = staying + min(sum(passing), passing_max)
+        num_bytes = live * self.precision.weight.itemsize + len(self.layout.params) * ALIGNMENT_BYTES
+        if self._collectives.world_size > 1:
+            largest = max((p.shard_numel for p in self.layout.placements), default=0) * self._collectives.world_size
+            num_bytes += 2 * largest * self.precision.reduce.itemsize
+        return num_bytes
 
     def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool) -> DueStore:
         self.device_store = MemoryStore(self._device)
@@ -254,6 +269,7 @@ class ShardedModel:
                 home=self.precision.home(trainable=placement.trainable),
                 persistent=members.persistent,
                 name=members.name,
+                pool=self.pool,
             )
             for placement, members in zip(self.layout.placements, self.layout.members, strict=True)
         ]
