@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from infinity.commands.cli import TORCHRUN_COMMAND
 from infinity.commands.cli import main as infinity_main
+from infinity.commands.running import TORCHRUN_COMMAND
 from io_daemon.__main__ import main as io_daemon_main
 from io_daemon.rank.client import Client
 from io_daemon.rank.process import DaemonProcess

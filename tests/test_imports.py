@@ -181,7 +181,7 @@ def test_the_environment_is_read_in_two_places_only() -> None:
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
                 readers.add(path.relative_to(ROOT))
     # the launcher hands its own environment on to torchrun
-    assert readers <= ENVIRONMENT_READERS | {Path("infinity/commands/cli.py")}
+    assert readers <= ENVIRONMENT_READERS | {Path("infinity/commands/running.py")}
 
 
 @pytest.mark.parametrize(

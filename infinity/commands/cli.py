@@ -7,34 +7,22 @@ of what it ran; a process ended by signal n counts as 128 + n, as in a shell.
 from __future__ import annotations
 
 import argparse
-import os
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
-from typing import Any
+from collections.abc import Sequence
 
 from io_daemon.command.interrupt import EXIT_INTERRUPTED, quiet_interrupt
-from io_daemon.config import DaemonSettings
 from io_daemon.errors import ConfigError, WorldError
 
 EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
-
-TORCHRUN_COMMAND = (sys.executable, "-P", "-m", "torch.distributed.run")
-RUN_USAGE = "infinity run [--swap-dir DIR ...] [daemon options] [torchrun options] script.py ..."
-RUN_DESCRIPTION = """\
-Start one I/O daemon for this node, then torchrun (python -m torch.distributed.run) with all arguments from the first
-one that is not listed here. The daemon ends after the ranks. Without --swap-dir no daemon is started here: the library
-starts a private one where its configuration asks for it. On several nodes, run it on each, as with torchrun."""
+_LAUNCHERS = ("run", "as-deepspeed", "deepspeed")
+"""Commands whose words are mostly another command's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        if words[:1] == ["run"]:
-            return _run(words[1:])
+        if words[:1] and words[0] in _LAUNCHERS:
+            return _launched(words[0], words[1:])
         if words[:1] == ["demo"]:
             return _demo(words[1:])
         parsed = _parser().parse_args(words)
@@ -55,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="infinity", description="Train models larger than memory from NVMe.")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     commands.add_parser("run", help="torchrun with an I/O daemon for this node", add_help=False)
+    commands.add_parser("as-deepspeed", help="a command whose `import deepspeed` is infinity", add_help=False)
+    commands.add_parser("deepspeed", help="DeepSpeed's launcher: hostfile, --num_gpus, --include …", add_help=False)
     commands.add_parser(
         "demo",
         help="train a GPT from NVMe in less memory than its state",
@@ -304,134 +294,26 @@ def _config_schema(_parsed: argparse.Namespace) -> int:
     return schema()
 
 
+def _launched(command: str, words: list[str]) -> int:
+    if command == "run":
+        from infinity.commands.run_command import run
+
+        return run(words)
+    if command == "as-deepspeed":
+        from infinity.commands.as_deepspeed_command import as_deepspeed
+
+        return as_deepspeed(words)
+    from infinity.commands.deepspeed_command import deepspeed
+
+    return deepspeed(words)
+
+
 def _demo(words: list[str]) -> int:
     with quiet_interrupt():
         from infinity.commands.demo import main as demo
 
     code: int = demo(words)
     return code
-
-
-def _run_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="infinity run",
-        usage=RUN_USAGE,
-        description=RUN_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument(
-        "--swap-dir",
-        action="append",
-        default=[],
-        metavar="DIR",
-        help="where swap files go; repeatable",
-    )
-    parser.add_argument("--socket", metavar="PATH", help="the daemon's socket (default: a private one)")
-    parser.add_argument("--engine", metavar="ENGINE", help="auto (default) or require:NAME")
-    parser.add_argument("--block-size", metavar="BYTES", help="of one I/O (default 1M)")
-    parser.add_argument("--queue-depth", metavar="N", help="I/Os in flight (default 32)")
-    parser.add_argument(
-        "--no-verify-checksums",
-        dest="verify_checksums",
-        action="store_false",
-        help="do not check blocks that are read back",
-    )
-    return parser
-
-
-def split_run_words(words: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(words of ``infinity run``, words of torchrun): the second list starts at the first word not known here."""
-    actions = _run_parser()._actions
-    lone = {name for action in actions if action.nargs == 0 for name in action.option_strings}
-    paired = {name for action in actions for name in action.option_strings} - lone
-    i = 0
-    while i < len(words):
-        name, equals, _ = words[i].partition("=")
-        if name in lone or (name in paired and equals):
-            i += 1
-        elif name in paired:
-            i += 2
-        else:
-            break
-    return list(words[:i]), list(words[i:])
-
-
-def _run(words: list[str]) -> int:
-    own, rest = split_run_words(words)
-    parser = _run_parser()
-    parsed = parser.parse_args(own)
-    if not rest:
-        parser.error("no script given")
-    if not parsed.swap_dir:
-        if own:
-            parser.error(f"{own[0]} has no effect without --swap-dir")
-        return _torchrun(rest, socket=None)
-
-    from infinity.tiers.launch import DaemonProcess
-
-    options: list[str] = []
-    for action in parser._actions:
-        value: Any = getattr(parsed, action.dest, None)
-        if action.dest in DaemonSettings.model_fields and value is not action.default:
-            options += action.option_strings[:1] if action.nargs == 0 else [action.option_strings[0], value]
-    with DaemonProcess(swap_dirs=parsed.swap_dir, socket=parsed.socket, options=options, private=False) as daemon:
-        code = _torchrun(rest, socket=str(daemon.socket))
-        if (status := daemon.poll()) is not None:
-            print(
-                f"infinity: the I/O daemon ended before the ranks did, with status {status}",
-                file=sys.stderr,
-            )
-            return code or EXIT_FAILED
-    return code
-
-
-def _torchrun(words: Sequence[str], *, socket: str | None) -> int:
-    env = dict(os.environ) if socket is None else {**os.environ, "INFINITY_IO_SOCKET": socket}
-    if not any(_names_a_meeting_place(word) for word in words):
-        env.setdefault("PET_STANDALONE", "1")  # torchrun's --standalone: else two jobs on a machine want port 29500
-    # idle compute threads that spin take the cores that the daemon needs: 1.3 instead of 7.3 CPU seconds a step
-    env.setdefault("OMP_WAIT_POLICY", "passive")
-    child = subprocess.Popen([*TORCHRUN_COMMAND, *words], env=env)
-    with _forwarded_signals(child):
-        code = child.wait()
-    return 128 - code if code < 0 else code
-
-
-def _names_a_meeting_place(word: str) -> bool:
-    """An option of torchrun by which ranks of several launchers meet (or one that a script may have, to no harm)."""
-    return word.replace("_", "-").startswith(("--nnodes", "--node-rank", "--master-", "--rdzv-", "--standalone"))
-
-
-@contextmanager
-def _forwarded_signals(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Signals to us go to the child, whose end then ends us."""
-
-    def forward(number: int, _frame: FrameType | None) -> None:
-        if not (number == signal.SIGINT and _in_foreground()):
-            child.send_signal(number)
-
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, forward) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def _in_foreground() -> bool:
-    """Whether a Ctrl-C at the terminal reaches the child by itself: it is in our process group."""
-    try:
-        terminal = os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_CLOEXEC)
-    except OSError:
-        return False
-    try:
-        return os.tcgetpgrp(terminal) == os.getpgrp()
-    except OSError:
-        return False
-    finally:
-        os.close(terminal)
 
 
 def _bytes(text: str) -> int:

@@ -15,6 +15,7 @@ from dataclasses import asdict, dataclass
 from enum import Enum
 from pathlib import Path
 
+from infinity.deepspeed.delivery import find, scripts_path
 from io_daemon.disk.kernel_text import read_text
 from io_daemon.errors import ConfigError
 from io_daemon.machine.buffers import open_buffers
@@ -112,7 +113,18 @@ def _software(facts: MachineFacts) -> list[Finding]:
         return [*findings, _fail("torch", problem, "pip install 'torch>=2.6'")]
     import torch
 
-    return [*findings, _ok("torch", torch.__version__)]
+    return [*findings, _ok("torch", torch.__version__), _deepspeed()]
+
+
+def _deepspeed() -> Finding:
+    """What ``import deepspeed`` gives a script that is started like this command."""
+    subject, remedy = "import deepspeed", "nothing; `infinity as-deepspeed COMMAND` gives infinity under its names"
+    found = find(scripts_path())
+    if found is None:
+        return _absent(subject, "nothing of that name", remedy)
+    if found.ours:
+        return _ok(subject, f"infinity, as DeepSpeed {found.version}: {found.file}")
+    return _absent(subject, f"DeepSpeed {found.version or 'without metadata'}: {found.file}", remedy)
 
 
 def _torch_problem() -> str | None:

@@ -55,6 +55,11 @@ def is_delivered(file: str | None) -> bool:
     return file is not None and Path(file).resolve().is_relative_to(DIRECTORY)
 
 
+def scripts_path() -> list[str]:
+    """The path of a script that lies in the working directory, started as this process was."""
+    return [str(Path.cwd()), *(place for place in sys.path if place)]
+
+
 @dataclass(frozen=True)
 class Found:
     """The DeepSpeed that ``import deepspeed`` would get."""
@@ -65,11 +70,10 @@ class Found:
     ours: bool
 
 
-def find(path: Sequence[str] | None = None) -> Found | None:
-    """What a process with this path would get, by default one that is started as this one was. Imports nothing."""
-    places = list(sys.path if path is None else path)
-    spec = PathFinder.find_spec("deepspeed", places)
+def find(path: Sequence[str]) -> Found | None:
+    """What a process with this path would get. Imports nothing."""
+    spec = PathFinder.find_spec("deepspeed", path)
     if spec is None or spec.origin is None:
         return None
-    versions = (each.version for each in distributions(name="deepspeed", path=places))
+    versions = (each.version for each in distributions(name="deepspeed", path=list(path)))
     return Found(spec.origin, next(versions, ""), is_delivered(spec.origin))

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from infinity.commands.cli import main, split_run_words
+from infinity.commands.cli import main
+from infinity.commands.run_command import split_run_words
 from tests.support.signals import heed_signals
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -175,9 +176,9 @@ def _script(tmp_path: Path, code: str) -> Path:
 
 def _infinity(*words: str | Path, torchrun: bool = False) -> subprocess.Popen[str]:
     """``infinity`` in a process of its own; without ``torchrun`` the script runs directly, which is quicker."""
-    code = "import sys; from infinity.commands import cli\n"
+    code = "import sys; from infinity.commands import cli, running\n"
     if not torchrun:
-        code += "cli.TORCHRUN_COMMAND = (sys.executable,)\n"
+        code += "running.TORCHRUN_COMMAND = (sys.executable,)\n"
     code += "sys.exit(cli.main(sys.argv[1:]))"
     return subprocess.Popen(
         [sys.executable, "-c", code, *map(str, words)],
