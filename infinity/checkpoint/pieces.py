@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 import torch
 
@@ -14,14 +15,17 @@ from infinity.checkpoint.sealed import checksum_of
 from infinity.errors import CheckpointError
 from infinity.files.pieces import bytes_of, pieces
 
+WINDOW_BYTES: Final = 16 << 20
+"""The drive writes, or reads, so much behind or ahead of what is asked for."""
+
 
 class PieceWriter:
-    """Appends to a new file."""
+    """Appends to a new file, which the drive writes meanwhile."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.pieces: list[Piece] = []
-        self.num_bytes = 0
+        self.num_bytes = self._handed_over = 0
         with disk_errors(path, "made"):
             self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
 
@@ -33,6 +37,10 @@ class PieceWriter:
             while done < len(view):
                 done += os.write(self._descriptor, view[done:])
         self.num_bytes += done
+        if self.num_bytes - self._handed_over >= WINDOW_BYTES:
+            # starts to write what is dirty, and drops what was written: nobody reads it soon
+            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._handed_over = self.num_bytes
 
     def add_all(self, tensor: str, kind: str, values: torch.Tensor) -> None:
         """Append one kind of one tensor, ``values`` [its numel], in pieces."""
@@ -40,7 +48,7 @@ class PieceWriter:
             self.add(tensor, kind, first, values[first : first + numel])
 
     def finish(self) -> None:
-        """Have it all on the disk. The page cache need not keep it: nobody reads it soon."""
+        """Have it all on the disk."""
         with disk_errors(self.path, "written"):
             os.fsync(self._descriptor)
             os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
@@ -57,6 +65,7 @@ class PieceFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._asked_for = 0
         with disk_errors(path, "opened"):
             self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
@@ -65,6 +74,7 @@ class PieceFile:
         size = piece.numel * DTYPES[dtype].itemsize
         data = torch.empty(size, dtype=torch.uint8)
         view, done = bytes_of(data), 0
+        self._ask_ahead(piece.offset + size)
         with disk_errors(self.path, "read"):
             while done < size and (got := os.preadv(self._descriptor, [view[done:]], piece.offset + done)):
                 done += got
@@ -84,6 +94,13 @@ class PieceFile:
                 "load another checkpoint, or copy this file anew",
             )
         return data.view(DTYPES[dtype])
+
+    def _ask_ahead(self, end: int) -> None:
+        """Have the drive read what lies behind ``end``, unless it does: it is asked for next."""
+        if not end <= self._asked_for - WINDOW_BYTES // 2 <= end + WINDOW_BYTES:
+            begin = self._asked_for if end <= self._asked_for <= end + WINDOW_BYTES else end
+            self._asked_for = end + WINDOW_BYTES
+            os.posix_fadvise(self._descriptor, begin, self._asked_for - begin, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         os.close(self._descriptor)

@@ -68,11 +68,14 @@ class StoredCheckpoint:
         return cls(find(directory, tag))
 
     def read(self, name: str, kind: str, first: int, numel: int) -> torch.Tensor:
-        """Elements [first, first + numel) in the order of memory, 1-D, in the dtype that they were kept in."""
+        """Elements [first, first + numel) in the order of memory, 1-D, in the dtype that they were kept in: to be read,
+        not written."""
         dtype = self.entries[name].kinds[kind]
-        values = torch.empty(numel, dtype=DTYPES[dtype])
         placed, position = self._pieces[name, kind], first
         index = max(0, bisect_right(self._firsts[name, kind], first) - 1)
+        if numel and first + numel <= placed[index][1].first + placed[index][1].numel:
+            return self._load(*placed[index], dtype)[first - placed[index][1].first :][:numel]
+        values = torch.empty(numel, dtype=DTYPES[dtype])
         while position < first + numel:
             rank, piece = placed[index]
             stop = min(first + numel, piece.first + piece.numel)

@@ -118,11 +118,12 @@ class Loading:
                 progress.advance(found.nbytes)
                 return found
 
-            for kind, name in names.items():
-                if name.startswith(STATE_PREFIX) and not self._wanted.states:
-                    continue
-                having = {i for i in there if kind in io.lasting(i) and name in entries[params[i].name].kinds}
-                io.fill(having, kind, values, numel_max=PIECE_NUMEL_MAX)
+            wanted = {
+                kind: {i for i in there if kind in io.lasting(i) and name in entries[params[i].name].kinds}
+                for kind, name in names.items()
+                if self._wanted.states or not name.startswith(STATE_PREFIX)
+            }
+            io.fill(wanted, values, numel_max=PIECE_NUMEL_MAX)
         return total
 
     def _restore_rest(self) -> None:

@@ -7,7 +7,7 @@ Nothing here changes what is on the device; ``Runtime`` does, who calls. Element
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -19,8 +19,6 @@ from infinity.weights.owners import Values
 from infinity.weights.param import ShardedParam
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.protocol import ObjectKind
-
-LEASES_AHEAD = 2
 
 Seen = Callable[[ObjectKind, Segment, torch.Tensor], None]
 """What is done with elements of a chunk: their kind, where they belong, and a view of them while they are leased."""
@@ -35,6 +33,7 @@ _Request = tuple[int, int, int, Callable[[Lease], None]]
 class StateIO:
     def __init__(self, sharded: ShardedModel) -> None:
         self._store: ShardStore = sharded.store
+        self._num_ahead = sharded.sub_groups_ahead
         self._collectives, self._chunks = sharded.sharers, sharded.chunks
         self._weight_dtype = sharded.precision.weight
         self._segments: dict[int, list[tuple[int, Segment]]] = {param.index: [] for param in sharded.params}
@@ -166,45 +165,58 @@ class StateIO:
     def scan(self, params: Container[int], use: Seen, *, numel_max: int) -> None:
         """Go through all that this rank keeps for good of ``params`` (indices), each chunk once, in stored dtypes."""
 
-        def seen(lease: Lease, kinds: Sequence[ObjectKind], segments: Sequence[Segment]) -> None:
-            for kind in kinds:
-                for part in (part for segment in segments for part in _cut(segment, numel_max)):
-                    found = [piece for _, piece in spans(lease.pieces(kind), part.chunk_offset, part.numel)]
-                    use(kind, part, found[0] if len(found) == 1 else torch.cat(found))
+        def seen(lease: Lease) -> None:
+            self.show(lease, params, use, numel_max=numel_max)
 
-        def requests() -> Iterable[_Request]:
-            for chunk_id, chunk in enumerate(self._chunks):
-                segments = [segment for segment in chunk.segments if segment.param in params]
-                if segments:
-                    kinds = self.lasting(segments[0].param)
-                    mask = sum(kind.mask for kind in kinds)
-                    yield chunk_id, mask, 0, partial(seen, kinds=kinds, segments=segments)
+        self._stream((chunk, mask, 0, seen) for chunk, mask in self.lasting_chunks(params).items())
 
-        self._stream(requests())
+    def lasting_chunks(self, params: Container[int]) -> dict[int, int]:
+        """Chunk -> mask of the kinds that ``scan`` goes through."""
+        having = (
+            (chunk_id, next((s.param for s in chunk.segments if s.param in params), None))
+            for chunk_id, chunk in enumerate(self._chunks)
+        )
+        return {chunk: sum(kind.mask for kind in self.lasting(param)) for chunk, param in having if param is not None}
 
-    def fill(self, params: Container[int], kind: ObjectKind, source: Source, *, numel_max: int) -> None:
-        """Write this rank's part of one kind of those of ``params`` (indices) that have it; with a master weight its
-        16-bit weight, too. What else a chunk holds stays."""
-
-        def put(lease: Lease, kinds: Sequence[ObjectKind], segments: Sequence[Segment]) -> None:
+    def show(self, lease: Lease, params: Container[int], use: Seen, *, numel_max: int) -> None:
+        """Go through what a granted lease of ``lasting_chunks`` has of ``params``."""
+        segments = [segment for segment in self._chunks[lease.chunk].segments if segment.param in params]
+        for kind in self.lasting(segments[0].param):
             for part in (part for segment in segments for part in _cut(segment, numel_max)):
-                values = source(kind, part)
-                for each in kinds:
-                    for start, piece in spans(lease.pieces(each), part.chunk_offset, part.numel):
-                        piece.copy_(values[start : start + piece.numel()])
+                found = [piece for _, piece in spans(lease.pieces(kind), part.chunk_offset, part.numel)]
+                use(kind, part, found[0] if len(found) == 1 else torch.cat(found))
+
+    def fill(self, wanted: Mapping[ObjectKind, Container[int]], source: Source, *, numel_max: int) -> None:
+        """Write this rank's part of these kinds of these parameters (indices), each chunk once; with a master weight
+        its 16-bit weight, too. What else a chunk holds stays."""
+
+        def put(lease: Lease, segments: Mapping[ObjectKind, Sequence[Segment]]) -> None:
+            for kind, having in segments.items():
+                targets = [lease.pieces(each) for each in self._with_followers(kind, having[0].param)]
+                for part in (part for segment in having for part in _cut(segment, numel_max)):
+                    values = source(kind, part)
+                    for pieces_of_kind in targets:
+                        for start, piece in spans(pieces_of_kind, part.chunk_offset, part.numel):
+                            piece.copy_(values[start : start + piece.numel()])
 
         def requests() -> Iterable[_Request]:
             for chunk_id, chunk in enumerate(self._chunks):
-                segments = [s for s in chunk.segments if s.param in params and kind in self._dtypes[s.param]]
-                if not segments:
-                    continue
-                follows = kind is ObjectKind.MASTER and ObjectKind.WEIGHT in self._dtypes[segments[0].param]
-                kinds = [kind, ObjectKind.WEIGHT] if follows else [kind]
-                mask = sum(each.mask for each in kinds)
-                whole = len(segments) == len(chunk.segments)  # a lease to write only may hold anything
-                yield chunk_id, 0 if whole else mask, mask, partial(put, kinds=kinds, segments=segments)
+                segments = {kind: [s for s in chunk.segments if s.param in params] for kind, params in wanted.items()}
+                segments = {kind: having for kind, having in segments.items() if having}
+                read = write = 0
+                for kind, having in segments.items():
+                    mask = sum(each.mask for each in self._with_followers(kind, having[0].param))
+                    write |= mask
+                    read |= 0 if len(having) == len(chunk.segments) else mask  # written only, it may hold anything
+                if write:
+                    yield chunk_id, read, write, partial(put, segments=segments)
 
         self._stream(requests())
+
+    def _with_followers(self, kind: ObjectKind, param: int) -> list[ObjectKind]:
+        """The kind, and what is rounded from it."""
+        follows = kind is ObjectKind.MASTER and ObjectKind.WEIGHT in self._dtypes[param]
+        return [kind, ObjectKind.WEIGHT] if follows else [kind]
 
     def _stream(self, requests: Iterable[_Request]) -> None:
         """Lease the chunks in order, few at a time."""
@@ -212,7 +224,7 @@ class StateIO:
         leases: deque[tuple[Lease, int, Callable[[Lease], None]]] = deque()
         try:
             while True:
-                while len(leases) < LEASES_AHEAD and (found := next(waiting, None)) is not None:
+                while len(leases) <= self._num_ahead and (found := next(waiting, None)) is not None:
                     chunk_id, read, write, use = found
                     leases.append((self._store.acquire(chunk_id, read=read, write=write), write, use))
                 if not leases:
