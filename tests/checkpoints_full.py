@@ -1,11 +1,13 @@
 """``python -m tests.checkpoints_full``: the matrix of who saves and who goes on, as a table.
 
-``--kills N`` and ``--load-kills N`` end savers and loaders at random moments and judge what they leave.
+``--kills N``, ``--late-kills N`` and ``--load-kills N`` end savers, trainings that save meanwhile, and loaders at
+random moments and judge what they leave. ``--every N --first K`` judges a part of the matrix: every K makes the whole.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,27 +16,33 @@ from rich.console import Console
 from rich.table import Table
 
 from tests.support.checkpoint_cells import Side, Verdict, full_matrix, judge_all, selection
-from tests.support.checkpoint_kills import Outcome, killed_loads, killed_saves
+from tests.support.checkpoint_kills import Outcome, killed_late_saves, killed_loads, killed_saves
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--select", choices=("full", "short", "none"), default="full", help="cells of the matrix")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th cell")
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="beginning with this one")
     parser.add_argument("--kills", type=int, default=0, metavar="N", help="of processes that save")
+    parser.add_argument("--late-kills", type=int, default=0, metavar="N", help="of processes that save while training")
     parser.add_argument("--load-kills", type=int, default=0, metavar="N", help="of processes that load")
     parser.add_argument("--seed", type=int, default=0, help="of the moments")
     arguments = parser.parse_args()
     console = Console(width=140)
     failed = 0
     with tempfile.TemporaryDirectory(prefix="infinity-checkpoints-") as directory:
-        if arguments.kills:
-            failed += _kills(console, "save", killed_saves, arguments.kills, arguments.seed, Path(directory) / "a")
-        if arguments.load_kills:
-            failed += _kills(console, "load", killed_loads, arguments.load_kills, arguments.seed, Path(directory) / "b")
+        kinds = (
+            ("save", killed_saves, arguments.kills),
+            ("late save", killed_late_saves, arguments.late_kills),
+            ("load", killed_loads, arguments.load_kills),
+        )
+        for what, kill, num_kills in kinds:
+            if num_kills:
+                failed += _kills(console, what, kill, num_kills, arguments.seed, Path(directory))
         if arguments.select != "none":
             cells = full_matrix() if arguments.select == "full" else selection()
-            failed += _matrix(console, judge_all(cells[:: arguments.every], Path(directory)))
+            failed += _matrix(console, judge_all(cells[arguments.first :: arguments.every], Path(directory)))
     raise SystemExit(1 if failed else 0)
 
 
@@ -46,6 +54,7 @@ def _matrix(console: Console, verdicts: Iterator[Verdict]) -> int:
     found = []
     for verdict in verdicts:
         found.append(verdict)
+        print(f"\r{len(found)} pairs judged", end="", file=sys.stderr, flush=True)
         table.add_row(
             _side(verdict.before),
             _side(verdict.after),
@@ -73,6 +82,7 @@ def _side(side: Side) -> str:
 def _kills(
     console: Console, what: str, kill: Callable[..., Iterator[Outcome]], num_kills: int, seed: int, directory: Path
 ) -> int:
+    directory /= what
     directory.mkdir()
     outcomes = list(kill(directory, num_kills=num_kills, seed=seed))
     bad = [outcome for outcome in outcomes if outcome.problem]

@@ -13,9 +13,10 @@ from torch import nn
 
 from infinity.checkpoint.directory import check_tag, find, latest_tag, tags_of
 from infinity.checkpoint.stored import StoredCheckpoint
+from infinity.engine.late_save import LateSave
 from infinity.engine.loading import Loading, Wanted
 from infinity.engine.loop import TrainingLoop
-from infinity.engine.saving import Saving, gathered_histories
+from infinity.engine.saving import Saving
 from infinity.errors import CheckpointError, DaemonLostError, EngineStateError
 from infinity.states import StepPhase
 
@@ -36,6 +37,8 @@ class Checkpoints(nn.Module):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        asynchronous: bool = False,
     ) -> bool:
         """Save everything that training goes on from, into ``save_dir/tag``. Collective, between steps.
 
@@ -50,27 +53,42 @@ class Checkpoints(nn.Module):
                 tensors, arrays, lists and dicts of them.
             save_latest: whether the file ``latest`` names it from now on.
             exclude_frozen_parameters: leave out weights that are not trained.
+            asynchronous: return at once, and write what is there now while training goes on. The checkpoint appears at
+                a later step, or in ``wait_for_checkpoint``, the next save or ``destroy``, and these raise the
+                CheckpointError if it cannot be written.
 
         Returns:
             True.
 
         Raises:
-            CheckpointError: the disk refuses, on every rank.
+            CheckpointError: the disk refuses, on every rank; this one, or the asynchronous save before.
             ConfigError: a tag or a value that cannot be kept.
             EngineStateError: gradients of a running step are there.
         """
         loop, directory = self._loop, Path(save_dir)
         with _whole_state(loop, "save_checkpoint"):
-            histories = gathered_histories(loop)
+            loop.background.advance(wait=True)
 
             def prepared() -> Saving:
-                state, excluded = client_state or {}, exclude_frozen_parameters
-                return Saving(loop, directory, tag, state, exclude_frozen=excluded, histories=histories)
+                return Saving(loop, directory, tag, client_state or {}, exclude_frozen=exclude_frozen_parameters)
 
             saving = _together(loop, prepared, "prepare a checkpoint", directory)
-            loop.runtime.collectives.agree(f"save the checkpoint {saving.tag} in {directory}").wait()
-            saving.run(latest=save_latest)
+            how = "begin to save" if asynchronous else "save"
+            loop.runtime.collectives.agree(f"{how} the checkpoint {saving.tag} in {directory}").wait()
+            if asynchronous:
+                saving.keep_buffers()
+                loop.background.work = LateSave(loop, saving, latest=save_latest)
+            else:
+                saving.run(latest=save_latest)
         return True
+
+    def wait_for_checkpoint(self) -> None:
+        """Block until the last asynchronous save is published. Collective, between steps; nothing to wait for is fine.
+
+        Raises:
+            CheckpointError: it could not be written, on every rank; the former checkpoint is whole.
+        """
+        self._loop.background.advance(wait=True)
 
     def load_checkpoint(
         self,
@@ -126,6 +144,7 @@ class Checkpoints(nn.Module):
             schedule=load_lr_scheduler_states and not load_module_only,
             position=not load_module_only,
         )
+        loop.background.advance(wait=True)
         with _whole_state(loop, "load_checkpoint") as changed:
             return str(path), self._load(path, wanted, changed)
 

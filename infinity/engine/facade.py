@@ -279,6 +279,7 @@ class Engine(Checkpoints, Exports):
             pin_memory: they wait in page-locked memory.
             non_blocking: do not wait for the copies.
         """
+        self.wait_for_checkpoint()
         self._offloaded.offload(include, device, pin_memory=pin_memory, non_blocking=non_blocking)
 
     def reload_states(self, non_blocking: bool = False) -> None:
@@ -292,14 +293,24 @@ class Engine(Checkpoints, Exports):
     # The end
 
     def destroy(self) -> None:
-        """Give everything back: hooks, arena, swap files, the private daemon. Parameters stay sharded. Idempotent."""
-        self._end()
+        """Give everything back: hooks, arena, swap files, the private daemon. Parameters stay sharded. Idempotent.
+
+        An asynchronous save is waited for, and its CheckpointError raised when all is given back.
+        """
+        try:
+            if not self._loop.phases.is_over:
+                self.wait_for_checkpoint()
+        finally:
+            self._end()
 
     def __enter__(self) -> Engine:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        self.destroy()
+        if exc_info[0] is None:
+            self.destroy()
+        else:  # the other ranks may be elsewhere
+            self._end()
 
 
 def _end(compiled: Compiled, loop: TrainingLoop) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.config import Config
+from infinity.engine.background import Background
 from infinity.engine.casting import Casting
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
@@ -66,6 +67,7 @@ class TrainingLoop:
         """Whether the last call of ``step`` has changed the weights."""
         self.boundary: bool | None = None
         """What the user says the next ``step`` is; None: the number of micro-batches decides."""
+        self.background = Background()
         self._observers = observers
         self._sharded: ShardedModel = runtime.sharded
         self._labels = kind_labels(self._sharded.precision.state_kinds)
@@ -138,6 +140,7 @@ class TrainingLoop:
             return
         if self.optimizer is None:
             raise AssertionError("an update without an optimizer")
+        self.background.advance()
         with self._phase_of(StepPhase.OPTIMIZER):
             self.optimizer.step()
         self.global_steps += 1
@@ -283,6 +286,7 @@ class TrainingLoop:
         """Idempotent; also run when the engine is collected, or the interpreter ends."""
         if self.phases.phase is StepPhase.CLOSED:
             return
+        self.background.end(finish=self.runtime.collectives.world_size == 1 and not self.phases.is_over)
         self.phases.phase = StepPhase.CLOSED
         self.runtime.collectives.part()
         self.runtime.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -35,17 +35,18 @@ from infinity.errors import CheckpointError
 from infinity.plan.sharding import Segment
 from infinity.update.dry_run import options_of
 from infinity.weights.param import flattened, memory_order
+from infinity.weights.state_io import Seen
 from io_daemon.machine.facts import package_version
 from io_daemon.shared.protocol import ObjectKind
 
 _log = logging.getLogger(__name__)
 
+Histories = Sequence[tuple[float, ...] | None]
+Merged = dict[str, tuple[float, ...]]
+
 
 class Saving:
-    """One save. Everything that can be refused is refused before the first byte is written.
-
-    ``histories``: what ``gathered_histories`` gives.
-    """
+    """One save. Everything that can be refused is refused before the first byte is written."""
 
     def __init__(
         self,
@@ -55,7 +56,6 @@ class Saving:
         client_state: Mapping[str, Any],
         *,
         exclude_frozen: bool,
-        histories: Mapping[str, tuple[float, ...]],
     ) -> None:
         self._loop, self._runtime, self._collectives = loop, loop.runtime, loop.runtime.collectives
         self._directory = directory
@@ -63,58 +63,93 @@ class Saving:
         self._params = described_params(self._runtime)
         self._left_out = [name for name, entry in self._params.items() if exclude_frozen and not entry.trainable]
         self._buffers = described_buffers(self._runtime.module)
-        shared = {"client_state": dict(client_state), "histories": dict(histories), **self._shared_state()}
-        self._shared = plain.to_bytes(shared)
+        self._facts = self._facts_now()
+        self._shared = plain.to_bytes({"client_state": dict(client_state), **self._shared_state()})
         self._own = plain.to_bytes(self._rank_state())
+        # where every rank has everything, rank 0 writes it
+        writes = self._collectives.rank < self._runtime.sharded.sharers.world_size
+        self.params = {p.index for p in self._runtime.sharded.params if writes and p.name not in self._left_out}
+        """Those of which this rank writes its part."""
 
     def run(self, *, latest: bool) -> None:
         """Write and publish. Collective: it fails on all ranks or on none."""
-        rank, started = self._collectives.rank, time.perf_counter()
+        rank, started, io = self._collectives.rank, time.perf_counter(), self._runtime.io
+        histories = [] if self._loop.update is None else self._loop.update.histories
         with ExitStack() as stack:
-            aside = self._together(
-                lambda: stack.enter_context(written_aside(self._directory, self.tag)) if rank == 0 else None,
-                "make the checkpoint's directory",
-            )
-            aside = Path(self._collectives.broadcast_object(str(aside), "name the checkpoint's directory"))
-            mine = self._together(lambda: self._write_own(aside), "write the checkpoint's pieces")
-            files: Files = {}
-            for each in self._collectives.gather_objects(mine, "gather the checkpoint's files"):
-                files |= each
-            self._together(
-                lambda: self._publish(aside, files, latest=latest) if rank == 0 else None, "publish the checkpoint"
-            )
-        seconds, total = time.perf_counter() - started, sum(file.num_bytes for file in files.values())
-        if rank == 0:
-            rate = total / seconds / 1e9
-            _log.info("saved %s: %.2f GB in %.1f s, %.2f GB/s", self._directory / self.tag, total / 1e9, seconds, rate)
+            aside = self.make_aside(stack)
+            with Progress("saving", io.lasting_bytes(self.params), shown=rank == 0) as progress:
 
-    def _together(self, work: Callable[[], Any], what: str) -> Any:
+                def scan(use: Seen) -> None:
+                    def seen(kind: ObjectKind, segment: Segment, values: torch.Tensor) -> None:
+                        use(kind, segment, values)
+                        progress.advance(values.nbytes)
+
+                    io.scan(self.params, seen, numel_max=PIECE_NUMEL_MAX)
+
+                mine = self.together(lambda: self.write_own(aside, scan), "write the checkpoint's pieces")
+            files, merged = self.gathered(mine, histories)
+            self.together(
+                lambda: self.publish(aside, files, merged, latest=latest) if rank == 0 else None,
+                "publish the checkpoint",
+            )
+        self.tell(files, time.perf_counter() - started)
+
+    def make_aside(self, stack: ExitStack) -> Path:
+        """The directory that all ranks write into; rank 0's ``stack`` removes what was not published. Collective."""
+
+        def make() -> Path | None:
+            return (
+                stack.enter_context(written_aside(self._directory, self.tag)) if self._collectives.rank == 0 else None
+            )
+
+        made = self.together(make, "make the checkpoint's directory")
+        return Path(self._collectives.broadcast_object(str(made), "name the checkpoint's directory"))
+
+    def keep_buffers(self) -> None:
+        """They may change before they are written: keep copies."""
+        self._buffers = {name: (entry, buffer.detach().clone()) for name, (entry, buffer) in self._buffers.items()}
+
+    def gathered(self, mine: Files, histories: Histories) -> tuple[Files, Merged]:
+        """The files of all ranks, and by name what the optimizer's rule keeps for each parameter that was stepped: a
+        rank without a part of a parameter has only that it was. Collective."""
+        files: Files = {}
+        merged: Merged = {}
+        for each, theirs in self._collectives.gather_objects((mine, histories), "gather the checkpoint's files"):
+            files |= each
+            for param, history in zip(self._runtime.sharded.params, theirs, strict=False):
+                if history is not None:
+                    merged[param.name] = max(history, merged.get(param.name, ()), key=len)
+        return files, merged
+
+    def tell(self, files: Files, seconds: float, note: str = "") -> None:
+        """Log what was saved, on rank 0."""
+        if self._collectives.rank == 0:
+            total = sum(file.num_bytes for file in files.values()) / 1e9
+            path = self._directory / self.tag
+            _log.info("saved %s: %.2f GB in %.1f s, %.2f GB/s%s", path, total, seconds, total / seconds, note)
+
+    def together(self, work: Callable[[], Any], what: str) -> Any:
         return self._collectives.together(
             work, what, as_error=lambda failure: CheckpointError(self._directory, failure, "the former one is whole")
         )
 
-    def _write_own(self, aside: Path) -> Files:
+    def write_own(self, aside: Path, scan: Callable[[Seen], None]) -> Files:
+        """Write this rank's files; ``scan`` shows all that it keeps of ``params``."""
         rank, params = self._collectives.rank, self._runtime.sharded.params
         names = kind_names(self._runtime.sharded.precision)
-        wanted = {param.index for param in params if param.name not in self._left_out}
-        if rank >= self._runtime.sharded.sharers.world_size:
-            wanted = set()  # every rank has everything: rank 0 writes it
-        own_bytes = self._runtime.io.lasting_bytes(wanted)
-        with disk_errors(aside, "written"), Progress("saving", own_bytes, shown=rank == 0) as progress:
+        with disk_errors(aside, "written"):
 
             def write(writer: PieceWriter) -> None:
-                def add(kind: ObjectKind, segment: Segment, values: torch.Tensor) -> None:
-                    writer.add(params[segment.param].name, names[kind], segment.param_offset, values)
-                    progress.advance(values.nbytes)
-
-                self._runtime.io.scan(wanted, add, numel_max=PIECE_NUMEL_MAX)
+                scan(lambda kind, s, values: writer.add(params[s.param].name, names[kind], s.param_offset, values))
                 for name, (_, buffer) in self._buffers.items() if rank == 0 else ():
                     writer.add_all(name, BUFFER, flattened(buffer.detach(), memory_order(buffer)))
 
             return write_rank(aside, rank, write, self._own)
 
-    def _publish(self, aside: Path, files: Files, *, latest: bool) -> None:
-        files |= write_state(aside / SHARED_STATE, self._shared)
+    def publish(self, aside: Path, files: Files, histories: Merged, *, latest: bool) -> None:
+        """Every rank has written its files: make them the checkpoint. Rank 0 calls it."""
+        shared = plain.to_bytes({**plain.from_bytes(self._shared), "histories": histories})
+        files |= write_state(aside / SHARED_STATE, shared)
         for name, file in files.items():
             with disk_errors(aside / name, "read"):
                 found = (aside / name).stat().st_size if (aside / name).exists() else None
@@ -128,7 +163,7 @@ class Saving:
             tag=self.tag,
             written_by=package_version(),
             world_size=self._collectives.world_size,
-            facts=self._facts(),
+            facts=self._facts,
             tensors=[
                 *(entry for name, entry in self._params.items() if name not in self._left_out),
                 *(entry for entry, _ in self._buffers.values()),
@@ -139,7 +174,7 @@ class Saving:
         write_sealed(aside / MANIFEST, manifest.as_json(), indent=1)
         publish(aside, self._directory, self.tag, latest=latest)
 
-    def _facts(self) -> dict[str, Any]:
+    def _facts_now(self) -> dict[str, Any]:
         loop, precision = self._loop, self._runtime.sharded.precision
         return {
             **loop.counters,
@@ -168,15 +203,3 @@ class Saving:
             "random": random_states(self._runtime.device),
             "loader": None if loader is None else loader.state_dict(),
         }
-
-
-def gathered_histories(loop: TrainingLoop) -> dict[str, tuple[float, ...]]:
-    """What the optimizer's rule keeps for each parameter that was stepped, by name. Collective: a rank without a part
-    of a parameter has only that it was."""
-    mine = [] if loop.update is None else loop.update.histories
-    merged: dict[str, tuple[float, ...]] = {}
-    for histories in loop.runtime.collectives.gather_objects(mine, "gather the optimizer's histories"):
-        for param, history in zip(loop.runtime.sharded.params, histories, strict=False):
-            if history is not None:
-                merged[param.name] = max(history, merged.get(param.name, ()), key=len)
-    return merged

@@ -7,7 +7,7 @@ the chunk's next use, and nobody can see a chunk without it.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,6 +15,7 @@ import torch
 
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore
 from infinity.tiers.layers import TracedStore
+from infinity.tiers.snapshot import Snapshot, SnapshotStore
 from io_daemon.shared.protocol import Access
 
 DUE_TRACES: Final = 2
@@ -37,10 +38,11 @@ class Work:
 
 
 class DueStore(ShardStore):
-    """``num_ahead``: leases that ``settle`` issues beside the one at work."""
+    """``num_ahead``: leases that ``settle`` issues beside the one at work. ``snapshots``: what keeps what these
+    chunks were, somewhere below ``inner``."""
 
-    def __init__(self, inner: TracedStore, *, num_ahead: int) -> None:
-        self._inner, self._num_ahead = inner, num_ahead
+    def __init__(self, inner: TracedStore, snapshots: SnapshotStore, *, num_ahead: int) -> None:
+        self._inner, self._snapshots, self._num_ahead = inner, snapshots, num_ahead
         self._due: dict[int, Work] = {}
         self._leases: dict[int, DueLease] = {}
         """By chunk, the lease that was acquired to do what is due and was not waited for yet."""
@@ -77,7 +79,14 @@ class DueStore(ShardStore):
             for lease in leases:
                 lease.release()
 
+    def snapshot(self, masks: Mapping[int, int], when_made: Callable[[], None]) -> Snapshot:
+        """Keep these kinds (a mask) of these chunks as they are, after what is due of them; see ``Snapshot``."""
+        return self._snapshots.take(masks, masks.keys() & self._due.keys(), when_made)
+
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        snapshot = self._snapshots.snapshot
+        if snapshot is not None and snapshot.is_unmade(chunk, write):
+            self.settle([chunk])
         if chunk not in self._due:
             return self._inner.acquire(chunk, read=read, write=write)
         earlier = self._leases.get(chunk)
@@ -95,6 +104,11 @@ class DueStore(ShardStore):
     def note_done(self, chunk: int) -> None:
         """What was due of the chunk is done."""
         del self._due[chunk], self._leases[chunk]
+
+    def note_released(self, chunk: int) -> None:
+        """What was due of the chunk was done, and is there for others."""
+        if self._snapshots.snapshot is not None:
+            self._snapshots.snapshot.made(chunk)
 
     def note_abandoned(self, chunk: int) -> None:
         """The lease that was to do it was given up."""
@@ -154,12 +168,15 @@ class DueLease(Lease):
         if self._work is not None:
             self._store.note_abandoned(self.chunk)
         self._inner.release(dirty=self._dirty | dirty, dead=self._dead & ~dirty | dead)
+        if self._work is None:
+            self._store.note_released(self.chunk)
 
     def do_now(self) -> None:
         """Somebody else needs the chunk while this lease is held ahead: from here on it is one for its own kinds."""
         self.wait()
         self._inner.release(dirty=self._dirty, dead=self._dead)
         self._dirty = self._dead = 0
+        self._store.note_released(self.chunk)
         self._inner = self._store.issue(self.chunk, self._read, self._write)
 
     def _do(self, work: Work) -> None:

@@ -26,6 +26,7 @@ from infinity.tiers.connection import NodePlace
 from infinity.tiers.due import DueStore
 from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
 from infinity.tiers.memory import MemoryStore
+from infinity.tiers.snapshot import SnapshotStore
 from infinity.weights import access
 from infinity.weights.admission import admit
 from infinity.weights.param import ShardedParam
@@ -227,7 +228,9 @@ class ShardedModel:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
-        stacked = DueStore(PoisonStore(store) if poison else TracedStore(store), num_ahead=self.sub_groups_ahead)
+        snapshots = SnapshotStore(store)
+        traced = PoisonStore(snapshots) if poison else TracedStore(snapshots)
+        stacked = DueStore(traced, snapshots, num_ahead=self.sub_groups_ahead)
         try:
             chunks = stacked.register([self._chunk_layout(chunk) for chunk in self.chunks])
         except BaseException:

@@ -41,6 +41,11 @@ def killed_saves(directory: Path, *, num_kills: int, seed: int) -> Iterator[Outc
     yield from _killed(directory, _save_for_ever, num_kills=num_kills, seed=seed)
 
 
+def killed_late_saves(directory: Path, *, num_kills: int, seed: int) -> Iterator[Outcome]:
+    """Kill a training that has a save written all the time."""
+    yield from _killed(directory, _save_late_for_ever, num_kills=num_kills, seed=seed)
+
+
 def killed_loads(directory: Path, *, num_kills: int, seed: int) -> Iterator[Outcome]:
     """Kill a training that loads all the time."""
     yield from _killed(directory, _load_for_ever, num_kills=num_kills, seed=seed)
@@ -93,6 +98,21 @@ def _save_for_ever(directory: Path, say: Say) -> None:
         begun = time.monotonic()
         engine.save_checkpoint(directory, tag="again" if number % 2 else f"new{number % 6}")
         if number == 0:
+            say(str(time.monotonic() - begun))
+        number += 1
+
+
+def _save_late_for_ever(directory: Path, say: Say) -> None:
+    torch.set_num_threads(1)
+    engine = started(config_of())
+    if latest_tag(directory) is not None:
+        engine.load_checkpoint(directory)
+    number = 0
+    while True:
+        begun = time.monotonic()
+        engine.save_checkpoint(directory, tag="again" if number % 2 else f"new{number % 6}", asynchronous=True)
+        train(engine, 3)
+        if number == 1:
             say(str(time.monotonic() - begun))
         number += 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from infinity.config.keys.key import Key, refused, subsumed, works
 
 _CHECKPOINTS = "checkpoints have one format, of infinity's own"
+_LATE = "remove it; engine.save_checkpoint(…, asynchronous=True) writes while training goes on"
 _MONITOR = "there is no such monitor: tensorboard, csv_monitor and wandb are"
 
 ACTIVATIONS: tuple[Key, ...] = (
@@ -35,8 +36,8 @@ CHECKPOINTS: tuple[Key, ...] = (
             ("parallel_write.pipeline_stage", "there is no pipeline parallelism"),
         )
     ),
-    *(refused(f"checkpoint.{name}", _CHECKPOINTS, "remove it") for name in ("checkpoint_serialization", "writer")),
-    refused("datastates_ckpt", _CHECKPOINTS, "remove it"),
+    refused("checkpoint.checkpoint_serialization", _CHECKPOINTS, "remove it"),
+    *(refused(key, _CHECKPOINTS, _LATE) for key in ("checkpoint.writer", "datastates_ckpt")),
 )
 
 SWITCHED: tuple[Key, ...] = (

@@ -8,6 +8,7 @@ import torch
 from infinity.tiers.base import ChunkLayout, Lease
 from infinity.tiers.due import DUE_TRACES, DueStore, Work
 from infinity.tiers.layers import TracedStore
+from infinity.tiers.snapshot import SnapshotStore
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.strict_store import StrictLease, StrictStore
 
@@ -20,8 +21,9 @@ class Fixture:
 
     def __init__(self, num_chunks: int = 1, *, num_ahead: int = 1) -> None:
         self.strict = StrictStore()
-        self.traced = TracedStore(self.strict)
-        self.store = DueStore(self.traced, num_ahead=num_ahead)
+        snapshots = SnapshotStore(self.strict)
+        self.traced = TracedStore(snapshots)
+        self.store = DueStore(self.traced, snapshots, num_ahead=num_ahead)
         self.store.register([ChunkLayout(numel=NUMEL, dtypes=dict.fromkeys((W, G, M), torch.float32))] * num_chunks)
         self.done: list[int] = []
         self.fault: Exception | None = None

@@ -16,6 +16,7 @@ from infinity.tiers.base import Lease
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.due import DueStore
 from infinity.tiers.layers import TracedStore
+from infinity.tiers.snapshot import SnapshotStore
 from infinity.update.loss_scale import FixedLossScale, LossScale
 from infinity.update.optimizer import ShardedOptimizer, group_indices, sharded_from_config, sharded_from_torch
 from infinity.update.rule import History
@@ -71,7 +72,8 @@ class Fixture:
     ) -> None:
         self.shards = SmallShards([[(64,)]] * NUM_CHUNKS)
         self.store = self.shards.store
-        self.due = DueStore(TracedStore(self.store), num_ahead=ahead)
+        snapshots = SnapshotStore(self.store)
+        self.due = DueStore(TracedStore(snapshots), snapshots, num_ahead=ahead)
         self.calls: list[dict[str, Any]] = []
         self.sub_groups = [CountedSubGroup(i, chunk, self.calls) for i, chunk in enumerate(self.shards.chunks)]
         self.gradients = FixedGradients(square_sum)

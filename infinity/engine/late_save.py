@@ -1,0 +1,137 @@
+"""A save that is written while the engine trains: a snapshot at a step's end, a thread that writes it, and all ranks
+asking one another at the end of each step after it how far they are.
+
+What the thread reads is the store's, chunk by chunk, see ``tiers/snapshot.py``; the rest was copied when it was taken.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, Final
+
+import torch
+
+from infinity.checkpoint.manifest import PIECE_NUMEL_MAX
+from infinity.checkpoint.writing import Files
+from infinity.engine.loop import TrainingLoop
+from infinity.engine.saving import Histories, Merged, Saving
+from infinity.errors import CheckpointError, EngineStateError
+from infinity.tiers.base import Lease
+from infinity.weights.state_io import Seen
+
+ABANDON_TIMEOUT_S: Final = 10.0
+"""A thread whose save nobody wants any more has so long to see it."""
+
+
+class _Job:
+    """Work in a thread of its own, which ends with the process."""
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work = work
+        self._result: Any = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="infinity-save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            with torch.no_grad():
+                self._result = self._work()
+        except BaseException as error:  # noqa: BLE001 (raised where somebody asks)
+            self._error = error
+
+    @property
+    def is_done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self, timeout_s: float | None = None) -> None:
+        self._thread.join(timeout_s)
+
+    def result(self) -> Any:
+        """What it gave, or its error raised; once it is done."""
+        if self._error is not None:
+            raise self._error
+        return self._result
+
+
+class LateSave:
+    """One such save. Its constructor and ``advance`` are collective."""
+
+    def __init__(self, loop: TrainingLoop, saving: Saving, *, latest: bool) -> None:
+        self._begun = time.perf_counter()
+        self._loop, self._runtime, self._saving, self._latest = loop, loop.runtime, saving, latest
+        self._files: Files | None = None
+        """Those of all ranks, when they are written."""
+        self._histories: Histories = []
+        self._cleanup = ExitStack()
+        self._aside = saving.make_aside(self._cleanup)
+        masks = self._runtime.io.lasting_chunks(saving.params)
+        self._snapshot = self._runtime.store.snapshot(masks, self._note_histories)
+        self._job = _Job(lambda: saving.write_own(self._aside, self._scan))
+        self._held_up_s = time.perf_counter() - self._begun
+
+    def advance(self, *, wait: bool) -> bool:
+        """Go on with what can be done now, or with everything. Whether it is over: the checkpoint is published.
+
+        Raises the error of the rank that it failed on, and a CheckpointError on the others; it is over then, too.
+        """
+        begun = time.perf_counter()
+        try:
+            while True:
+                if wait:
+                    self._runtime.settle()
+                    self._job.wait()
+                if not all(self._runtime.collectives.gather_objects(self._job.is_done, "see how far a save is")):
+                    return False
+                if self._files is not None:
+                    self._saving.together(self._job.result, "publish the checkpoint")
+                    break
+                mine = self._saving.together(self._job.result, "write the checkpoint's pieces")
+                self._files, histories = self._saving.gathered(mine, self._histories)
+                self._job = self._publishing(self._files, histories)
+        except BaseException:
+            self.abandon("the save has failed")
+            raise
+        finally:
+            self._held_up_s += 0.0 if wait else time.perf_counter() - begun
+        self._cleanup.close()
+        held_up_s = self._held_up_s + self._snapshot.waited_s
+        note = f", while training went on; {held_up_s:.3f} s of that it waited"
+        self._saving.tell(self._files, time.perf_counter() - self._begun, note)
+        return True
+
+    def abandon(self, reason: str) -> None:
+        """Nobody wants it any more: the former checkpoint stays, and nothing of this one."""
+        self._snapshot.end(reason)
+        self._job.wait(ABANDON_TIMEOUT_S)
+        self._cleanup.close()
+
+    def _publishing(self, files: Files, histories: Merged) -> _Job:
+        def publish() -> None:
+            if self._runtime.collectives.rank == 0:
+                self._saving.publish(self._aside, files, histories, latest=self._latest)
+
+        return _Job(publish)
+
+    def _note_histories(self) -> None:
+        """All chunks are as they are to be kept."""
+        update = self._loop.update
+        self._histories = [] if update is None or not self._saving.params else list(update.histories)
+
+    def _scan(self, use: Seen) -> None:
+        io, params = self._runtime.io, self._saving.params
+
+        def show(lease: Lease) -> None:
+            io.show(lease, params, use, numel_max=PIECE_NUMEL_MAX)
+
+        try:
+            self._snapshot.read_all(show)
+        except BaseException as error:
+            self._snapshot.end(f"it was not written: {error}")
+            if isinstance(error, EngineStateError):
+                problem = f"was not finished: {error}"
+                raise CheckpointError(self._aside, problem, "save again, or to another disk") from error
+            raise

@@ -1,0 +1,243 @@
+"""Saves that are written while training goes on: the same checkpoint, the same training, errors told later."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import infinity
+from infinity.checkpoint.pieces import PieceWriter
+from infinity.checkpoint.stored import StoredCheckpoint
+from infinity.errors import CheckpointError
+from infinity.tiers.snapshot import Snapshot
+from tests.conftest import MountTmpfs
+from tests.support.checkpoint_kills import killed_late_saves
+from tests.support.ranks import run_ranks
+from tests.support.resumed import config_of, differing, everything_of, started, train
+
+WAIT_S = 60.0
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _warm() -> None:
+    """What is imported by the first step draws random numbers."""
+    engine = started(config_of())
+    train(engine, 1)
+    engine.destroy()
+
+
+def contents(directory: Path, tag: str) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Every tensor of a checkpoint, and its Python values but for those of the client."""
+    with StoredCheckpoint.open(directory, tag) as stored:
+        assert not list(stored.verify())
+        tensors = {
+            f"{kind} {name}": stored.read_whole(name, kind).clone()
+            for name, entry in stored.entries.items()
+            for kind in entry.kinds
+        }
+        random = {name: str(value) for name, value in stored.rank_state(0)["random"].items()}
+        return tensors, {**stored.shared_state(), "random": random, "facts": stored.manifest.facts}
+
+
+@pytest.fixture
+def held_writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """Nothing is written until training waits for it, at a chunk that it is about to change: then the event is set."""
+    waited = threading.Event()
+    add, wait_read = PieceWriter.add, Snapshot.wait_read
+
+    def held_add(writer: PieceWriter, *arguments: Any) -> None:
+        if not waited.wait(WAIT_S):
+            raise AssertionError("training went on without waiting for what it changes")
+        add(writer, *arguments)
+
+    def seen_wait(snapshot: Snapshot, chunk: int) -> None:
+        waited.set()
+        wait_read(snapshot, chunk)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PieceWriter, "add", held_add)
+        patched.setattr(Snapshot, "wait_read", seen_wait)
+        yield waited
+        waited.set()
+
+
+@pytest.mark.parametrize(
+    ("tier", "precision"), [("none", "fp32"), ("none", "bf16"), ("cpu", "fp16"), ("nvme", "fp32"), ("nvme", "bf16")]
+)
+def test_it_is_what_a_save_at_that_step_is_and_training_does_not_see_it(
+    tier: str, precision: str, held_writer: threading.Event, tmp_path: Path
+) -> None:
+    (tmp_path / "swap").mkdir()
+    config = config_of(tier, precision, 3, tmp_path / "swap")
+    engine = started(config)
+    losses = train(engine, 6)
+    engine.save_checkpoint(tmp_path / "late", tag="x", asynchronous=True)
+    losses += train(engine, 5)
+    assert held_writer.is_set()
+    engine.wait_for_checkpoint()
+    state = everything_of(engine)
+    engine.destroy()
+
+    engine = started(config)
+    again = train(engine, 6)
+    engine.save_checkpoint(tmp_path / "now", tag="x")
+    again += train(engine, 5)
+    assert again == losses
+    assert not differing(everything_of(engine), state)
+    (late, late_values), (now, now_values) = contents(tmp_path / "late", "x"), contents(tmp_path / "now", "x")
+    assert not differing(late, now)
+    assert late_values == now_values
+    engine.load_checkpoint(tmp_path / "late")
+    assert train(engine, 5) == losses[6:]
+    engine.destroy()
+
+
+def test_weights_that_are_written_meanwhile_are_kept_as_they_were(tmp_path: Path) -> None:
+    """Also where the update before the save is due yet."""
+    engine = started(config_of())
+    train(engine, 2)
+    engine.save_checkpoint(tmp_path, tag="now")
+    train(engine, 1)
+    engine.load_checkpoint(tmp_path)
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path, tag="late", asynchronous=True)
+    weight = engine.module.first.weight
+    infinity.utils.safe_set_full_fp32_param(weight, torch.full(weight.shape, 7.0))
+    engine.wait_for_checkpoint()
+    changed = everything_of(engine)
+    assert bool((changed["master first.weight"] == 7.0).all())
+    engine.load_checkpoint(tmp_path, tag="now")
+    train(engine, 1)
+    expected = everything_of(engine)
+    engine.load_checkpoint(tmp_path, tag="late")
+    assert not differing(everything_of(engine), expected)
+    engine.destroy()
+
+
+def test_a_full_disk_is_told_at_a_later_step_and_the_former_checkpoint_stays(mount_tmpfs: MountTmpfs) -> None:
+    small = mount_tmpfs(400_000)
+    with started(config_of()) as engine:
+        engine.save_checkpoint(small, tag="former")
+
+        def train_and_save_for_ever() -> None:
+            while True:
+                engine.save_checkpoint(small, asynchronous=True)
+                train(engine, 1)
+
+        with pytest.raises(CheckpointError, match="No space left") as raised:
+            train_and_save_for_ever()
+        assert raised.value.errno == errno.ENOSPC
+        assert not list(small.glob(".infinity*"))
+        with StoredCheckpoint.open(small) as stored:
+            assert not list(stored.verify())
+        engine.zero_grad()
+        train(engine, 2)
+        engine.load_checkpoint(small, tag="former")
+
+
+def test_an_error_nobody_asked_for_is_raised_by_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = started(config_of())
+    train(engine, 1)
+
+    def fail(writer: PieceWriter, *_: Any) -> None:
+        raise CheckpointError(writer.path, "cannot be written", "use another drive")
+
+    monkeypatch.setattr(PieceWriter, "add", fail)
+    engine.save_checkpoint(tmp_path, asynchronous=True)
+    with pytest.raises(CheckpointError, match=r"pieces.*cannot be written"):
+        engine.destroy()
+    assert not list(tmp_path.iterdir())
+    engine.destroy()
+
+
+def test_the_end_waits_for_it_also_where_an_error_ends_the_training(tmp_path: Path) -> None:
+    def train_and_fail() -> None:
+        with started(config_of()) as engine:
+            train(engine, 1)
+            engine.save_checkpoint(tmp_path, tag="x", client_state={"epoch": 1}, asynchronous=True)
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train_and_fail()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "x"]
+    assert contents(tmp_path, "x")[1]["client_state"] == {"epoch": 1}
+
+
+def test_a_writer_that_hangs_does_not_hang_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    released = threading.Event()
+    add = PieceWriter.add
+
+    def hang(writer: PieceWriter, *arguments: Any) -> None:
+        released.wait(WAIT_S)
+        add(writer, *arguments)
+
+    monkeypatch.setattr("infinity.tiers.snapshot.READ_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(PieceWriter, "add", hang)
+    engine = started(config_of())
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path, asynchronous=True)
+    train(engine, 3)
+    released.set()
+    with pytest.raises(CheckpointError, match="training went on without it"):
+        engine.wait_for_checkpoint()
+    assert not list(tmp_path.iterdir())
+    engine.destroy()
+
+
+def test_kills_leave_the_former_checkpoint_whole(tmp_path: Path) -> None:
+    for outcome in killed_late_saves(tmp_path, num_kills=4, seed=2):
+        assert outcome.problem == "", outcome
+
+
+RANKS = """
+import json, os, sys
+import torch
+from infinity.checkpoint.pieces import PieceWriter
+from infinity.errors import CheckpointError
+from tests.support.resumed import config_of, differing, everything_of, started, train
+
+rank, told = int(os.environ["RANK"]), []
+torch.set_num_threads(1)
+engine = started(config_of())
+train(engine, 2)
+engine.save_checkpoint(sys.argv[1], tag="late", asynchronous=True)
+losses = train(engine, 3)
+engine.wait_for_checkpoint()
+state = everything_of(engine)
+engine.load_checkpoint(sys.argv[1])
+told.append(train(engine, 3) == losses and not differing(everything_of(engine), state))
+add = PieceWriter.add
+if rank == 1:
+    def full(writer, *arguments):
+        raise CheckpointError(writer.path, "cannot be written: No space left on device (errno 28)", "free space")
+    PieceWriter.add = full
+engine.save_checkpoint(sys.argv[1], asynchronous=True)
+try:
+    for step in range(1000):
+        train(engine, 1)
+except CheckpointError as error:
+    told += [step, str(error)]
+PieceWriter.add = add
+engine.zero_grad()
+engine.save_checkpoint(sys.argv[1], tag="last", asynchronous=True)
+engine.destroy()
+print(json.dumps(told))
+"""
+
+
+def test_ranks_publish_together_and_fail_together(tmp_path: Path) -> None:
+    saved = tmp_path / "saved"
+    answers = [ended.answer for ended in run_ranks(RANKS, tmp_path, num_ranks=2, words=[str(saved)])]
+    assert [answer[0] for answer in answers] == [True, True]
+    assert answers[0][1] == answers[1][1], "all ranks raise at the same step"
+    assert "rank 1 failed" in answers[0][2]
+    assert "No space left" in answers[1][2]
+    assert sorted(path.name for path in saved.iterdir()) == ["last", "late", "latest"]
+    with StoredCheckpoint.open(saved) as stored:
+        assert not list(stored.verify())
