@@ -194,9 +194,13 @@ class DeepSpeedEngine(Engine):
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
+        *,
+        asynchronous: bool = False,
     ) -> bool:
         """Save as ``infinity.Engine.save_checkpoint`` does, and the script ``zero_to_fp32.py`` beside it."""
-        saved = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
+        saved = super().save_checkpoint(
+            save_dir, tag, client_state, save_latest, exclude_frozen_parameters, asynchronous=asynchronous
+        )
         if self.global_rank == 0:
             script = Path(save_dir) / RECOVERY_SCRIPT
             script.write_text(Path(__file__).with_name("recovery.py").read_text())
