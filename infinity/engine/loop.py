@@ -166,7 +166,7 @@ class TrainingLoop:
     def run_update(self) -> None:
         """The update of every chunk; what the optimizer's own ``step`` calls."""
         update = self._trained("step")
-        self.runtime.reducer.settle()
+        self._gather_gradients()
         if not self.config.zero_optimization.ignore_unused_parameters:
             self._refuse_unused()
         self.runtime.check_update()
@@ -179,6 +179,11 @@ class TrainingLoop:
         else:
             self.runtime.skip_update()
         self.micro_steps = 0
+
+    def _gather_gradients(self) -> None:
+        """All gradients of the step are where the update reads them. Collective."""
+        self.runtime.user_gradients.take()
+        self.runtime.reducer.settle()
 
     def _tell_observers(self) -> None:
         update, optimizer = self.update, self.optimizer
@@ -259,6 +264,7 @@ class TrainingLoop:
 
     def zero_grad(self) -> None:
         self.runtime.reducer.clear()
+        self.runtime.user_gradients.drop()
         if self.update is not None:
             self.update.forget_clipping()
         self._observers.drop_losses()
@@ -266,7 +272,7 @@ class TrainingLoop:
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         update = self._trained("clip_grad_norm_")
-        self.runtime.reducer.settle()
+        self._gather_gradients()
         return update.clip_once(max_norm)
 
     def grad_norm(self) -> float | None:

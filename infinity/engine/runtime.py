@@ -18,6 +18,7 @@ from infinity.config import Config
 from infinity.engine.gathering import Gathering
 from infinity.engine.phases import Phases
 from infinity.engine.state_access import StateAccess
+from infinity.engine.user_gradients import UserGradients
 from infinity.errors import EngineStateError, WeightsError
 from infinity.states import ShardedState, StepPhase
 from infinity.tiers.collectives import Collectives
@@ -68,6 +69,7 @@ class Runtime(owners.Owner):
         self.reducer = Reducer(
             sharded.groups, self.gradients, collectives, num_params, gradient_dtype=sharded.precision.gradient
         )
+        self.user_gradients = UserGradients(self.reducer, self._group_of, phases)
         self.io = StateIO(sharded)
         self._gathering = Gathering(
             sharded,
@@ -249,27 +251,10 @@ class Runtime(owners.Owner):
         return self._param_of[id(param)].layout
 
     def gradient_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        is_described = torch._guards.TracingContext.try_get() is not None  # by a compiler, which looks at all there is
-        if not is_described and self._has_gradient(param):
-            self._refuse_gradient(param)
-        return access.own_gradient(param)
+        return self.user_gradients.get(self._param_of[id(param)])
 
     def set_gradient(self, param: nn.Parameter, gradient: torch.Tensor | None) -> None:
-        if gradient is not None or self._has_gradient(param):
-            self._refuse_gradient(param)
-        access.drop_gradient(param)
-
-    def _has_gradient(self, param: nn.Parameter) -> bool:
-        found = self._param_of[id(param)]
-        return self.reducer.holds(found.index) or self._group_of[found.index].has_gradient_of(found)
-
-    def _refuse_gradient(self, param: nn.Parameter) -> NoReturn:
-        self.refuse(
-            param,
-            "has its gradient in the engine's store, where param.grad does not reach",
-            'write "gradient_clipping" into the config or call engine.clip_grad_norm_(), engine.get_global_grad_norm() '
-            "and engine.zero_grad() instead",
-        )
+        self.user_gradients.set(self._param_of[id(param)], gradient)
 
     def set_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
         if self._gathering.keeps_writes(self._param_of[id(param)]):

@@ -64,6 +64,15 @@ class Reducer:
             self._add_own(group)
         return group.take_gradient(param)
 
+    def take_put(self, group: ParamGroup, param: ShardedParam) -> None:
+        """The user has given the parameter a gradient: as that of a backward whose reduction is put off."""
+        group.take_gradient(param)
+        if self._collectives.world_size == 1:
+            self._add_own(group)
+            return
+        group.keep_gradients(self._gradient_dtype)
+        self._has_put_off = True
+
     @property
     def has_any(self) -> bool:
         """Whether the running step has a gradient of any parameter."""

@@ -96,6 +96,12 @@ def own_gradient(param: nn.Parameter) -> torch.Tensor | None:
     return gradient
 
 
+def put_gradient(param: nn.Parameter, gradient: torch.Tensor) -> None:
+    """The owner's way of ``param.grad = gradient``, with torch's own checks."""
+    with raw():
+        _set_grad(param, gradient)
+
+
 def drop_gradient(param: nn.Parameter) -> None:
     """The owner's way of ``param.grad = None``."""
     with raw():

@@ -1,0 +1,67 @@
+"""``param.grad`` between passes: what a user may put there, and what only the engine has.
+
+Autograd's gradients are taken as they appear, so that ``param.grad`` is empty after a backward; asking for it is
+refused, since None would be wrong. Where the engine has none, a user may put one, which is the user's until a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+import torch
+from torch import nn
+
+from infinity.engine.phases import Phases
+from infinity.errors import WeightsError
+from infinity.states import StepPhase
+from infinity.update.reducer import Reducer
+from infinity.weights import access
+from infinity.weights.param import ShardedParam
+from infinity.weights.param_group import ParamGroup
+
+
+class UserGradients:
+    def __init__(self, reducer: Reducer, group_of: Mapping[int, ParamGroup], phases: Phases) -> None:
+        self._reducer, self._group_of, self._phases = reducer, group_of, phases
+        self._put: dict[int, ShardedParam] = {}
+
+    def get(self, param: ShardedParam) -> torch.Tensor | None:
+        is_described = torch._guards.TracingContext.try_get() is not None  # by a compiler, which looks at all there is
+        if not is_described and self._is_taken(param):
+            self._refuse(param.param, param.name)
+        return access.own_gradient(param.param)
+
+    def set(self, param: ShardedParam, gradient: torch.Tensor | None) -> None:
+        if self._is_taken(param) or (gradient is not None and self._phases.phase is not StepPhase.IDLE):
+            self._refuse(param.param, param.name)
+        if gradient is None:
+            access.drop_gradient(param.param)
+        else:
+            access.put_gradient(param.param, gradient)
+            self._put[param.index] = param
+
+    def take(self) -> None:
+        """What was put belongs to the step: as the gradients of a backward whose reduction was put off."""
+        put, self._put = self._put, {}
+        for index, param in put.items():
+            if access.own_gradient(param.param) is not None:
+                self._reducer.take_put(self._group_of[index], param)
+
+    def drop(self) -> None:
+        """``zero_grad``: what was put is gone."""
+        put, self._put = self._put, {}
+        for param in put.values():
+            access.drop_gradient(param.param)
+
+    def _is_taken(self, param: ShardedParam) -> bool:
+        return self._reducer.holds(param.index) or self._group_of[param.index].has_gradient_of(param)
+
+    @staticmethod
+    def _refuse(param: nn.Parameter, name: str) -> NoReturn:
+        raise WeightsError(
+            f"{name} (shape {tuple(param.shape)})",
+            "has its gradient in the engine's store, where param.grad does not reach",
+            'write "gradient_clipping" into the config or call engine.clip_grad_norm_(), engine.get_global_grad_norm() '
+            "and engine.zero_grad() instead",
+        )

@@ -1,0 +1,138 @@
+"""Gradients that a user puts into ``param.grad``: the step takes them as torch's optimizer would."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import WeightsError
+from tests.support.ranks import run_ranks
+
+ADAM: dict[str, Any] = {"lr": 1e-1, "weight_decay": 0.01}
+SHAPES = ((8, 8), (8,), (8, 8), (8,))
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def engine_of(stage: int, device: str = "none", **config: Any) -> infinity.Engine:
+    offload = {"device": device}
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    if device != "none":
+        zero |= {"offload_optimizer": offload} | ({"offload_param": offload} if stage == 3 else {})
+    return infinity.initialize(
+        model=build(),
+        config={
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": ADAM},
+            "zero_optimization": zero,
+            **config,
+        },
+    )[0]
+
+
+def put(model: nn.Module, step: int) -> None:
+    for param, gradient in zip(model.parameters(), gradients(step), strict=True):
+        param.grad = torch.empty_like(param)
+        param.grad.copy_(gradient)
+
+
+def clipped(model: nn.Module) -> None:
+    nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+
+
+def nothing(model: nn.Module) -> None:
+    """The gradients stay as they are."""
+
+
+@pytest.mark.parametrize(("stage", "device"), [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")])
+@pytest.mark.parametrize("then", [nothing, clipped])
+def test_the_step_is_that_of_torch(stage: int, device: str, then: Callable[[nn.Module], None]) -> None:
+    engine, plain = engine_of(stage, device), build()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM, fused=True)
+    x = torch.ones(1, 8)
+    for step in range(4):
+        for model in (engine.module, plain):
+            put(model, step)
+            then(model)
+        if step == 2:  # a backward adds to what is there
+            engine.backward(engine(x).sum())
+            plain(x).sum().backward()
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in engine.module.parameters())
+    weights = engine.full_state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
+
+
+def test_zero_grad_drops_them_and_a_step_without_any_changes_nothing() -> None:
+    engine = engine_of(3)
+    before = engine.full_state_dict()
+    put(engine.module, 0)
+    engine.zero_grad()
+    assert all(param.grad is None for param in engine.module.parameters())
+    engine.step()
+    after = engine.full_state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
+def test_what_the_engine_has_is_not_replaced() -> None:
+    engine = engine_of(2)
+    engine.backward(engine(torch.ones(1, 8)).sum())
+    with pytest.raises(WeightsError, match=r"0\.weight"):
+        put(engine.module, 0)
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_an_infinite_one_is_an_overflow(stage: int) -> None:
+    engine = engine_of(stage, fp16={"enabled": True, "initial_scale_power": 8, "hysteresis": 1})
+    before = engine.full_master_state_dict()
+    put(engine.module, 0)
+    next(engine.module.parameters()).grad = torch.full((8, 8), torch.inf, dtype=torch.float16)
+    engine.step()
+    assert not engine.was_step_applied()
+    assert engine.cur_scale == 2.0**7
+    after = engine.full_master_state_dict()
+    assert all(torch.equal(before[name], value) for name, value in after.items())
+    put(engine.module, 1)
+    engine.step()
+    assert engine.was_step_applied()
+
+
+RANKS = """
+import json, os, sys, torch
+from tests.infinity.test_user_gradients import build, engine_of, put, ADAM
+
+found = []
+for stage in (0, 2, 3):
+    engine, plain = engine_of(stage), build()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM, fused=True)
+    for step in range(3):
+        for model in (engine.module, plain):
+            put(model, step)
+        engine.step()
+        optimizer.step()
+    weights = engine.full_state_dict()
+    found.append(all(torch.equal(weights[name], value) for name, value in plain.state_dict().items()))
+    engine.destroy()
+print(json.dumps(found))
+"""
+
+
+def test_equal_ones_on_two_ranks_are_their_mean(tmp_path: Path) -> None:
+    ended = run_ranks(RANKS, tmp_path, num_ranks=2)
+    assert [each.answer for each in ended] == [[True, True, True]] * 2
