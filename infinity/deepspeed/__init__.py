@@ -6,9 +6,16 @@ second engine. ``tree`` says which name stands in which module, ``absent`` what 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 from infinity.deepspeed.delivery import install
 from infinity.deepspeed.modules import dress
 
 __all__ = ["install"]
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any: ...
+
 
 dress(__name__)

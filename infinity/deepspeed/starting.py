@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Final
 
@@ -26,6 +27,8 @@ DeepSpeedSchedulerCallable = Callable[[Optimizer], LRScheduler]
 Initialized = tuple[DeepSpeedEngine, ShardedOptimizer | None, "DataLoader[Any] | None", Any]
 
 _log = logging.getLogger(__name__)
+_engines: weakref.WeakSet[DeepSpeedEngine] = weakref.WeakSet()
+"""Those that are alive: one whose model gets another engine ends."""
 FLAG: Final = "use the engine (for the script itself)"
 _DTYPES: Final = {
     torch.float16: "fp16", torch.half: "fp16", "fp16": "fp16", "half": "fp16", "float16": "fp16",
@@ -98,6 +101,9 @@ def initialize(
         raise ConfigError("mesh_param", mesh_param, "there is no sequence parallelism: leave it out")
     raw = raw_config(config, args, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    for former in [each for each in _engines if each.holds(model)]:
+        _log.info("the model goes over from an engine that it had")
+        former.destroy()
     with_schedule = dict(raw)
     if optimizer is not None and section_of(raw, "optimizer"):
         _log.info("the optimizer that was passed goes before the configuration's section")
@@ -121,6 +127,7 @@ def initialize(
     if not isinstance(engine, DeepSpeedEngine):
         raise AssertionError("another engine than asked for")
     engine.speak(raw)
+    _engines.add(engine)
     return engine, made, loader, schedule
 
 
@@ -141,7 +148,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepS
     """
     options = {**(raw_config(config) if config is not None else {}), **kwargs}
     for name, why in _NOT_SERVED.items():
-        if options.pop(name, None) not in (None, False, 1, {}, {"tp_size": 1}, {"enabled": False}):
+        value = options.pop(name, None)
+        if value is True or value not in (None, False, 1, {}, {"tp_size": 1}, {"enabled": False}):
             raise ConfigError(name, "given", why)
     raw = {name: value for name, value in options.items() if name not in ("zero", "dtype")}
     dtype = options.get("dtype")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from infinity.config import Config, read_environment
 from infinity.deepspeed.distributed import get_world_group
@@ -16,7 +17,10 @@ from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO, data_types
 from infinity.deepspeed.raw_config import section_of
 from infinity.deepspeed_config import DeepSpeedConfig, DeepSpeedZeroConfig
 from infinity.engine import Engine
+from infinity.engine.handing_back import hand_back
 from infinity.plan.precision import DTYPES
+from infinity.states import StepPhase
+from infinity.weights.owners import owner_of
 
 RECOVERY_SCRIPT = "zero_to_fp32.py"
 
@@ -152,6 +156,20 @@ class DeepSpeedEngine(Engine):
         return None if self.optimizer is None else self.optimizer.taken_over or self.optimizer
 
     # Weights
+
+    def destroy(self, keep_weights: bool = True) -> None:
+        """End the engine. The model keeps its weights, as after DeepSpeed's: it may get another engine. Collective.
+
+        Args:
+            keep_weights: False, as in ``infinity.Engine.destroy``: they go with the engine, and nothing is read.
+        """
+        if keep_weights and self._loop.phases.phase is StepPhase.IDLE:
+            hand_back(self._runtime, self._loop.config)
+        super().destroy()
+
+    def holds(self, model: nn.Module) -> bool:
+        """Whether weights of ``model`` are this engine's."""
+        return any(owner_of(param) is self._runtime for param in model.parameters())
 
     def module_state_dict(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -47,6 +48,8 @@ def build_engine(
     Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
     """
     precision = Precision.of(config, None if optimizer is None else optimizer.rule.states)
+    if optimizer is None:
+        precision = replace(precision, keeps_gradients=False)
     sharded = ShardedModel(
         layout,
         config=config,

@@ -119,15 +119,16 @@ class Runtime(owners.Owner):
             param.hold_accumulator()
 
     def close(self) -> None:
-        """Give everything back. The parameters stay owned, and refuse every use; nothing refers to the model."""
+        """Give everything back. Parameters that are still its own refuse every use; nothing refers to the model."""
         self.calls.remove()
         self.leaves.remove()
         for handle in self._removable:
             handle.remove()
         self._removable.clear()
         self.reducer.clear()
-        ended = Ended(self.sharded.params)
-        for param in self.sharded.params:
+        kept = [param for param in self.sharded.params if owners.owner_of(param.param) is self]
+        ended = Ended(kept)
+        for param in kept:
             access.hide(param.param, param.placeholder)
             owners.adopt(param.param, ended)
             param.drop()

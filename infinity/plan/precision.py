@@ -32,6 +32,8 @@ class Precision:
     keeps_weights: bool = True
     """The store has weights beside their masters. False: they are whole on the device, rounded from their masters,
     and the store has those of frozen parameters alone."""
+    keeps_gradients: bool = True
+    """Whether trained parameters have a gradient until the update. False: an engine without an optimizer."""
     update: torch.dtype = FP32
     """The dtype in which the optimizer computes."""
     states: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -72,7 +74,8 @@ class Precision:
         if self.keeps_weights or not trainable:
             kinds[ObjectKind.WEIGHT] = self.weight
         if trainable:
-            kinds[ObjectKind.GRAD] = self.gradient
+            if self.keeps_gradients:
+                kinds[ObjectKind.GRAD] = self.gradient
             if self.master:
                 kinds[ObjectKind.MASTER] = FP32
             kinds.update(zip(STATE_KINDS, self.states.values(), strict=False))

@@ -84,6 +84,10 @@ class Collectives:
         """With the ranks of ``group``, by default all. See ``Peers.join``."""
         return cls(Peers.join(group))
 
+    def joined_again(self) -> Collectives:
+        """Another user of the same ranks, to be closed by itself."""
+        return Collectives.join(None if self._joined is None else self._joined.data)
+
     def follow(self, policy: StagePolicy) -> None:
         """Gather and reduce as the policy says. Collective."""
         self._gathering = policy.gathering

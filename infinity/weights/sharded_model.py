@@ -62,7 +62,8 @@ class Layout:
 
     @classmethod
     def of(cls, model: nn.Module, config: Config, world_size: int, *, trains: bool = True) -> Layout:
-        """``trains``: false of an engine without an optimizer, to which every parameter is as good as frozen."""
+        """``trains``: false of an engine without an optimizer. To it every parameter is as good as frozen, but for
+        those that it would keep in 16 bits and that may be trained later: of these it has masters, too."""
         zero = config.zero_optimization
         policy = StagePolicy.of(config)
         admit(model, Precision.of(config).weight)
@@ -76,7 +77,8 @@ class Layout:
             bucket_numel=zero.reduce_bucket_size,
         )
         if not trains:
-            members = [replace(group, trainable=False) for group in members]
+            rounds = Precision.of(config).master and any(param.dtype is FP32 for param in model.parameters())
+            members = [replace(group, trainable=group.trainable and rounds) for group in members]
         placements = [
             place_group(
                 number,

@@ -60,9 +60,13 @@ class StagingArea(owners.Owner):
         self._numel_max = zero.stage3_prefetch_bucket_size
         if "nvme" in (zero.offload_param.device, zero.offload_optimizer.device):
             self._open_daemon_store()
+        # a model may go without an engine: its parameters are all that refers to the area
+        self._end = weakref.finalize(self, _end, self.store, self.collectives, self.connection)
+        self._end.atexit = False
 
     def close_store(self) -> None:
         """Remove the staged shards. The connection stays: the engine goes on with it."""
+        self._end.detach()
         self.store.close()
         self.collectives.close()
 
@@ -215,6 +219,13 @@ class StagingArea(owners.Owner):
         self.arena_bytes = plan.arena_bytes * place.local_world_size
 
 
+def _end(store: ShardStore, collectives: Collectives, connection: DaemonConnection | None) -> None:
+    store.close()
+    collectives.close()
+    if connection is not None:
+        connection.close()
+
+
 def staging_plan(config: Config, local_world_size: int) -> MemoryPlan:
     """The arena of one rank's staging area; ``initialize`` leaves it out of the engine's budget."""
     share = config.io_daemon.host_budget_bytes // STAGING_BUDGET_SHARE // local_world_size
@@ -296,6 +307,8 @@ class StagedParam:
         if self._memory is None or not self._memory.lies_as(param):
             # made only now: a parameter may still be moved, cast or replaced by the constructor that registers it
             self._memory = ShardedParam(0, "", param, param.dtype, param.device)
+            # what is in the table of staged parameters must not keep them alive
+            self._memory.param = nn.Parameter(self._memory.layout, requires_grad=False)
             self._give_back_chunks()
             self._measure()
         with access.raw(), torch.no_grad():

@@ -1,0 +1,264 @@
+"""Engines as DeepSpeed's users make and ask them: one after the other, without an optimizer, by others' boundaries."""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+import infinity.deepspeed as deepspeed
+from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO
+from infinity.errors import ConfigError, WeightsError
+from tests.support.ranks import run_ranks
+
+Config = dict[str, Any]
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.LayerNorm(64))
+
+
+def _batches(count: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 64, generator=generator) for _ in range(count)]
+
+
+def _config(stage: int = 3, **others: Any) -> Config:
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 200},
+        **others,
+    }
+
+
+def _on_nvme(directory: Path) -> Config:
+    place = {"device": "nvme", "nvme_path": str(directory)}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 200, "offload_param": place, "offload_optimizer": place}
+    return {"zero_optimization": zero, "io_daemon": {"host_budget_bytes": 64 << 20}}
+
+
+def _start(model: nn.Module, config: Config) -> Any:
+    return deepspeed.initialize(model=model, config=config)[0]
+
+
+def _train(engine: Any, batches: list[Tensor]) -> list[float]:
+    losses = []
+    for batch in batches:
+        loss = engine(batch.to(next(engine.module.parameters()).dtype)).float().pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("bf16", [False, True])
+def test_a_model_goes_from_engine_to_engine_with_what_it_has_learnt(stage: int, bf16: bool) -> None:
+    _go_over(_config(stage, bf16={"enabled": bf16}))
+
+
+def test_it_does_from_nvme_to_nvme(tmp_path: Path) -> None:
+    _go_over(_config(bf16={"enabled": True}) | _on_nvme(tmp_path))
+    assert not list(tmp_path.iterdir())
+
+
+def test_weights_on_nvme_go_with_the_last_who_refers_to_the_model(tmp_path: Path) -> None:
+    engine = _start(_net(), _config() | _on_nvme(tmp_path))
+    engine.destroy()
+    assert list(tmp_path.glob("*-init-*"))
+    del engine
+    gc.collect()
+    assert not list(tmp_path.iterdir())
+
+
+def _go_over(config: Config) -> None:
+    """The same losses as in one engine: evaluated before, given to a second engine while the first one lives, to a
+    third after the second one's end."""
+    batches = _batches(6)
+    whole = _start(_net(), config)
+    expected = _train(whole, batches)
+    whole.destroy(keep_weights=False)
+    model = _net()
+    evaluating = _start(model, {key: value for key, value in config.items() if key != "optimizer"}).eval()
+    with torch.no_grad():
+        evaluating(batches[0].to(next(model.parameters()).dtype))
+    model.train()
+    first = _start(model, config)
+    losses = _train(first, batches[:2])
+    second = _start(model, config)
+    losses += _train(second, batches[2:4])
+    second.destroy()
+    third = _start(model, config)
+    losses += _train(third, batches[4:])
+    assert losses == expected
+    third.destroy(keep_weights=False)
+    with pytest.raises(WeightsError, match="after its engine ended"):
+        model(batches[0])
+
+
+RANKS = """
+import json, os, torch
+import infinity.deepspeed as deepspeed
+from torch import nn
+
+def net():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64))
+
+config = {"train_micro_batch_size_per_gpu": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+          "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+generator = torch.Generator().manual_seed(int(os.environ["RANK"]))
+batches = [torch.randn(4, 64, generator=generator) for _ in range(4)]
+
+def train(engine, batches):
+    losses = []
+    for batch in batches:
+        loss = engine(batch).pow(2).mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+expected = train(deepspeed.initialize(model=net(), config=config)[0], batches)
+model = net()
+first = deepspeed.initialize(model=model, config=config)[0]
+losses = train(first, batches[:2])
+first.destroy()
+losses += train(deepspeed.initialize(model=model, config=config)[0], batches[2:])
+print(json.dumps([expected, losses, deepspeed.comm.get_rank(), deepspeed.comm.get_world_size()]))
+"""
+
+
+def test_two_ranks_hand_a_model_over_together(tmp_path: Path) -> None:
+    for rank, ended in enumerate(run_ranks(RANKS, tmp_path, num_ranks=2)):
+        expected, losses, found_rank, world_size = ended.answer
+        assert losses == expected
+        assert (found_rank, world_size) == (rank, 2)
+
+
+def test_without_an_optimizer_it_evaluates_and_says_what_training_needs() -> None:
+    batch = _batches(1)[0]
+    expected = _net()(batch)
+    engine = deepspeed.init_inference(_net(), zero={"stage": 3}, dtype=torch.float32)
+    assert engine.optimizer is None
+    assert not engine.training
+    assert torch.equal(engine(batch), expected)
+    with pytest.raises(WeightsError, match="has nothing to train"):
+        engine.backward(engine(batch).sum())
+    engine.destroy()
+    for name, value in (("mp_size", 2), ("replace_with_kernel_inject", True), ("tensor_parallel", {"tp_size": 2})):
+        with pytest.raises(ConfigError, match=name):
+            deepspeed.init_inference(_net(), **{name: value})
+    with pytest.raises(ConfigError, match="int8"):
+        deepspeed.init_inference(_net(), dtype="int8")
+
+
+def test_micro_batches_are_the_callers_where_it_sets_boundaries() -> None:
+    """As Accelerate does: a boundary before every backward, steps on boundaries alone, an epoch's end in between."""
+    config, batches = _config(gradient_accumulation_steps=4), _batches(7)
+    model = _net()
+    engine = _start(model, config)
+    reference = _net()
+    optimizer = torch.optim.SGD(reference.parameters(), lr=1e-1)
+    for number, batch in enumerate(batches):
+        is_boundary = number in (3, 6)
+        engine.set_gradient_accumulation_boundary(is_boundary=is_boundary)
+        loss = engine(batch).pow(2).mean()
+        engine.backward(loss / 4, scale_wrt_gas=False)
+        (reference(batch).pow(2).mean() / 4).backward()
+        if is_boundary:
+            engine.step()
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = engine.full_state_dict()
+    assert {name for name, value in reference.state_dict().items() if not torch.equal(weights[name], value)} == set()
+    assert engine.global_steps == 2
+    engine.destroy()
+
+
+def test_the_engine_answers_as_deepspeeds_does() -> None:
+    config = _config(stage=3, gradient_clipping=0.5)
+    engine = _start(_net(), config)
+    for kind in (deepspeed.DeepSpeedEngine, infinity.Engine, nn.Module):
+        assert isinstance(engine, kind), kind
+    assert engine.config == config
+    assert engine.config["zero_optimization"]["stage"] == engine.zero_optimization_stage() == 3
+    assert engine.settings.gradient_clipping == engine.gradient_clipping() == 0.5
+    assert engine._config.zero_config.stage == 3
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("sgd", None)
+    assert engine.optimizer_params() == {"lr": 0.1}
+    assert (engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
+    assert engine.get_data_types() == (torch.float32, torch.float32)
+    assert engine.communication_data_type is torch.float32
+    assert engine.get_mom() == [0.0]
+    assert not engine.zero_cpu_offload()
+    assert engine.zero_optimization_partition_weights()
+    for name in (*OF_ZERO, *OF_CONFIG):
+        assert name in dir(engine)
+        getattr(engine, name)()
+    for name, why in ABSENT.items():
+        assert not hasattr(engine, name)
+        with pytest.raises(AttributeError, match="infinity's engine has no") as caught:
+            getattr(engine, name)
+        assert why in str(caught.value)
+    assert not hasattr(engine, "nothing_such")
+    assert engine.append == engine.module.append  # what it lacks is the module's
+    engine.destroy()
+
+
+def test_configurations_come_from_arguments_files_and_old_names(tmp_path: Path) -> None:
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps(_config()))
+    parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
+    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
+    for given in ({"args": args}, {"config": str(path)}, {"config_params": _config()}, {"config": path, "args": args}):
+        engine = deepspeed.initialize(model=_net(), **given)[0]
+        assert engine.config == _config()
+        engine.destroy()
+    with pytest.raises(ConfigError, match="pass a dict or a path"):
+        deepspeed.initialize(model=_net())
+    with pytest.raises(ConfigError, match="differ: pass one of them"):
+        deepspeed.initialize(model=_net(), args=args, config=_config(stage=2))
+    with pytest.raises(ConfigError, match="there is no model parallelism"):
+        deepspeed.initialize(model=_net(), config=_config(), mpu=object())
+
+
+def test_what_is_passed_goes_before_the_configuration() -> None:
+    scheduler = {"type": "WarmupLR", "params": {}}
+    engine, optimizer, _, schedule = deepspeed.initialize(
+        model=_net(),
+        optimizer=lambda params: torch.optim.AdamW(params, lr=0.5),
+        lr_scheduler=lambda optimizer: torch.optim.lr_scheduler.ConstantLR(optimizer, factor=0.5),
+        config=_config(scheduler=scheduler),
+    )
+    assert optimizer is engine.optimizer
+    assert engine.get_lr() == [0.25]
+    assert isinstance(schedule, torch.optim.lr_scheduler.ConstantLR)
+    assert isinstance(engine.basic_optimizer, torch.optim.AdamW)
+    engine.destroy()
+    with pytest.raises(ConfigError, match="is what the function returned"):
+        deepspeed.initialize(model=_net(), optimizer=lambda params: None, config=_config())
+
+
+def test_micro_steps_count_all_and_go_on_from_a_checkpoint(tmp_path: Path) -> None:
+    config = _config(gradient_accumulation_steps=2)
+    engine = _start(_net(), config)
+    _train(engine, _batches(4))
+    assert (engine.micro_steps, engine.global_steps) == (4, 2)
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+    resumed = _start(_net(), config)
+    path, _ = resumed.load_checkpoint(tmp_path)
+    assert path == str(tmp_path / "global_step2")
+    assert (resumed.micro_steps, resumed.global_steps) == (4, 2)
+    assert resumed.save_16bit_model(tmp_path / "out") is False
+    resumed.destroy()

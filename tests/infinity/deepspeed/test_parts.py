@@ -1,0 +1,192 @@
+"""Optimizer classes, loss scalers, fp32 weights of checkpoints and what else works without an engine."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity.deepspeed as deepspeed
+from infinity.deepspeed.loss_scalers import CreateLossScaler
+from infinity.deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
+from infinity.errors import ConfigError
+from infinity.update.algorithms import Lion
+from tests.support.ranks import quiet_environment
+
+Make = Callable[[Any], torch.optim.Optimizer]
+CLASSES: dict[str, tuple[Make, Make]] = {
+    "FusedAdam": (
+        lambda params: FusedAdam(params, 1e-2, weight_decay=0.1),
+        lambda params: torch.optim.AdamW(params, 1e-2, weight_decay=0.1),
+    ),
+    "FusedAdam with L2": (
+        lambda params: FusedAdam(params, 1e-2, adam_w_mode=False, weight_decay=0.1),
+        lambda params: torch.optim.Adam(params, 1e-2, weight_decay=0.1),
+    ),
+    "DeepSpeedCPUAdam": (
+        lambda params: DeepSpeedCPUAdam(params, 1e-2, amsgrad=True),
+        lambda params: torch.optim.AdamW(params, 1e-2, amsgrad=True, weight_decay=0.0),
+    ),
+    "DeepSpeedCPUAdagrad": (lambda params: DeepSpeedCPUAdagrad(params), lambda params: torch.optim.Adagrad(params)),
+    "FusedLion": (lambda params: FusedLion(params, 1e-3), lambda params: Lion(params, 1e-3)),
+    "DeepSpeedCPULion": (lambda params: DeepSpeedCPULion(params, 1e-3), lambda params: Lion(params, 1e-3)),
+}
+
+
+def _net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
+
+
+def _batches() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(4, 32, generator=generator) for _ in range(5)]
+
+
+def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> set[str]:
+    return {name for name in one if not torch.equal(one[name], other[name])}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_an_optimizer_class_works_by_itself_and_in_an_engine_with_the_same_bits(name: str) -> None:
+    theirs, torchs = CLASSES[name]
+    alone, plain, sharded = _net(), _net(), _net()
+    optimizers = theirs(alone.parameters()), torchs(plain.parameters())
+    engine, *_ = deepspeed.initialize(
+        model=sharded,
+        optimizer=theirs(sharded.parameters()),
+        config={"train_batch_size": 4, "zero_optimization": {"stage": 3}},
+    )
+    for batch in _batches():
+        for model, optimizer in zip((alone, plain), optimizers, strict=True):
+            model(batch).pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        engine.backward(engine(batch).pow(2).mean())
+        engine.step()
+    assert _differing(plain.state_dict(), alone.state_dict()) == set()
+    assert _differing(plain.state_dict(), engine.full_state_dict()) == set()
+    engine.destroy(keep_weights=False)
+
+
+def test_adam_without_bias_correction_uses_the_moments_as_they_are() -> None:
+    param = nn.Parameter(torch.zeros(3))
+    optimizer = FusedAdam([param], lr=1.0, bias_correction=False, eps=0.0)
+    param.grad = torch.tensor([1.0, 2.0, -3.0])
+    optimizer.step()
+    torch.testing.assert_close(param.detach(), -0.1 / 0.001**0.5 * torch.tensor([1.0, 1.0, -1.0]))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda params: FusedAdam(params, amsgrad=True),
+        lambda params: DeepSpeedCPUAdagrad(params, amsgrad=True),
+        lambda params: DeepSpeedCPUAdam(params, fp32_optimizer_states=False),
+        lambda params: DeepSpeedCPULion(params, fp32_optimizer_states=False),
+    ],
+)
+def test_variants_that_are_not_built_are_refused(make: Make) -> None:
+    with pytest.raises(ConfigError, match=r"amsgrad|fp32_optimizer_states"):
+        make([nn.Parameter(torch.zeros(1))])
+
+
+def test_gradients_are_zeroed_where_that_is_asked_for() -> None:
+    for make, is_none in ((FusedAdam, True), (lambda params: FusedAdam(params, set_grad_none=False), False)):
+        param = nn.Parameter(torch.zeros(1))
+        param.grad = torch.ones(1)
+        make([param]).zero_grad()
+        assert (param.grad is None) is is_none
+
+
+def test_loss_scalers_fall_and_rise() -> None:
+    scaler = CreateLossScaler(torch.float16, 1.0, True, {"init_scale": 8, "scale_window": 2, "min_scale": 1})
+    assert (scaler.dynamic, scaler.loss_scale) == (True, 8.0)
+    scaler.update_scale(True)
+    assert scaler.cur_scale == 4.0
+    for _ in range(3):
+        scaler.update_scale(False)
+    assert scaler.cur_scale == 8.0
+    loss = torch.tensor(2.0, requires_grad=True)
+    scaler.backward(loss * 3)
+    assert loss.grad is not None
+    assert loss.grad.item() == 24.0
+    assert CreateLossScaler(torch.float16, 128.0, False, None).loss_scale == 128.0
+    assert CreateLossScaler(torch.bfloat16, 128.0, True, None).loss_scale == 1.0
+
+
+def test_fp32_weights_of_a_checkpoint(tmp_path: Path) -> None:
+    model = _net()
+    model.get_parameter("2.weight").requires_grad_(False)
+    engine, *_ = deepspeed.initialize(
+        model=model,
+        config={
+            "train_batch_size": 4,
+            "bf16": {"enabled": True},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "zero_optimization": {"stage": 3},
+        },
+    )
+    for batch in _batches():
+        engine.backward(engine(batch.bfloat16()).float().pow(2).mean())
+        engine.step()
+    engine.save_checkpoint(tmp_path)
+    masters = engine.full_master_state_dict()
+    frozen = engine.full_state_dict()["2.weight"].float()
+    engine.destroy(keep_weights=False)
+    expected = {**masters, "2.weight": frozen}
+
+    tools = deepspeed.utils.zero_to_fp32
+    found = tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+    assert found.keys() == expected.keys()
+    assert _differing(expected, found) == set()
+    trained = tools.get_fp32_state_dict_from_zero_checkpoint(tmp_path, "global_step5", exclude_frozen_parameters=True)
+    assert trained.keys() == masters.keys()
+    loaded = tools.load_state_dict_from_zero_checkpoint(_net(), tmp_path)
+    assert _differing(expected, loaded.state_dict()) == set()
+    subprocess.run(
+        [sys.executable, str(tmp_path / "zero_to_fp32.py"), str(tmp_path), str(tmp_path / "out")],
+        env=quiet_environment(), check=True, timeout=300,
+    )  # fmt: skip
+    assert _differing(expected, torch.load(tmp_path / "out" / "pytorch_model.bin")) == set()
+
+
+def test_the_accelerator_is_torchs() -> None:
+    accelerator = deepspeed.get_accelerator()
+    tensor = torch.zeros(1, device=accelerator.current_device_name())
+    assert accelerator.on_accelerator(tensor)
+    assert accelerator.device_count() >= 1
+    assert accelerator.total_memory() > accelerator.memory_allocated() >= 0
+    with accelerator.device(0), accelerator.stream(accelerator.current_stream()):
+        accelerator.synchronize()
+    state = accelerator.get_rng_state()
+    first = torch.rand(3, device=tensor.device)
+    accelerator.set_rng_state(state)
+    assert torch.equal(first, torch.rand(3, device=tensor.device))
+    with pytest.raises(ConfigError, match="compiles nothing"):
+        accelerator.create_op_builder("FusedAdamBuilder")
+
+
+def test_copies_hold_their_own_memory_alone() -> None:
+    whole = torch.arange(100.0)
+    copied = deepspeed.checkpoint.utils.clone_tensors_for_torch_save({"part": [whole[:2]], "number": (1,)})
+    assert copied["part"][0].untyped_storage().nbytes() == 8
+    assert copied["number"] == (1,)
+
+
+def test_on_device_makes_tensors_there() -> None:
+    with deepspeed.OnDevice(dtype=torch.bfloat16, device="meta"):
+        layer = nn.Linear(4, 4)
+    assert (layer.weight.device.type, layer.weight.dtype) == ("meta", torch.bfloat16)
+    assert nn.Linear(1, 1).weight.dtype is torch.float32
+
+
+def test_a_loader_repeats() -> None:
+    repeating = deepspeed.utils.RepeatingLoader([1, 2])
+    assert [next(repeating) for _ in range(5)] == [1, 2, 1, 2, 1]
