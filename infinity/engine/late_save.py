@@ -98,10 +98,14 @@ class LateSave:
         finally:
             self._held_up_s += 0.0 if wait else time.perf_counter() - begun
         self._cleanup.close()
-        held_up_s = self._held_up_s + self._snapshot.waited_s
-        note = f", while training went on; {held_up_s:.3f} s of that it waited"
+        note = f", while training went on; {self.held_up_s:.3f} s of that it waited"
         self._saving.tell(self._files, time.perf_counter() - self._begun, note)
         return True
+
+    @property
+    def held_up_s(self) -> float:
+        """Seconds that training has waited for it, ``advance(wait=True)`` aside."""
+        return self._held_up_s + self._snapshot.waited_s
 
     def abandon(self, reason: str) -> None:
         """Nobody wants it any more: the former checkpoint stays, and nothing of this one."""

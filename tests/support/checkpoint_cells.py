@@ -30,7 +30,8 @@ TIERS: Final = ("none", "cpu", "nvme")
 STAGES: Final = (0, 1, 2, 3)
 PRECISIONS: Final = ("fp32", "bf16", "fp16")
 NUM_STEPS, STEPS_AFTER, ROWS = 6, 10, 8
-CELL_TIMEOUT_S: Final = 60
+CELL_TIMEOUT_S: Final = 180
+"""A lease that does not come ends after two minutes, and says what it waited for."""
 ERRORS_MAX: Final = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 3e-2}
 """Largest relative difference of a loss at another world size, where gradients are summed in another order."""
 
