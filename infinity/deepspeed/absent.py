@@ -97,7 +97,7 @@ ABSENT: Final[Mapping[str, str]] = {
     "runtime.zero.stage_1_and_2": "the engine's optimizer is infinity's: use engine.optimizer and deepspeed.zero",
     "runtime.zero.parameter_offload": "hooks are infinity's: weights come with every use, see deepspeed.zero",
     "runtime.zero.partitioned_param_coordinator": "the order of weights is the daemon's: see engine.io_report()",
-    "runtime.zero.mics": "hierarchical sharding is not built: weights are sharded over all ranks",
+    "runtime.zero.mics": "weights are sharded over all ranks, not within groups of them: use deepspeed.zero.Init",
     "runtime.zero.muon": 'write "optimizer": {"type": "Muon"} into the configuration',
     "runtime.zero.linear": "autograd never holds a gathered copy of a weight: use torch.nn.Linear",
     "runtime.sparse_tensor": "gradients of embeddings are dense: write sparse=False",

@@ -150,7 +150,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepS
     for name, why in _NOT_SERVED.items():
         value = options.pop(name, None)
         if value is True or value not in (None, False, 1, {}, {"tp_size": 1}, {"enabled": False}):
-            raise ConfigError(name, "given", why)
+            raise ConfigError(name, value, why)
     raw = {name: value for name, value in options.items() if name not in ("zero", "dtype")}
     dtype = options.get("dtype")
     if dtype not in _DTYPES:

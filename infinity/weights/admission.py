@@ -75,7 +75,7 @@ def _admit_param(name: str, param: nn.Parameter) -> None:
     key = f"model.{name}"
     admit_kind(key, param)
     if not param.is_floating_point():
-        remedy = "only floating-point parameters can be sharded: make it a buffer with register_buffer()"
+        remedy = "only floating-point parameters are sharded: load a quantised base in bf16, or use register_buffer()"
         raise ConfigError(key, str(param.dtype), remedy)
     if owner_of(param) is None and param.requires_grad and not param.is_leaf:
         raise ConfigError(key, "not a leaf", "it has a history: register nn.Parameter(value.detach())")
