@@ -71,7 +71,7 @@ ABSENT: Final[Mapping[str, str]] = {
     "runtime.bf16_optimizer": "the one optimizer of the engine serves bf16: use engine.optimizer",
     "runtime.superoffload": _OPTIMIZERS,
     "runtime.zenflow": _OPTIMIZERS,
-    "ops.op_builder": "nothing is compiled when a job starts: leave the builders out",
+    "ops.op_builder": "nothing is compiled when a job starts: leave the builder out",
     "ops.aio": _IO,
     "ops.gds": _IO,
     "nvme": _IO,
@@ -99,7 +99,6 @@ ABSENT: Final[Mapping[str, str]] = {
     "runtime.zero.partitioned_param_coordinator": "the order of weights is the daemon's: see engine.io_report()",
     "runtime.zero.mics": "weights are sharded over all ranks, not within groups of them: use deepspeed.zero.Init",
     "runtime.zero.muon": 'write "optimizer": {"type": "Muon"} into the configuration',
-    "runtime.zero.linear": "autograd never holds a gathered copy of a weight: use torch.nn.Linear",
     "runtime.sparse_tensor": "gradients of embeddings are dense: write sparse=False",
 }
 """Reasons by dotted name; what stands below a name is absent for the same reason."""

@@ -106,6 +106,11 @@ _ADAM = _of(f"{_OURS}.optimizers", "FusedAdam DeepSpeedCPUAdam")
 _ADAGRAD = _of(f"{_OURS}.optimizers", "DeepSpeedCPUAdagrad")
 _LION = _of(f"{_OURS}.optimizers", "FusedLion DeepSpeedCPULion")
 _ZERO_SUPPORTED = _of(f"{_OURS}.optimizers", "is_zero_supported_optimizer")
+_BUILDERS = _of(
+    f"{_OURS}.op_builders",
+    "CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder AsyncIOBuilder UtilsBuilder",
+)
+_OPS = _of(f"{_OURS}.op_builders", "compatible_ops installed_ops")
 _MODULES = _of(f"{_OURS}.building", "recursive_getattr recursive_setattr")
 _COLLECTIVES = _of(
     "torch.distributed",
@@ -138,7 +143,10 @@ TREE: Final[Mapping[str, Names]] = {
     | _ON_DEVICE
     | _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT")
     | _of(f"{_OURS}.delivery", "install")
-    | _of(f"{_OURS}.version", "version __version__ __version_major__ __version_minor__ __version_patch__"),
+    | _of(
+        f"{_OURS}.version",
+        "version git_hash git_branch __version__ __version_major__ __version_minor__ __version_patch__",
+    ),
     "accelerator": _ACCELERATOR | _of(f"{_OURS}.accelerators", "DeepSpeedAccelerator"),
     "accelerator.real_accelerator": _ACCELERATOR,
     "checkpoint": {},
@@ -146,15 +154,17 @@ TREE: Final[Mapping[str, Names]] = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "constants": _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"),
-    "git_version_info": _of(f"{_OURS}.version", "version"),
+    "git_version_info": _of(f"{_OURS}.version", "version git_hash git_branch torch_info") | _OPS,
     "launcher": {},
     "launcher.runner": _of(f"{_OURS}.constants", "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE"),
-    "ops": {},
+    "ops": _renamed(f"{_OURS}.op_builders", __compatible_ops__="compatible_ops", __installed_ops__="installed_ops"),
     "ops.adagrad": _ADAGRAD,
     "ops.adam": _ADAM,
     "ops.adam.cpu_adam": _of(f"{_OURS}.optimizers", "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _of(f"{_OURS}.optimizers", "FusedAdam"),
     "ops.lion": _LION,
+    "ops.op_builder": _BUILDERS | _of(f"{_OURS}.op_builders", "OpBuilder"),
+    "ops.op_builder.all_ops": _of(f"{_OURS}.op_builders", "ALL_OPS"),
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
@@ -179,6 +189,9 @@ TREE: Final[Mapping[str, Names]] = {
     | _OFFLOAD_CONFIG
     | _of(f"{_OURS}.kinds", "ZeroStageEnum get_zero_config ZERO_OPTIMIZATION"),
     "runtime.zero.leaf_module_config": _of(f"{_OURS}.kinds", "DeepSpeedZeroLeafModuleConfig"),
+    "runtime.zero.linear": _of(
+        f"{_OURS}.linear_layers", "LinearModuleForZeroStage3 LinearFunctionForZeroStage3 zero3_linear_wrap"
+    ),
     "runtime.zero.offload_config": _OFFLOAD_CONFIG | _STATES,
     "runtime.zero.offload_states": _STATES,
     "runtime.zero.partition_parameters": _PARAMETERS
@@ -201,6 +214,7 @@ TREE: Final[Mapping[str, Names]] = {
     "utils.groups": _GROUPS | _OWN_GROUPS,
     "utils.init_on_device": _ON_DEVICE,
     "utils.logging": _LOGS,
+    "utils.nvtx": _of(f"{_OURS}.building", "instrument_w_nvtx"),
     "utils.tensor_fragment": _STATE_ACCESS,
     "utils.torch": _of(f"{_OURS}.building", "required_torch_version"),
     "utils.z3_leaf_module": _LEAVES,

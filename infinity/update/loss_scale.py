@@ -19,6 +19,18 @@ class LossScale(Protocol):
     value: float
     checks_overflow: bool
     """Whether a step is skipped when its gradients are not all finite."""
+    dynamic: bool
+    """Whether steps change it."""
+
+    @property
+    def cur_scale(self) -> float:
+        """``value`` under a name of DeepSpeed's."""
+        return self.value
+
+    @property
+    def loss_scale(self) -> float:
+        """``value`` under another name of DeepSpeed's."""
+        return self.value
 
     def update(self, *, overflow: bool) -> None:
         """A step was applied, or skipped because of ``overflow``. Raises LossScaleError where no scale is left."""
@@ -32,6 +44,8 @@ class LossScale(Protocol):
 
 class FixedLossScale(LossScale):
     """One scale for the whole training: what is configured, or 1 where nothing is scaled."""
+
+    dynamic = False
 
     def __init__(self, value: float = 1.0, *, checks_overflow: bool = False) -> None:
         self.value, self.checks_overflow = value, checks_overflow
@@ -47,7 +61,7 @@ class FixedLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    checks_overflow = True
+    checks_overflow = dynamic = True
 
     def __init__(
         self, *, initial: float, window: int, hysteresis: int, consecutive_hysteresis: bool, least: float
@@ -61,10 +75,11 @@ class DynamicLossScale(LossScale):
             least: the smallest scale.
         """
         self.value = initial
-        self._window, self._hysteresis, self._consecutive, self._least = (
+        self.scale_window, self.delayed_shift, self.consecutive_hysteresis, self.min_scale = (
             window, hysteresis, consecutive_hysteresis, least,
         )  # fmt: skip
-        self._patience = hysteresis
+        self.cur_hysteresis = hysteresis
+        """Overflows until the scale is halved."""
         self._good_steps = 0
         """Since the last overflow, or since the start."""
 
@@ -74,33 +89,33 @@ class DynamicLossScale(LossScale):
             self._fall()
             return
         self._good_steps += 1
-        if self._consecutive:
-            self._patience = self._hysteresis
-        if self._good_steps > 1 and (self._good_steps - 1) % self._window == 0:
-            self._patience = self._hysteresis
+        if self.consecutive_hysteresis:
+            self.cur_hysteresis = self.delayed_shift
+        if self._good_steps > 1 and (self._good_steps - 1) % self.scale_window == 0:
+            self.cur_hysteresis = self.delayed_shift
             self.value *= FACTOR
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value, "patience": self._patience, "good_steps": self._good_steps}
+        return {"value": self.value, "patience": self.cur_hysteresis, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if state:
             self.value = float(state["value"])
-            self._patience, self._good_steps = int(state["patience"]), int(state["good_steps"])
+            self.cur_hysteresis, self._good_steps = int(state["patience"]), int(state["good_steps"])
 
     def _fall(self) -> None:
-        if self._patience > 1:
-            self._patience -= 1
+        if self.cur_hysteresis > 1:
+            self.cur_hysteresis -= 1
             return
-        if self.value <= self._least:
+        if self.value <= self.min_scale:
             raise LossScaleError(self.value)
-        self.value = max(self.value / FACTOR, self._least)
+        self.value = max(self.value / FACTOR, self.min_scale)
 
 
 class TorchLossScale(LossScale):
     """``torch.amp.GradScaler``: halved by every overflow, doubled after 2,000 good steps."""
 
-    checks_overflow = True
+    checks_overflow = dynamic = True
     WINDOW: Final = 2000
     LEAST: Final = 2.0**-24
 

@@ -45,6 +45,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     cur_scale = loss_scale
 
+    @property
+    def loss_scaler(self) -> LossScale:
+        """What decides on the scale, under DeepSpeed's name."""
+        return self.scale
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether steps change the scale."""
+        return self.scale.dynamic
+
     def bind(self, update: Callable[[], None], scale: LossScale) -> None:
         """The engine's update of all chunks, run by ``step``, and its loss scale."""
         self._update, self.scale = update, scale

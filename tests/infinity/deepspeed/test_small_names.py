@@ -1,0 +1,69 @@
+"""Linear layers, builders of extensions, and what the engine's optimizer says of its loss scale."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+from torch import nn
+
+import infinity.deepspeed as deepspeed
+from infinity.deepspeed.linear_layers import LinearFunctionForZeroStage3, LinearModuleForZeroStage3, zero3_linear_wrap
+
+
+def config(**sections: object) -> dict[str, object]:
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        **sections,
+    }
+
+
+def test_its_linear_layer_trains_as_torchs() -> None:
+    weights = []
+    for kind in (LinearModuleForZeroStage3, nn.Linear):
+        torch.manual_seed(0)
+        model = nn.Sequential(kind(8, 8), nn.Tanh(), kind(8, 8, bias=False))
+        engine, *_ = deepspeed.initialize(model=model, config=config())
+        for _ in range(3):
+            engine.backward(engine(torch.ones(2, 8)).square().sum())
+            engine.step()
+        weights.append(engine.full_state_dict())
+        engine.destroy()
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], value) for name, value in weights[1].items())
+    x, weight, bias = torch.randn(3, 4), torch.randn(5, 4), torch.randn(5)
+    for function in (zero3_linear_wrap, LinearFunctionForZeroStage3.apply):
+        assert torch.equal(function(x, weight, bias), nn.functional.linear(x, weight, bias))
+        assert torch.equal(function(x, weight), nn.functional.linear(x, weight))
+
+
+def test_builders_say_what_is_served_and_load_nothing() -> None:
+    builders = importlib.import_module("infinity.deepspeed.ops.op_builder")
+    ops = importlib.import_module("infinity.deepspeed.ops")
+    assert ops.__compatible_ops__[builders.CPUAdamBuilder.NAME]
+    assert builders.AsyncIOBuilder().is_compatible()
+    assert not ops.__compatible_ops__["sparse_attn"]
+    with pytest.raises(ImportError, match="cpu_adam"):
+        builders.CPUAdamBuilder().load()
+    with pytest.raises(ImportError, match="nothing is compiled"):
+        importlib.import_module("infinity.deepspeed.ops.op_builder.TransformerBuilder")
+
+
+def test_the_optimizer_says_how_its_loss_scale_moves() -> None:
+    fp16 = {"enabled": True, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 3, "min_loss_scale": 4}
+    engine, optimizer, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config(fp16=fp16))
+    assert optimizer.dynamic_loss_scale
+    assert optimizer.loss_scaler.cur_scale == optimizer.loss_scaler.loss_scale == optimizer.cur_scale == 2.0**8
+    assert (optimizer.loss_scaler.scale_window, optimizer.loss_scaler.cur_hysteresis) == (2, 3)
+    assert optimizer.loss_scaler.min_scale == 4
+    next(engine.module.parameters()).grad = torch.full((4, 4), torch.inf, dtype=torch.float16)
+    engine.step()
+    assert optimizer.overflow
+    assert optimizer.loss_scaler.cur_hysteresis == 2
+    engine.destroy()
+    _, fixed, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config(fp16={"enabled": True, "loss_scale": 16}))
+    assert not fixed.dynamic_loss_scale
+    assert fixed.loss_scaler.loss_scale == 16
