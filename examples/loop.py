@@ -1,6 +1,6 @@
 """A loop of one's own with ``deepspeed.initialize``, saved half way and loaded again:
 
-    infinity as-deepspeed deepspeed --num_gpus 1 examples/loop.py --deepspeed_config examples/loop.json
+infinity as-deepspeed deepspeed --num_gpus 1 examples/loop.py --deepspeed_config examples/loop.json
 """
 
 from __future__ import annotations

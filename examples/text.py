@@ -8,9 +8,9 @@ makes the model's directory, as ``save_pretrained`` writes it.
 from __future__ import annotations
 
 import sys
+from pydoc_data.topics import topics
 
 import torch
-from pydoc_data.topics import topics
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
