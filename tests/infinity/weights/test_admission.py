@@ -289,3 +289,20 @@ def test_what_somebody_owns_is_not_looked_at_and_refused_unless_it_is_staged() -
             refuse_owned(list(model.named_parameters()), lambda _owner: False)
     finally:
         owners.disown(model.weight_of(1))
+
+
+def adapted(*, frozen: torch.dtype, trained: torch.dtype) -> Net:
+    """As PEFT makes it: a frozen base, and adapters beside it."""
+    model = net().to(frozen).requires_grad_(False)
+    model.adapter = nn.Linear(4, 2).to(trained)
+    return model
+
+
+def test_adapters_in_fp32_over_a_frozen_base_in_the_configs_dtype_are_cast_as_it_says() -> None:
+    admit(adapted(frozen=torch.bfloat16, trained=torch.float32), torch.bfloat16)
+
+
+@pytest.mark.parametrize(("frozen", "trained"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)])
+def test_other_mixtures_of_dtypes_are_refused(frozen: torch.dtype, trained: torch.dtype) -> None:
+    with pytest.raises(ConfigError, match=r"two dtypes are not kept apart|the config makes weights"):
+        admit(adapted(frozen=frozen, trained=trained), torch.bfloat16)
