@@ -6,13 +6,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from tests.support.daemon import ServedDaemon
-
-# how long an example takes says how busy the machine is, not whether the code is right
-settings.register_profile("suite", deadline=None)
-settings.load_profile("suite")
 
 Serve = Callable[..., ServedDaemon]
 
