@@ -2,10 +2,11 @@
 
 ``python -m benchmarks.pretrained --dir DIR``: GPTs of 0.3 and 1.2 billion parameters, whose bf16 safetensors are made
 on the spot; then, in a process of its own, ``load_pretrained`` of a model on the meta device, ``initialize``,
-``load_pretrained`` into the engine, ``save_16bit_model``, ``save_checkpoint``, and ``infinity export``. Printed is the
-peak of the sum of PSS over the process and its daemon in each phase. Exit code 0 if no phase takes more than the
-budget, the largest parameter in fp32, and 1.15 times what the process has after its imports, and the weights that come
-out are those that went in.
+``load_pretrained`` into the engine, ``save_16bit_model``, ``save_checkpoint``, ``load_checkpoint``, and ``infinity
+export``. Printed is the peak of the sum of PSS over the process and its daemon in each phase. Exit code 0 if no phase
+takes more than the budget, the largest parameter in fp32, and 1.15 times what the process has after its imports, and
+the weights that come out are those that went in. Imports are those of any training: torch imports a third of itself
+(its compiler) when the first optimizer is made.
 """
 
 from __future__ import annotations
@@ -103,6 +104,8 @@ def worker(shape: GPTShape, directory: Path, budget_mib: int) -> dict[str, Any]:
     """All phases of one size."""
     peaks = Peaks()
     peaks.run("imports", lambda: time.sleep(1.0))
+    torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8, 8))])
+    peaks.run("imports with an optimizer", lambda: time.sleep(1.0))
     settings = config_of(directory, budget_mib)
     with torch.device("meta"):
         model = GPT(shape)
@@ -116,6 +119,7 @@ def worker(shape: GPTShape, directory: Path, budget_mib: int) -> dict[str, Any]:
     peaks.run("load (engine)", lambda: infinity.load_pretrained(engine, weights))
     peaks.run("save_16bit_model", lambda: engine.save_16bit_model(directory / "saved", max_shard_size="500MB"))
     peaks.run("save_checkpoint", lambda: engine.save_checkpoint(str(directory / "checkpoints")))
+    peaks.run("load_checkpoint", lambda: engine.load_checkpoint(str(directory / "checkpoints")))
     engine.destroy()
     words = ["export", str(directory / "checkpoints"), str(directory / "exported"), "--dtype", "bf16", "--json"]
     peaks.run("infinity export", lambda: command(words))
@@ -149,7 +153,7 @@ def measure(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
         ended = subprocess.run(command_line, stdout=subprocess.PIPE, text=True, check=True, env=environment)
     found: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    base = found["phases"]["imports"]["peak_pss_bytes"]
+    base = found["phases"]["imports with an optimizer"]["peak_pss_bytes"]
     found["allowed_bytes"] = int(1.15 * base) + arguments.host_budget_mib * MIB + found["largest_bytes"]
     return found
 

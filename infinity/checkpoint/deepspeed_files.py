@@ -23,9 +23,8 @@ from infinity.checkpoint.disk import disk_errors
 from infinity.checkpoint.manifest import PIECE_NUMEL_MAX, STATE_PREFIX, WEIGHT
 from infinity.errors import CheckpointError
 from infinity.files.pieces import pieces
+from infinity.files.torch_file import MAPPED_BYTES_MAX
 
-MAPPED_BYTES_MAX: Final = 64 << 20
-"""Pages that were read through mappings count as this process's memory: they are made anew after so many bytes."""
 _WHOLE: Final = "save it again with DeepSpeed, on all ranks, or name another tag"
 
 

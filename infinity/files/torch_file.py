@@ -11,7 +11,7 @@ import torch
 from infinity.errors import WeightsFileError
 from infinity.files.entry import Entry, WeightsFile
 
-MAPPED_BYTES_MAX: Final = 64 << 20
+MAPPED_BYTES_MAX: Final = 16 << 20
 """Pages that were read through one mapping count as this process's memory: it is made anew after so many bytes."""
 WRAPPERS: Final = ("state_dict", "model_state_dict", "module")
 """Keys under which training scripts put a state dict beside other things."""
