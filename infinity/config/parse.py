@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from infinity.config.batch import BATCH_KEYS, BatchSizes, resolve_batch
 from infinity.config.complaints import Complaints, without_quotes
 from infinity.config.dialect import BY_PATH, SECTIONS, Key, Shape, Standing
+from infinity.config.in_backward import check_in_backward
 from infinity.config.load import Raw, Source, load
 from infinity.config.old_names import OLD_NAMES, modernise
 from infinity.config.origins import Resolved, trace_origins
@@ -72,6 +73,7 @@ def resolve_config(
     for error in _unsupported(parsed):
         complaints.take(error)
     check_precision(parsed, complaints)
+    check_in_backward(parsed, complaints)
     check_offload(parsed, complaints)
     if check_paths:
         check_swap_dirs(parsed, complaints)

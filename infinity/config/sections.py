@@ -196,6 +196,7 @@ class IoDaemon(Section):
     """"auto": what ``io-daemon bench`` found best here, else 32."""
     commit_every_n_steps: Count = 0
     update_in_backward: bool = False
+    """A chunk is updated inside backward, as soon as its gradients are final."""
     update: Literal["on_use", "in_step"] = "on_use"
     """When a chunk is updated: when its weights are next used, or before ``step`` returns."""
     verify_checksums: bool = True

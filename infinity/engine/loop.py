@@ -24,6 +24,7 @@ from infinity.observe.observer import Observers, StepFacts
 from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
+from infinity.update.in_backward import InBackward, refuse_before_step, refuse_norm
 from infinity.update.loss_scale import loss_scale_of
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.rule import UpdateRule
@@ -83,10 +84,14 @@ class TrainingLoop:
             self.update = self._build_update(optimizer, optimizer_groups)
             optimizer.bind(self.run_update, self.update.scale)
             runtime.states.keeps_states = self.update.keeps_states
+        self._in_backward: InBackward | None = None
+        if self.update is not None and config.io_daemon.update_in_backward:
+            self._in_backward = InBackward(self.update, runtime.gradients, runtime.make_ready)
         self._close_traffic()
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         training = module.training and torch.is_grad_enabled()
+        self._refuse_before_step("forward")
         with self._phase_of(StepPhase.FORWARD):
             self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
             self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
@@ -96,12 +101,17 @@ class TrainingLoop:
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, scale: bool, create_graph: bool) -> torch.Tensor:
         update = self._trained("backward")
+        self._refuse_before_step("backward()")
         with self._phase_of(StepPhase.BACKWARD):
             self.runtime.collectives.agree("begin a backward").wait()
             reducer = self.runtime.reducer
             reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
             reducer.puts_off = self._num_without_reduction > 0 or not reduces
             reducer.norms = update.wants_norms and self.is_boundary()
+            is_last = self.is_boundary() and not (reducer.puts_off or retain_graph or create_graph)
+            reducer.in_backward = self._in_backward if is_last else None
+            if reducer.in_backward is not None:
+                reducer.in_backward.begin()
             accumulated = self.config.gradient_accumulation_steps
             scaled = loss / accumulated if scale and accumulated > 1 else loss
             loss_scale = update.scale.value
@@ -136,6 +146,7 @@ class TrainingLoop:
             self.phases.go(StepPhase.OPTIMIZER)  # refused: the message says what the engine is in
         self.was_step_applied = False
         if not self.is_boundary():
+            self._refuse_before_step("step() that does not update")
             self.micro_steps += 1
             return
         if self.optimizer is None:
@@ -262,7 +273,14 @@ class TrainingLoop:
         self.global_steps, self.global_samples = global_steps, global_samples
         self.skipped_steps, self.micro_steps = skipped_steps, 0
 
+    def _refuse_before_step(self, call: str) -> None:
+        if self.update is not None and self.update.is_early:
+            raise refuse_before_step(call)
+
     def zero_grad(self) -> None:
+        if self.update is not None and not self.update.is_half_applied:
+            self.update.cancel()
+        self._refuse_before_step("zero_grad()")
         self.runtime.reducer.clear()
         self.runtime.user_gradients.drop()
         if self.update is not None:
@@ -272,10 +290,14 @@ class TrainingLoop:
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         update = self._trained("clip_grad_norm_")
+        if self._in_backward is not None:
+            raise refuse_norm("clip_grad_norm_()")
         self._gather_gradients()
         return update.clip_once(max_norm)
 
     def grad_norm(self) -> float | None:
+        if self._in_backward is not None:
+            raise refuse_norm("get_global_grad_norm()")
         return None if self.update is None else self.update.ask_for_norm()
 
     def io_report(self) -> IoReport:

@@ -315,6 +315,14 @@ class Runtime(owners.Owner):
                 owners.refuse_write(self, param.param)
             self._refuse_views(param)
 
+    def make_ready(self, group: ParamGroup) -> None:
+        """The group's weights are about to change in the store. Raises WeightsError for what that would break."""
+        for param in group.params:
+            if param.is_changed:
+                owners.refuse_write(self, param.param)
+            self._refuse_views(param)
+        self.live_set.drop_ahead(group)
+
     def settle(self) -> None:
         """Do what is due of every chunk."""
         with self._lock:

@@ -13,13 +13,15 @@ from typing import Final
 
 import torch
 
+from infinity.errors import EngineStateError
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore
 from infinity.tiers.layers import TracedStore
 from infinity.tiers.snapshot import Snapshot, SnapshotStore
 from io_daemon.shared.protocol import Access
 
 DUE_TRACES: Final = 2
-"""A pass that begins with work due has an id greater by this: it asks for more than one that begins with none."""
+"""A pass that begins with work due, or after chunks were ahead of others, has an id greater by this: it asks for more,
+or in another order, than the first of all, which began with nothing and gathered nothing ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,6 +48,18 @@ class DueStore(ShardStore):
         self._due: dict[int, Work] = {}
         self._leases: dict[int, DueLease] = {}
         """By chunk, the lease that was acquired to do what is due and was not waited for yet."""
+        self._barred: set[int] = set()
+        self._was_barred = False
+        """Whether some pass has barred chunks."""
+
+    def bar(self, chunks: Iterable[int]) -> None:
+        """Nobody may have these chunks, which are ahead of all others, until ``lift_bar``."""
+        self._barred.update(chunks)
+
+    def lift_bar(self) -> None:
+        """Every chunk is where the others are."""
+        self._was_barred |= bool(self._barred)
+        self._barred.clear()
 
     def is_due(self, chunk: int) -> bool:
         return chunk in self._due
@@ -84,6 +98,12 @@ class DueStore(ShardStore):
         return self._snapshots.take(masks, masks.keys() & self._due.keys(), when_made)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        if chunk in self._barred:
+            raise EngineStateError(
+                "weights or states that this needs were updated inside backward, others not yet: call step() first; "
+                "if backward itself needs them, as re-entrant checkpoints do, write false for "
+                '"io_daemon.update_in_backward"'
+            )
         snapshot = self._snapshots.snapshot
         if snapshot is not None and snapshot.is_unmade(chunk, write):
             self.settle([chunk])
@@ -121,7 +141,7 @@ class DueStore(ShardStore):
         self._inner.unregister(chunks)
 
     def mark(self, trace_id: int) -> None:
-        self._inner.mark(trace_id + DUE_TRACES if self._due else trace_id)
+        self._inner.mark(trace_id + DUE_TRACES if self._due or self._was_barred else trace_id)
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
         self._inner.set_trace(trace_id, accesses)

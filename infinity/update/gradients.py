@@ -29,6 +29,10 @@ class GradientChunks:
         """The parameters whose segments hold something in this step: the next micro-batch adds, where not it copies."""
         self._block_norms: dict[int, list[torch.Tensor]] = {}
 
+    def holds_any(self, params: Sequence[int]) -> bool:
+        """Whether an earlier micro-batch has left a gradient of one of the parameters."""
+        return any(self._written[param] for param in params)
+
     def clear(self) -> None:
         """Forget the step's gradients; what the chunks hold is no longer read."""
         self._written = [False] * len(self._written)

@@ -9,14 +9,24 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.reductions import Reducing
 from infinity.update.gradients import GradientChunks
+from infinity.update.in_backward import InBackward
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import GradientOf, ParamGroup
+
+
+class _InFlight(NamedTuple):
+    group: ParamGroup
+    work: Reducing
+    gradient_of: GradientOf
+    final: bool
+    """Every parameter of the group had its gradient on this rank."""
 
 
 class Reducer:
@@ -38,12 +48,14 @@ class Reducer:
         self._completed: dict[int, None] = {}
         self._order_learnt = False
         self._num_issued = 0
-        self._in_flight: deque[tuple[ParamGroup, Reducing, GradientOf]] = deque()
+        self._in_flight: deque[_InFlight] = deque()
         self.norms = False
         """The running micro-batch is the last one and a gradient norm is wanted."""
         self.puts_off = False
         """The running backward is not reduced: its gradients stay whole, and are reduced with the next one's."""
         self._has_put_off = False
+        self.in_backward: InBackward | None = None
+        """Steps groups as their gradients become final in the running backward; None: nothing does."""
 
     @property
     def used(self) -> list[bool]:
@@ -96,14 +108,14 @@ class Reducer:
     def complete(self, group: ParamGroup) -> None:
         """Every parameter of the group has its gradient."""
         if self._collectives.world_size == 1:
-            self._add_own(group)
+            self._add_own(group, final=True)
             return
         if self.puts_off:
             return
         self._completed[group.index] = None
         while self._num_issued < len(self._order) and self._order[self._num_issued] in self._completed:
             self._issue()
-        while self._in_flight and self._in_flight[0][1].is_completed():
+        while self._in_flight and self._in_flight[0].work.is_completed():
             self._add_reduced()
 
     def finish(self) -> None:
@@ -157,22 +169,30 @@ class Reducer:
                 self._start(self._groups[index])
                 self._add_reduced()
 
-    def _add_own(self, group: ParamGroup) -> None:
+    def _add_own(self, group: ParamGroup, *, final: bool = False) -> None:
         if group.has_gradients:
             params, gradient_of = group.take_gradients()
             self._used[params] = 1
-            self._gradients.add([chunk for chunk, _ in group.chunks], gradient_of, params, norms=self.norms)
+            self._add(group, gradient_of, params, final=final)
+
+    def _add(self, group: ParamGroup, gradient_of: GradientOf, params: list[int], *, final: bool) -> None:
+        """``final``: every parameter has its gradient, and none will get another."""
+        if self.in_backward is not None and self.in_backward.takes(group, params) and final:
+            self.in_backward.step(group, gradient_of)
+            return
+        self._gradients.add([chunk for chunk, _ in group.chunks], gradient_of, params, norms=self.norms)
 
     def _issue(self) -> None:
         self._start(self._groups[self._order[self._num_issued]])
         self._num_issued += 1
 
     def _start(self, group: ParamGroup) -> None:
-        self._used[[param.index for param in group.params if group.has_gradient_of(param)]] = 1
-        self._in_flight.append((group, *group.reduce_gradients()))
+        used = [param.index for param in group.params if group.has_gradient_of(param)]
+        self._used[used] = 1
+        final = group.index in self._completed and len(used) == len(group.params)
+        self._in_flight.append(_InFlight(group, *group.reduce_gradients(), final))
 
     def _add_reduced(self) -> None:
-        group, work, gradient_of = self._in_flight.popleft()
+        group, work, gradient_of, final = self._in_flight.popleft()
         work.wait()
-        params = [param.index for param in group.params]
-        self._gradients.add([chunk for chunk, _ in group.chunks], gradient_of, params, norms=self.norms)
+        self._add(group, gradient_of, [param.index for param in group.params], final=final)

@@ -15,6 +15,7 @@ from infinity.plan.precision import Precision
 from infinity.plan.sharding import ALIGNMENT, ChunkPlacement, Run, Segment, runs_of
 from infinity.tiers.base import Lease, spans
 from infinity.update.rule import Call, History, Options, UpdateRule
+from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind, kinds_of
 
 
@@ -70,16 +71,23 @@ class SubGroup:
         dtypes = precision.dtypes(trainable=True)
         self.dirty = rule.state_mask | self._stepped.mask | (ObjectKind.WEIGHT in dtypes and ObjectKind.WEIGHT.mask)
         self._weights_of = weights_of
+        self._gradient = dtypes[ObjectKind.GRAD]
         self._widest = max(kinds_of(self.read), key=lambda kind: dtypes[kind].itemsize)
         """Frames cut the elements of no other kind at more places."""
 
-    def update(self, lease: Lease, terms: Terms) -> dict[int, History]:
+    def update(self, lease: Lease, terms: Terms, gradient_of: GradientOf | None = None) -> dict[int, History]:
         """Step every segment whose parameter is present, through a granted lease of ``read`` and ``dirty``.
+
+        Args:
+            gradient_of: where the gradients are, if the lease has none.
 
         Returns:
             Parameter -> its history from now on.
         """
-        pieces = {kind: lease.pieces(kind) for kind in kinds_of(self.read | self.dirty)}
+        leased = self.read | self.dirty if gradient_of is None else (self.read | self.dirty) & ~ObjectKind.GRAD.mask
+        pieces = {kind: lease.pieces(kind) for kind in kinds_of(leased)}
+        if gradient_of is not None:
+            pieces[ObjectKind.GRAD] = [self._collected(gradient_of, pieces[self._stepped][0].device)]
         histories: dict[int, History] = {}
         for (group, history), batch in self._batches(pieces, terms).items():
             after = self._rule.run(batch.call, history, terms.options[group])
@@ -90,6 +98,16 @@ class SubGroup:
         if self._stepped is ObjectKind.MASTER:
             self._cast_weights(pieces)
         return histories
+
+    def _collected(self, gradient_of: GradientOf, device: torch.device) -> torch.Tensor:
+        """The chunk's gradients in the rule's dtype, rounded as the store would round them."""
+        values = torch.empty(self.placement.numel, dtype=self._rule.dtype, device=device)
+        for segment in self.placement.segments:
+            gradient = gradient_of(segment)
+            if gradient is not None:
+                rounded = gradient.to(self._gradient) if self._gradient.itemsize < gradient.itemsize else gradient
+                values[segment.chunk_offset : segment.chunk_offset + segment.numel].copy_(rounded)
+        return values
 
     def _batches(self, pieces: _Pieces, terms: Terms) -> dict[tuple[int, History], _Batch]:
         """What is stepped by one call each: pieces of one optimizer group and one history."""

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
 
 import torch
 
+from infinity.errors import EngineStateError
 from infinity.tiers.base import Lease
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.due import DueStore, Work
@@ -25,7 +28,11 @@ from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.rule import History
 from infinity.update.sub_group import SubGroup, Terms
 from infinity.update.whole import WholeParams
+from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
+
+EARLY_LEASES = 2
+"""Leases at a time while a group is stepped inside backward."""
 
 
 class Outcome(Enum):
@@ -50,6 +57,11 @@ class Update:
     ) -> None:
         """``whole``: the parameters that the optimizer's rule steps as wholes; None where it has no such groups."""
         self._works = [(sub_group, self._work_of(sub_group)) for sub_group in sub_groups]
+        self._sub_group_of = {sub_group.chunk: sub_group for sub_group in sub_groups}
+        self._early: set[int] = set()
+        """Chunks that were stepped inside the running step's backward."""
+        self.is_early = False
+        """Whether the running step began inside backward, and ``begin`` is still to come."""
         self._optimizer, self._gradients = optimizer, gradients
         self._store, self._collectives = store, collectives
         self._max_norm = max_norm
@@ -82,6 +94,11 @@ class Update:
         return self._histories
 
     @property
+    def steps_whole(self) -> bool:
+        """Whether some parameters are gathered for their step."""
+        return self._whole is not None
+
+    @property
     def wants_norms(self) -> bool:
         """Whether norms should be taken while gradients are warm."""
         return self._norm_asked
@@ -104,12 +121,48 @@ class Update:
         """The gradients that were to be clipped are dropped."""
         self._clip_once = None
 
+    def begin_early(self) -> None:
+        """The last backward of a step begins: its terms are fixed now, and chunks may be stepped before ``begin``."""
+        self.settle()
+        self._is_running, self.is_early, self.num_updated = True, True, 0
+        self._histories_after = {}
+        self._terms = Terms(
+            present=[True] * len(self._histories),
+            histories=list(self._histories),
+            options=options_of(self._optimizer),
+            factor=None if self.scale.value == 1.0 else torch.ones(()) / self.scale.value,
+        )
+
+    def step_early(self, chunks: Sequence[int], gradient_of: GradientOf | None) -> None:
+        """Step chunks that are final, by gradients as given, or as the store has them."""
+        grad = 0 if gradient_of is None else ObjectKind.GRAD.mask
+        waiting = iter(chunks)
+        leases: deque[tuple[SubGroup, Lease]] = deque()
+        try:
+            while True:
+                while len(leases) < EARLY_LEASES and (chunk := next(waiting, None)) is not None:
+                    found = self._sub_group_of[chunk]
+                    leases.append((found, self._store.acquire(chunk, read=found.read & ~grad, write=found.dirty)))
+                if not leases:
+                    break
+                sub_group, lease = leases[0]
+                lease.wait()
+                self._run(sub_group, lease, gradient_of)
+                leases.popleft()[1].release(dirty=sub_group.dirty, dead=ObjectKind.GRAD.mask & ~grad)
+        finally:
+            for _, lease in leases:
+                lease.release()
+        self._early.update(chunks)
+        self._store.bar(chunks)
+
     def begin(self, present: Sequence[bool]) -> Outcome:
         """Fix what the step is: norm, clip factor, learning rates, and what becomes of it.
 
         Args:
             present: for each parameter, whether any rank has a gradient for it.
         """
+        if self.is_early:
+            return self._go_on(present)
         self.settle()  # what the step before left to chunks that nobody has used since
         self._is_running, self._terms, self.num_updated = True, None, 0
         factor = self._factor()
@@ -127,6 +180,19 @@ class Update:
         )
         return Outcome.APPLIED
 
+    def _go_on(self, present: Sequence[bool]) -> Outcome:
+        """The step that began inside backward is called: the rest is stepped by the same terms."""
+        if self._terms is None:
+            raise AssertionError("a step began without its terms")
+        if options_of(self._optimizer) != self._terms.options:
+            raise EngineStateError(
+                "the optimizer's options were changed between backward() and step(), and backward had used them: "
+                'change them after step(), or write false for "io_daemon.update_in_backward"'
+            )
+        self._present = list(present)
+        self._terms = replace(self._terms, present=self._present)
+        return Outcome.APPLIED
+
     def apply(self, chunks: Iterable[int] | None = None) -> None:
         """Step what is stepped whole. The rest is due from then on, and done now of ``chunks``, or of all."""
         if self._terms is None:
@@ -134,7 +200,7 @@ class Update:
         if self._whole is not None:
             self._apply_whole(self._whole, self._terms)
         for sub_group, work in self._works:
-            if self._steps(sub_group, self._terms.present):
+            if sub_group.chunk not in self._early and self._steps(sub_group, self._terms.present):
                 self._num_due += 1
                 self._store.postpone(sub_group.chunk, work)
         if self._num_due == 0:
@@ -150,6 +216,7 @@ class Update:
         outcome = Outcome.SKIPPED if self._terms is None else Outcome.APPLIED
         self.scale.update(overflow=outcome is Outcome.SKIPPED)
         self._is_running = False
+        self._forget_early()
         self._gradients.clear()
         self._clip_once = None
         self._optimizer.overflow = outcome is Outcome.SKIPPED
@@ -160,6 +227,12 @@ class Update:
         if self._is_running:
             self._store.forget_due()
             self._num_due, self._is_running = 0, False
+            self._forget_early()
+
+    def _forget_early(self) -> None:
+        self.is_early = False
+        self._early.clear()
+        self._store.lift_bar()
 
     @property
     def is_half_applied(self) -> bool:
@@ -185,17 +258,20 @@ class Update:
 
     def _step(self, sub_group: SubGroup, lease: Lease) -> None:
         """Do what is due of a chunk, through a lease of its own or of whoever needs the chunk."""
+        self._run(sub_group, lease)
+        self._num_due -= 1
+        if self._num_due == 0:
+            self._note_histories()
+
+    def _run(self, sub_group: SubGroup, lease: Lease, gradient_of: GradientOf | None = None) -> None:
         if self._terms is None:
-            raise AssertionError("a sub-group is due of no step")
+            raise AssertionError("a sub-group is stepped in no step")
         start = time.perf_counter()
         self.num_updated += 1
         self._is_torn = True
         with _undisturbed():
-            self._histories_after.update(sub_group.update(lease, self._terms))
+            self._histories_after.update(sub_group.update(lease, self._terms, gradient_of))
         self._is_torn = False
-        self._num_due -= 1
-        if self._num_due == 0:
-            self._note_histories()
         self._seconds += time.perf_counter() - start
 
     def _note_histories(self) -> None:

@@ -1,6 +1,7 @@
 """The parity matrix: which cells exist, and two selections of them. Pure.
 
-A cell is one combination of stage, tiers, dtype, accumulation, clipping, ranks, budget, optimizer and thresholds.
+A cell is one combination of stage, tiers, dtype, accumulation, clipping, ranks, budget, optimizer, thresholds and
+time of the update.
 
 ``pairwise``: any two values of any two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most
 faults need no more than two). ``crossed``: every combination of the factors that decide together what is kept where,
@@ -37,6 +38,8 @@ class Cell:
     """One of ``tests.support.optimizers``."""
     thresholds: str = "grouped"
     """"each": every module of its own and resharded at once; "grouped": several modules a group; "default"."""
+    update: str = "on_use"
+    """When chunks are updated: "on_use", "in_step", or "in_backward"."""
 
     @property
     def in_memory(self) -> bool:
@@ -58,6 +61,8 @@ class Cell:
             return False
         if self.in_memory and self.budget == "roomy":
             return False
+        if self.update == "in_backward" and (self.stage < 3 or self.clipping or self.dtype == "fp16"):
+            return False
         # an optimizer sees chunks, whatever they were gathered for
         return self.optimizer == "AdamW" or self.thresholds == "grouped"
 
@@ -66,7 +71,7 @@ class Cell:
         clip = "clip" if self.clipping else "free"
         return (
             f"{self.stage}-{self.param_tier}-{self.optimizer_tier}-{self.dtype}-{micro}-{clip}-{self.num_ranks}rank-"
-            f"{self.budget}-{self.optimizer}-{self.thresholds}"
+            f"{self.budget}-{self.optimizer}-{self.thresholds}-{self.update}"
         )
 
 
@@ -84,6 +89,7 @@ LATER: dict[str, Sequence[Any]] = {
     "budget": ("least", "roomy"),
     "optimizer": ("AdamW", "amsgrad", "SGD"),
     "thresholds": ("grouped", "each", "default"),
+    "update": ("on_use", "in_step", "in_backward"),
 }
 
 

@@ -251,10 +251,11 @@ def judge(cell: Cell, num_steps: int, *, rank: int, swap_dir: Path) -> Verdict:
     )
     config["io_daemon"] = {}  # the daemon of the launch has its own, see DAEMON_OPTIONS
     if not cell.in_memory:
-        shape = replace(cell, budget="", clipping=False)
+        shape = replace(cell, budget="", clipping=False, update="")
         if shape not in _least_budgets:
             _least_budgets[shape] = least_budget_bytes(everything, config, cell.optimizer)
         config["io_daemon"]["host_budget_bytes"] = _least_budgets[shape] * (1 if cell.budget == "least" else 3)
+    config["io_daemon"] |= {"update_in_backward": True} if cell.update == "in_backward" else {"update": cell.update}
     run = train_engine(everything, recipe, config, rank=rank)
     if all(torch.equal(run.masters[name], param) for name, param in seeded(everything).named_parameters()):
         raise RuntimeError("no step was applied: there is nothing to compare")

@@ -217,6 +217,9 @@ _IO = {
     "io_daemon.update": Example(
         "in_step", "infinity/test_update_on_use.py::test_whoever_looks_first_sees_what_an_update_in_step_leaves"
     ),
+    "io_daemon.update_in_backward": Example(
+        True, "infinity/test_update_in_backward.py::test_the_bits_are_those_of_an_update_after_backward"
+    ),
     "io_daemon.verify_checksums": Example(False, f"{_CONNECTION}::test_settings_reach_the_daemon_that_is_started"),
     "io_daemon.start": Example("never", f"{_CONNECTION}::test_no_daemon_is_started_where_none_may_be"),
 }

@@ -164,7 +164,6 @@ def test_true_is_not_one_and_false_is_not_zero() -> None:
     ("path", "value", "words"),
     [
         ("io_daemon.commit_every_n_steps", 5, "last checkpoint"),
-        ("io_daemon.update_in_backward", True, "after backward"),
         ("zero_optimization.zero_quantized_weights", True, "exact"),
     ],
 )

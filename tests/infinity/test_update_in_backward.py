@@ -1,0 +1,242 @@
+"""Chunks updated inside backward: the bits of an update after it, fewer bytes, and refusals of what cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from infinity import Engine
+from infinity.errors import ConfigError, EngineStateError
+from infinity.utils import safe_get_full_fp32_param, safe_get_full_grad
+from tests.support.reference import differing_bits
+
+WIDTH = 128
+NUM_STEPS = 4
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """More of them spin at barriers, which takes a busy machine minutes."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class Net(nn.Module):
+    """The head is the first layer's weights; the spare layer is used in every other step only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.spare = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, inputs: torch.Tensor, use_spare: bool = True, reentrant: bool = False) -> torch.Tensor:
+        inputs = inputs.to(self.spare.weight.dtype)
+        for layer in self.layers:
+            inputs = torch.tanh(checkpoint(layer, inputs, use_reentrant=True) if reentrant else layer(inputs))
+        if use_spare:
+            inputs = self.spare(inputs)
+        return nn.functional.linear(inputs, self.get_parameter("layers.0.weight")).square().mean()
+
+
+def batch(step: int) -> tuple[torch.Tensor, bool]:
+    return torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step)), step % 2 == 0
+
+
+def config_of(directory: Path, tier: str, *, early: bool, **changes: Any) -> dict[str, Any]:
+    offload = {"device": tier} | ({"nvme_path": str(directory)} if tier == "nvme" else {})
+    return {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": WIDTH,
+            "stage3_max_live_parameters": 0,
+            "stage3_prefetch_bucket_size": WIDTH * WIDTH,
+            "offload_param": offload,
+            "offload_optimizer": offload,
+        },
+        "io_daemon": {"update_in_backward": early, "host_budget_bytes": 1 << 21},
+        **changes,
+    }
+
+
+@contextmanager
+def engine_of(directory: Path, tier: str = "none", *, early: bool = True, **changes: Any) -> Iterator[Engine]:
+    torch.manual_seed(0)
+    engine, *_ = infinity.initialize(model=Net(), config=config_of(directory, tier, early=early, **changes))
+    try:
+        yield engine
+    finally:
+        engine.destroy()
+
+
+def train(engine: Engine, num_steps: int = NUM_STEPS, *, accumulation: int = 1) -> list[torch.Tensor]:
+    losses = []
+    for step in range(num_steps * accumulation):
+        loss = engine(*batch(step))
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.detach())
+    return losses
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> bool:
+    return all(differing_bits(found[name], value) == 0 for name, value in expected.items())
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_bits_are_those_of_an_update_after_backward(
+    tier: str, precision: str, accumulation: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINITY_DEBUG", "poison")
+    changes: dict[str, Any] = {"bf16": {"enabled": precision == "bf16"}, "gradient_accumulation_steps": accumulation}
+    runs = []
+    for early in (True, False):
+        with engine_of(tmp_path, tier, early=early, **changes) as engine:
+            losses = train(engine, accumulation=accumulation)
+            runs.append((losses, engine.full_state_dict()))
+    (losses, weights), (expected, reference) = runs
+    assert torch.equal(torch.stack(losses), torch.stack(expected))
+    assert same(weights, reference)
+
+
+def test_all_but_what_stays_is_updated_before_backward_returns(tmp_path: Path) -> None:
+    with engine_of(tmp_path) as engine:
+        engine.backward(engine(*batch(0)))
+        update = engine._loop.update
+        assert update is not None
+        streamed = [g for g in engine._loop.runtime.sharded.groups if not g.persistent]
+        assert update.num_updated == sum(len(group.chunks) for group in streamed) > 4
+        engine.step()
+
+
+def test_gradients_do_not_travel_to_the_store(tmp_path: Path) -> None:
+    written = {}
+    for early in (True, False):
+        with engine_of(tmp_path, "nvme", early=early, bf16={"enabled": True}) as engine:
+            train(engine, 6)
+            nvme = engine.io_report().as_dict()["nvme"]
+            written[early] = sum(sum(nvme[way].values()) for way in ("bytes_read", "bytes_written"))
+    assert written[True] <= written[False]
+
+
+def step_without_update(engine: Engine) -> None:
+    engine.set_gradient_accumulation_boundary(False)
+    engine.step()
+
+
+REFUSED: dict[str, Callable[[Engine], object]] = {
+    "forward": lambda engine: engine(*batch(1)),
+    "backward": lambda engine: engine.backward(torch.ones((), requires_grad=True)),
+    "zero_grad": lambda engine: engine.zero_grad(),
+    "read a weight": lambda engine: safe_get_full_fp32_param(engine.module.get_parameter("layers.1.weight")),
+    "read a gradient": lambda engine: safe_get_full_grad(engine.module.get_parameter("layers.1.weight")),
+    "export": lambda engine: engine.full_state_dict(),
+    "not a boundary": lambda engine: step_without_update(engine),
+}
+
+
+@pytest.mark.parametrize("call", REFUSED)
+def test_between_backward_and_step_nothing_is_looked_at(call: str, tmp_path: Path) -> None:
+    with engine_of(tmp_path, early=False) as engine:
+        train(engine, 2)
+        expected = engine.full_state_dict()
+    with engine_of(tmp_path) as engine:
+        train(engine, 1)
+        engine.backward(engine(*batch(1)))
+        with pytest.raises(EngineStateError, match=r"update_in_backward"):
+            REFUSED[call](engine)
+        engine.set_gradient_accumulation_boundary(True)
+        engine.step()  # the step goes on where it stood
+        assert same(engine.full_state_dict(), expected)
+
+
+def test_options_that_change_after_backward_are_refused(tmp_path: Path) -> None:
+    with engine_of(tmp_path) as engine:
+        engine.backward(engine(*batch(0)))
+        assert engine.optimizer is not None
+        engine.optimizer.param_groups[0]["lr"] = 0.5
+        with pytest.raises(EngineStateError, match="after step"):
+            engine.step()
+
+
+def test_a_gradient_after_the_update_is_refused(tmp_path: Path) -> None:
+    with engine_of(tmp_path) as engine:
+        inputs = batch(0)[0].requires_grad_()
+        with pytest.raises(EngineStateError, match="re-entrant"):
+            engine.backward(engine(inputs, True, True))
+
+
+def test_a_backward_that_keeps_its_graph_is_updated_after_it(tmp_path: Path) -> None:
+    weights = []
+    for early in (True, False):
+        with engine_of(tmp_path, early=early) as engine:
+            loss = engine(*batch(0))
+            engine.backward(loss, retain_graph=True)
+            engine.backward(loss)
+            engine.step()
+            weights.append(engine.full_state_dict())
+    assert same(*weights)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"gradient_clipping": 1.0}, "gradient_clipping"),
+        ({"fp16": {"enabled": True}}, "fp16"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": True}}, "check_grad_overflow"),
+        ({"torch_autocast": {"enabled": True, "dtype": "float16"}}, "torch_autocast"),
+        ({"zero_optimization": {"stage": 2}}, "stages below 3"),
+        ({"optimizer": {"type": "Muon", "params": {"lr": 0.01}}}, "whole"),
+    ],
+)
+def test_what_needs_all_gradients_first_is_refused(changes: dict[str, Any], word: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=word) as caught, engine_of(tmp_path, **changes):
+        pass
+    assert (caught.value.key, caught.value.value) == ("io_daemon.update_in_backward", True)
+
+
+@pytest.mark.parametrize("call", ["clip_grad_norm_", "get_global_grad_norm"])
+def test_a_norm_is_refused(call: str, tmp_path: Path) -> None:
+    with engine_of(tmp_path) as engine, pytest.raises(ConfigError, match="norm") as caught:
+        getattr(engine, call)(*([1.0] if call == "clip_grad_norm_" else []))
+    assert caught.value.key == "io_daemon.update_in_backward"
+
+
+def rank_main(rank: int, directory: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)
+    try:
+        runs = []
+        for early in (True, False):
+            with engine_of(Path(directory), early=early) as engine:
+                losses = []
+                for step in range(NUM_STEPS):
+                    inputs, _ = batch(2 * step + rank)
+                    loss = engine(inputs)
+                    engine.backward(loss)
+                    engine.step()
+                    losses.append(loss.detach())
+                runs.append((torch.stack(losses), engine.full_state_dict()))
+        assert torch.equal(runs[0][0], runs[1][0])
+        assert same(runs[0][1], runs[1][1])
+    finally:
+        dist.destroy_process_group()
+
+
+def test_two_ranks(tmp_path: Path) -> None:
+    mp.spawn(rank_main, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call,attr-defined]
