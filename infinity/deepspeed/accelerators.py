@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import read_environment
+from infinity.deepspeed import op_builders
 from infinity.errors import ConfigError
 
 
@@ -239,11 +240,16 @@ class DeepSpeedAccelerator:
         """The compiler's own backend."""
         return "inductor"
 
-    def create_op_builder(self, class_name: str) -> None:
-        """Refused: nothing is compiled when a job starts."""
-        raise ConfigError("op_builder", class_name, "infinity compiles nothing when a job starts: leave it out")
+    def get_op_builder(self, class_name: str) -> type[op_builders.OpBuilder]:
+        """The class that answers for an extension. Raises ConfigError if none of that name is served."""
+        served = {type(builder).__name__: type(builder) for builder in op_builders.ALL_OPS.values()}
+        if class_name not in served:
+            raise ConfigError("op_builder", class_name, f"what may be asked for is {', '.join(served)}")
+        return served[class_name]
 
-    get_op_builder = create_op_builder
+    def create_op_builder(self, class_name: str) -> op_builders.OpBuilder:
+        """An object of it."""
+        return self.get_op_builder(class_name)()
 
 
 @functools.cache
@@ -251,6 +257,11 @@ def get_accelerator() -> DeepSpeedAccelerator:
     """The accelerator that torch finds on this machine, else the CPU."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return DeepSpeedAccelerator("cpu" if found is None else found.type)
+
+
+def is_current_accelerator_supported() -> bool:
+    """Whether training runs on it: what torch computes on, it does."""
+    return get_accelerator().is_available()
 
 
 def _process_bytes(name: str) -> int:

@@ -147,7 +147,7 @@ TREE: Final[Mapping[str, Names]] = {
         f"{_OURS}.version",
         "version git_hash git_branch __version__ __version_major__ __version_minor__ __version_patch__",
     ),
-    "accelerator": _ACCELERATOR | _of(f"{_OURS}.accelerators", "DeepSpeedAccelerator"),
+    "accelerator": _ACCELERATOR | _of(f"{_OURS}.accelerators", "DeepSpeedAccelerator is_current_accelerator_supported"),
     "accelerator.real_accelerator": _ACCELERATOR,
     "checkpoint": {},
     "checkpoint.utils": _of(f"{_OURS}.tensors", "clone_tensors_for_torch_save"),

@@ -50,7 +50,7 @@ SCRIPTS: dict[str, str] = {
     "1-bit Adam": 'start(optimizer={"type": "OneBitAdam", "params": {"lr": 1e-3}})',
     "LAMB by name": 'start(optimizer={"type": "Lamb", "params": {"lr": 1e-3}})',
     "Adafactor": "deepspeed.initialize(model=model, optimizer=torch.optim.Adafactor(model.parameters()), config=BASE)",
-    "Op builders": "from deepspeed.ops.op_builder import CPUAdamBuilder",
+    "Op builders": "deepspeed.ops.op_builder.CPUAdamBuilder().load()",
     "Elastic training": 'start(elasticity={"enabled": True})',
     "Universal checkpoints": 'start(checkpoint={"load_universal": True})',
     "ZeRO++": 'start(zero_optimization={"stage": 3, "zero_quantized_weights": True})',

@@ -169,8 +169,12 @@ def test_the_accelerator_is_torchs() -> None:
     first = torch.rand(3, device=tensor.device)
     accelerator.set_rng_state(state)
     assert torch.equal(first, torch.rand(3, device=tensor.device))
-    with pytest.raises(ConfigError, match="compiles nothing"):
-        accelerator.create_op_builder("FusedAdamBuilder")
+    assert accelerator.create_op_builder("AsyncIOBuilder").is_compatible()
+    assert deepspeed.ops.__compatible_ops__["cpu_adam"] is True
+    with pytest.raises(ImportError, match="has no extension"):
+        accelerator.create_op_builder("FusedAdamBuilder").load()
+    with pytest.raises(ConfigError, match="NoSuchBuilder"):
+        accelerator.create_op_builder("NoSuchBuilder")
 
 
 def test_copies_hold_their_own_memory_alone() -> None:
@@ -190,3 +194,27 @@ def test_on_device_makes_tensors_there() -> None:
 def test_a_loader_repeats() -> None:
     repeating = deepspeed.utils.RepeatingLoader([1, 2])
     assert [next(repeating) for _ in range(5)] == [1, 2, 1, 2, 1]
+
+
+def test_torch_distributed_starts_by_a_file_and_stays_the_callers(tmp_path: Path) -> None:
+    """As test suites start their ranks: by ``init_method``, ``rank`` and ``world_size``."""
+    code = (
+        "import sys, torch, infinity.deepspeed as d\n"
+        "d.init_distributed(dist_backend=d.get_accelerator().communication_backend_name(),\n"
+        "                   init_method='file://' + sys.argv[1] + '/store', rank=int(sys.argv[2]), world_size=2)\n"
+        "total = torch.ones(1) * (d.comm.get_rank() + 1)\n"
+        "d.comm.all_reduce(total)\n"
+        "engine = d.initialize(model=torch.nn.Linear(2, 2), config={'train_micro_batch_size_per_gpu': 1})[0]\n"
+        "engine.destroy()\n"
+        "print(total.item(), d.comm.get_world_size(), d.comm.is_initialized())\n"
+    )
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", code, str(tmp_path), str(rank)],
+            env=quiet_environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    for rank in ranks:
+        output, errors = rank.communicate(timeout=250)
+        assert output.split() == ["3.0", "2", "True"], errors
