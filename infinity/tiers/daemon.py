@@ -88,6 +88,7 @@ class DaemonStore(HostStore):
         if self._registration is not None:
             self._registration.end()
         self._frames.clear()
+        self._arena = torch.empty(0, dtype=torch.uint8)  # whoever keeps the engine does not keep its memory
         self.client.close()
 
     def _frame(self, frame: int, dtype: torch.dtype) -> torch.Tensor:

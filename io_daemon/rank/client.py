@@ -6,6 +6,7 @@ whichever thread waits first, which also files those that others wait for. Nothi
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -246,6 +247,8 @@ class Client:
             except WorldError:
                 pass  # it is gone, and a successor reclaims by the header
         self._attached = None
+        with contextlib.suppress(AttributeError):  # it was never attached, or closed before
+            del self.arena  # unmapped when nobody has a view of it
         self._connection.close()
 
     def __enter__(self) -> Client:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -221,6 +222,20 @@ def test_a_model_whose_weights_stay_is_compiled(zero: dict[str, Any]) -> None:
     assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
     engine.destroy()
     assert "forward" not in vars(counted)
+
+
+def test_a_destroyed_engine_that_somebody_keeps_keeps_no_arena() -> None:
+    def arenas() -> int:
+        return Path("/proc/self/maps").read_text().count("infinity-arena")
+
+    before = arenas()
+    host = {"device": "cpu"}
+    zero = {"stage": 3, "offload_param": host, "offload_optimizer": host}
+    engine = make(zero_optimization=zero, io_daemon={"host_budget_bytes": 1 << 24})
+    micro_batch(engine, 0)
+    assert arenas() == before + 1
+    engine.destroy()
+    assert arenas() == before
 
 
 def test_weights_that_come_and_go_are_not_compiled() -> None:
