@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.deepspeed_venv import prepare_venv
 from infinity.commands.doctor import Verdict, examine
 from infinity.commands.running import environment_of
 from infinity.deepspeed.delivery import COMMANDS, DIRECTORY, find
@@ -214,3 +215,37 @@ def test_one_that_is_installed_is_shadowed_where_that_is_asked_for_alone(tmp_pat
     assert plain.stdout.strip() == "0.16.2"
     asked = _infinity("as-deepspeed", "python", "-c", code, PYTHONPATH=str(tmp_path))
     assert asked.stdout.strip() == DIALECT
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_our_wheel_beside_a_real_deepspeed(config: Path, tmp_path: Path) -> None:
+    """Both are installed and both work; neither is in the other's way unasked. Takes a network and ten minutes."""
+    python = prepare_venv(tmp_path / "venv")
+    root = Path(__file__).resolve().parents[3]
+    pip = [python, "-P", "-m", "pip", "install", "--quiet"]
+    subprocess.run([*pip, str(root)], check=True, timeout=900)
+    theirs = next((tmp_path / "venv" / "lib").glob("python*/site-packages/deepspeed"))
+
+    def run(*words: str) -> str:
+        environment = {name: value for name, value in quiet_environment().items() if name != "PYTHONPATH"}
+        ended = subprocess.run(
+            [python, "-P", *words],
+            env={**environment, "DS_ACCELERATOR": "cpu"},
+            cwd=tmp_path, capture_output=True, text=True, timeout=600, check=True,
+        )  # fmt: skip
+        return ended.stdout.splitlines()[-1] if ended.stdout else ""
+
+    where = "import deepspeed, infinity; print(deepspeed.__file__)"
+    assert Path(run("-c", where)) == theirs / "__init__.py"
+    asked = Path(run("-m", "infinity", "as-deepspeed", "python", "-c", where))
+    assert asked.parts[-3:] == ("as_deepspeed", "deepspeed", "__init__.py")
+    out = tmp_path / "out"
+    out.mkdir()
+    run("-m", "infinity", "as-deepspeed", "python", str(SCRIPT), "--out", str(out), "--deepspeed_config", str(config))
+    report = json.loads((out / "report-0.json").read_text())
+    assert report["version"] == DIALECT
+    assert report["resumed"] == report["losses"][4:]
+    assert Path(run("-c", where)) == theirs / "__init__.py"
+    subprocess.run([python, "-P", "-m", "pip", "uninstall", "--quiet", "-y", "infinity"], check=True, timeout=300)
+    assert Path(run("-c", "import deepspeed; print(deepspeed.__file__)")) == theirs / "__init__.py"
