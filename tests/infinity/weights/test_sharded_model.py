@@ -259,7 +259,8 @@ def test_groups_know_whose_call_uses_them() -> None:
 
 
 def stores(store: Any) -> Any:
-    return store._inner._inner
+    """What lies below the layers of due updates, snapshots and traces."""
+    return store._inner._inner._inner
 
 
 @pytest.mark.parametrize(
