@@ -103,11 +103,5 @@ class Exports(Answers):
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
         """All weights in rank 0's memory, None on the others. Collective; ``full_state_dict`` by the name that trainers
         call."""
-        entries = full_state_dict(self._runtime, rank0_only=True)
-        frozen = {
-            name
-            for name, param in self._runtime.module.named_parameters(remove_duplicate=False)
-            if exclude_frozen_parameters and not param.requires_grad
-        }
-        whole = {name: value for name, value in entries.items() if name not in frozen}
-        return whole if self.global_rank == 0 else None
+        entries = full_state_dict(self._runtime, rank0_only=True, exclude_frozen=exclude_frozen_parameters)
+        return entries if self.global_rank == 0 else None

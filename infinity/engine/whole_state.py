@@ -14,22 +14,26 @@ from infinity.weights.param_group import ParamGroup
 from io_daemon.shared.protocol import ObjectKind
 
 
-def full_state_dict(runtime: Runtime, *, rank0_only: bool) -> dict[str, Any]:
-    """What ``state_dict()`` of the unsharded model would be. Collective.
+def full_state_dict(runtime: Runtime, *, rank0_only: bool, exclude_frozen: bool = False) -> dict[str, Any]:
+    """What ``state_dict()`` of the unsharded model would be; without parameters that are not trained, which are not
+    gathered either, if ``exclude_frozen``. Collective.
 
     Raises EngineStateError after the engine's end.
     """
     runtime.refuse_over("full_state_dict")
     entries = dict(runtime.module.state_dict())
     names: dict[int, list[str]] = {}
-    for name, value in entries.items():
+    for name, value in list(entries.items()):
         param = param_of(value, runtime)
-        if param is not None:
+        if param is None:
+            entries[name] = value.detach().cpu().clone() if isinstance(value, torch.Tensor) else value
+        elif exclude_frozen and not param.param.requires_grad:
+            del entries[name]
+        else:
             names.setdefault(id(param.param), []).append(name)
-        elif isinstance(value, torch.Tensor):
-            entries[name] = value.detach().cpu().clone()
+    groups = [group for group in runtime.sharded.groups if any(id(param.param) in names for param in group.params)]
     wanted = not rank0_only or runtime.collectives.rank == 0
-    for key, weights in _gathered(runtime, ObjectKind.WEIGHT, runtime.sharded.groups):
+    for key, weights in _gathered(runtime, ObjectKind.WEIGHT, groups):
         if wanted and key in names:
             entries.update(dict.fromkeys(names[key], weights.contiguous()))
     return entries if wanted else {}

@@ -19,6 +19,8 @@ from infinity.files import pieces
 from infinity.files.entry import Entry
 from infinity.files.export import ASIDE, Export
 from infinity.files.shards import parse_size
+from infinity.weights.param_group import ParamGroup
+from io_daemon.shared.protocol import ObjectKind
 from tests.infinity.test_pretrained import TOKENS, config, net
 from tests.support.ranks import run_ranks
 
@@ -84,7 +86,15 @@ def test_files_are_what_the_state_dict_is(
         engine.save_16bit_model(weights)
 
 
-def test_what_trainers_take_into_memory(tmp_path: Path) -> None:
+def test_what_trainers_take_into_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gathered: list[ParamGroup] = []
+    gather = ParamGroup.gather
+
+    def noted(group: ParamGroup, kind: ObjectKind, dtype: torch.dtype) -> dict[int, torch.Tensor]:
+        gathered.append(group)
+        return gather(group, kind, dtype)
+
+    monkeypatch.setattr(ParamGroup, "gather", noted)
     settings = config(tmp_path, "none")
     with infinity.initialize(model=net(), config=settings)[0] as engine:
         assert not engine.zero_gather_16bit_weights_on_model_save()
@@ -94,8 +104,12 @@ def test_what_trainers_take_into_memory(tmp_path: Path) -> None:
         whole = engine._zero3_consolidated_16bit_state_dict()
         assert whole is not None
         assert_same(whole, engine.full_state_dict())
+        assert not all(group.placement.trainable for group in gathered)
+        gathered.clear()
         trained_only = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
         assert trained_only is not None
+        assert gathered
+        assert all(group.placement.trainable for group in gathered)
         assert_same(trained_only, whole, without={"frozen.weight", "frozen.bias"})
 
 
