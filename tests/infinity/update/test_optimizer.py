@@ -22,6 +22,7 @@ from infinity.update.optimizer import ShardedOptimizer, group_indices, sharded_f
 from infinity.update.rule import History
 from infinity.update.sub_group import Terms
 from infinity.update.update import Outcome, Update
+from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import SmallShards
 from tests.support.strict_store import StrictLease
@@ -38,7 +39,7 @@ class CountedSubGroup:
         self.fault: Exception | None = None
         self.read, self.dirty = GRAD, 0
 
-    def update(self, lease: Lease, terms: Terms) -> dict[int, History]:
+    def update(self, lease: Lease, terms: Terms, gradient_of: GradientOf | None = None) -> dict[int, History]:
         if self.fault is not None:
             raise self.fault
         self._calls.append({"chunk": self.chunk, "terms": terms})
