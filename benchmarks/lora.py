@@ -144,6 +144,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
                 os.kill(pid, 15)
     if code or not losses:
         raise SystemExit(f"the script failed:\n{(directory / 'log').read_text()[-4000:]}")
+    written = [each for each in written if each]  # the last line may be read when the engine has gone
     rows = 2 * 8 * 2 * SHAPE["hidden_size"] * arguments.num_layers  # two targets, rank 8, two matrices
     of_adapters = 2 * rows * (len(written) - 1)
     job = max(written[-1], key=lambda name: written[-1][name])
