@@ -20,15 +20,18 @@ it can finish with what it holds.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 
 from infinity.plan.memory_plan import MemoryPlan
 from io_daemon.shared.metrics import TenantStats
 from io_daemon.shared.protocol import Access
+
+Item = TypeVar("Item")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,35 @@ class HostTier(Protocol):
 
     def close(self) -> None:
         """No store of it is open any more."""
+
+
+def stream(
+    leases: Iterator[tuple[Lease, Item]], use: Callable[[Lease, Item], tuple[int, int]], *, num_held_max: int
+) -> None:
+    """Use leases in the order in which ``leases`` issues them, and release each before the next is issued.
+
+    Where something raises, all that are held are released with nothing written.
+
+    Args:
+        leases: issues a lease each time it is asked, with what ``use`` needs beside it.
+        use: called with a granted lease; gives the masks of what it has made dirty and dead.
+        num_held_max: leases at a time: the one at work, and those ahead.
+    """
+    held: deque[tuple[Lease, Item]] = deque()
+    try:
+        while True:
+            while len(held) < num_held_max and (issued := next(leases, None)) is not None:
+                held.append(issued)
+            if not held:
+                return
+            lease, item = held[0]
+            lease.wait()
+            dirty, dead = use(lease, item)
+            held.popleft()
+            lease.release(dirty=dirty, dead=dead)
+    finally:
+        for lease, _ in held:
+            lease.release()
 
 
 def spans(pieces: Sequence[torch.Tensor], offset: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:

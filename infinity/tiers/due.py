@@ -6,7 +6,6 @@ the chunk's next use, and nobody can see a chunk without it.
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,7 +13,7 @@ from typing import Final
 import torch
 
 from infinity.errors import EngineStateError
-from infinity.tiers.base import ChunkLayout, Lease, ShardStore
+from infinity.tiers.base import ChunkLayout, Lease, ShardStore, stream
 from infinity.tiers.layers import TracedStore
 from infinity.tiers.snapshot import Snapshot, SnapshotStore
 from io_daemon.shared.protocol import Access
@@ -79,19 +78,9 @@ class DueStore(ShardStore):
         """
         for held in list(self._leases.values()):
             held.do_now()
-        waiting = iter(list(self._due) if chunks is None else [chunk for chunk in chunks if chunk in self._due])
-        leases: deque[Lease] = deque()
-        try:
-            while True:
-                while len(leases) <= self._num_ahead and (chunk := next(waiting, None)) is not None:
-                    leases.append(self.acquire(chunk, read=self._due[chunk].read))
-                if not leases:
-                    return
-                leases[0].wait()
-                leases.popleft().release()
-        finally:
-            for lease in leases:
-                lease.release()
+        waiting = list(self._due) if chunks is None else [chunk for chunk in chunks if chunk in self._due]
+        issued = ((self.acquire(chunk, read=self._due[chunk].read), None) for chunk in waiting)
+        stream(issued, lambda _lease, _: (0, 0), num_held_max=1 + self._num_ahead)  # a granted one has done it
 
     def snapshot(self, masks: Mapping[int, int], when_made: Callable[[], None]) -> Snapshot:
         """Keep these kinds (a mask) of these chunks as they are, after what is due of them; see ``Snapshot``."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity.plan.sharding import ChunkPlacement, Segment, runs_of
-from infinity.tiers.base import Lease, ShardStore, spans
+from infinity.tiers.base import Lease, ShardStore, spans, stream
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
 
@@ -47,20 +47,13 @@ class GradientChunks:
             params: the parameters that ``gradient_of`` has a gradient of.
             norms: this is the last micro-batch and a norm will be asked for.
         """
-        leases: list[tuple[int, Lease]] = []
-        ids = iter([c for c in chunk_ids if any(s.param in params for s in self._chunks[c].segments)])
-        try:
-            while True:
-                while len(leases) < LEASES_AHEAD and (chunk := next(ids, None)) is not None:
-                    leases.append((chunk, self._acquire(chunk)))
-                if not leases:
-                    break
-                self._add_chunk(*leases[0], gradient_of, norms=norms)
-                leases.pop(0)
-        except BaseException:
-            for _, lease in leases:
-                lease.release()
-            raise
+        touched = (c for c in chunk_ids if any(s.param in params for s in self._chunks[c].segments))
+
+        def add(lease: Lease, chunk: int) -> tuple[int, int]:
+            self._add_chunk(chunk, lease, gradient_of, norms=norms)
+            return ObjectKind.GRAD.mask, 0
+
+        stream(((self._acquire(chunk), chunk) for chunk in touched), add, num_held_max=LEASES_AHEAD)
         for param in params:
             self._written[param] = True
 
@@ -79,7 +72,6 @@ class GradientChunks:
         return self._store.acquire(chunk, read=grad if held else 0, write=grad)
 
     def _add_chunk(self, chunk: int, lease: Lease, gradient_of: GradientOf, *, norms: bool) -> None:
-        lease.wait()
         pieces = lease.pieces(ObjectKind.GRAD)
         for run in self._runs[chunk]:
             given = [gradient_of(segment) for segment in run.segments]
@@ -97,7 +89,6 @@ class GradientChunks:
             segments = self._chunks[chunk].segments
             held = [s for s in segments if self._written[s.param] or gradient_of(s) is not None]
             self._block_norms[chunk] = self._norms(pieces, held)
-        lease.release(dirty=ObjectKind.GRAD.mask)
 
     def _norms(self, pieces: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
         blocks = [

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -18,7 +17,7 @@ from functools import partial
 import torch
 
 from infinity.errors import EngineStateError
-from infinity.tiers.base import Lease
+from infinity.tiers.base import Lease, stream
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.due import DueStore, Work
 from infinity.update.dry_run import options_of
@@ -136,22 +135,16 @@ class Update:
     def step_early(self, chunks: Sequence[int], gradient_of: GradientOf | None) -> None:
         """Step chunks that are final, by gradients as given, or as the store has them."""
         grad = 0 if gradient_of is None else ObjectKind.GRAD.mask
-        waiting = iter(chunks)
-        leases: deque[tuple[SubGroup, Lease]] = deque()
-        try:
-            while True:
-                while len(leases) < EARLY_LEASES and (chunk := next(waiting, None)) is not None:
-                    found = self._sub_group_of[chunk]
-                    leases.append((found, self._store.acquire(chunk, read=found.read & ~grad, write=found.dirty)))
-                if not leases:
-                    break
-                sub_group, lease = leases[0]
-                lease.wait()
-                self._run(sub_group, lease, gradient_of)
-                leases.popleft()[1].release(dirty=sub_group.dirty, dead=ObjectKind.GRAD.mask & ~grad)
-        finally:
-            for _, lease in leases:
-                lease.release()
+
+        def step(lease: Lease, sub_group: SubGroup) -> tuple[int, int]:
+            self._run(sub_group, lease, gradient_of)
+            return sub_group.dirty, ObjectKind.GRAD.mask & ~grad
+
+        sub_groups = (self._sub_group_of[chunk] for chunk in chunks)
+        issued = (
+            (self._store.acquire(each.chunk, read=each.read & ~grad, write=each.dirty), each) for each in sub_groups
+        )
+        stream(issued, step, num_held_max=EARLY_LEASES)
         self._early.update(chunks)
         self._store.bar(chunks)
 

@@ -6,7 +6,6 @@ Nothing here changes what is on the device; ``Runtime`` does, who calls. Element
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
@@ -14,7 +13,7 @@ import torch
 
 from infinity.files.pieces import pieces
 from infinity.plan.sharding import Segment
-from infinity.tiers.base import Lease, ShardStore, spans
+from infinity.tiers.base import Lease, ShardStore, spans, stream
 from infinity.weights.owners import Values
 from infinity.weights.param import ShardedParam
 from infinity.weights.sharded_model import ShardedModel
@@ -220,23 +219,16 @@ class StateIO:
 
     def _stream(self, requests: Iterable[_Request]) -> None:
         """Lease the chunks in order, few at a time."""
-        waiting = iter(requests)
-        leases: deque[tuple[Lease, int, Callable[[Lease], None]]] = deque()
-        try:
-            while True:
-                while len(leases) <= self._num_ahead and (found := next(waiting, None)) is not None:
-                    chunk_id, read, write, use = found
-                    leases.append((self._store.acquire(chunk_id, read=read, write=write), write, use))
-                if not leases:
-                    return
-                lease, write, use = leases[0]
-                lease.wait()
-                use(lease)
-                leases.popleft()
-                lease.release(dirty=write)
-        finally:
-            for lease, _, _ in leases:
-                lease.release()
+
+        def used(lease: Lease, item: tuple[int, Callable[[Lease], None]]) -> tuple[int, int]:
+            write, use = item
+            use(lease)
+            return write, 0
+
+        issued = (
+            (self._store.acquire(chunk, read=read, write=write), (write, use)) for chunk, read, write, use in requests
+        )
+        stream(issued, used, num_held_max=1 + self._num_ahead)
 
 
 def _cut(segment: Segment, numel_max: int) -> Iterable[Segment]:
