@@ -55,7 +55,7 @@ class Reducer:
         """The running backward is not reduced: its gradients stay whole, and are reduced with the next one's."""
         self._has_put_off = False
         self.in_backward: InBackward | None = None
-        """Steps groups as their gradients become final in the running backward; None: nothing does."""
+        """Steps groups as their gradients become final, until the running backward is over; None: nothing does."""
 
     @property
     def used(self) -> list[bool]:
@@ -101,7 +101,7 @@ class Reducer:
         self._completed.clear()
         self._in_flight.clear()
         self._num_issued = 0
-        self._has_put_off = False
+        self._has_put_off, self.in_backward = False, None
         for group in self._groups.values():
             group.drop_gradients()
 
@@ -121,6 +121,7 @@ class Reducer:
     def finish(self) -> None:
         """Backward is over: reduce what is left, agree on which parameters were used."""
         self._finish("end a backward", puts_off=self.puts_off)
+        self.in_backward = None
 
     def settle(self) -> None:
         """Reduce what was put off, if anything was: somebody asks for it before the boundary. Collective."""

@@ -79,6 +79,27 @@ def test_the_step_is_that_of_torch(stage: int, device: str, then: Callable[[nn.M
     assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
 
 
+def test_a_step_of_them_follows_one_that_was_updated_inside_backward(tmp_path: Path) -> None:
+    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": nvme, "offload_optimizer": nvme}
+    daemon = {"update_in_backward": True, "host_budget_bytes": 4 << 20}
+    engine, plain = engine_of(3, zero_optimization=zero, io_daemon=daemon), build()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM, fused=True)
+    for step in range(4):
+        if step % 2:
+            put(engine.module, step)
+            put(plain, step)
+        else:
+            engine.backward(engine(torch.ones(1, 8)).sum())
+            plain(torch.ones(1, 8)).sum().backward()
+        engine.step()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = engine.full_state_dict()
+    engine.destroy()
+    assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
+
+
 def test_zero_grad_drops_them_and_a_step_without_any_changes_nothing() -> None:
     engine = engine_of(3)
     before = engine.full_state_dict()
