@@ -6,14 +6,11 @@ import argparse
 import json
 import time
 
-import torch
-
 from infinity.checkpoint.exported import ExportedWeights
 from infinity.checkpoint.progress import Progress
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.files.shards import parse_size
-
-EXPORTED = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+from infinity.plan.precision import DTYPES
 
 
 def export(parsed: argparse.Namespace) -> int:
@@ -21,7 +18,7 @@ def export(parsed: argparse.Namespace) -> int:
     begun = time.monotonic()
     max_bytes = parse_size("--max-shard-size", parsed.max_shard_size)
     with StoredCheckpoint.open(parsed.checkpoint, parsed.tag) as checkpoint:
-        weights = ExportedWeights(checkpoint, EXPORTED[parsed.dtype])
+        weights = ExportedWeights(checkpoint, DTYPES[parsed.dtype])
         with Progress("exporting", weights.total_bytes, shown=not parsed.json) as progress:
             weights.write(
                 parsed.out, safe=parsed.format == "safetensors", max_shard_bytes=max_bytes, tell=progress.advance

@@ -64,11 +64,11 @@ def plan(parsed: argparse.Namespace) -> int:
         )
     if parsed.plot is not None:
         _need_matplotlib()
-    interpreter_bytes = pss_bytes(os.getpid())
+    interpreter_bytes, budgets = pss_bytes(os.getpid()), sorted(set(parsed.host_budget_bytes))
     found = []
     with tempfile.TemporaryDirectory(prefix="infinity-plan-", dir=parsed.swap_dir) as directory:
-        for number, budget in enumerate(sorted(set(parsed.host_budget_bytes))):
-            say(f"host budget {size_text(budget)}, {number + 1} of {len(set(parsed.host_budget_bytes))}")
+        for number, budget in enumerate(budgets, start=1):
+            say(f"host budget {size_text(budget)}, {number} of {len(budgets)}")
             found.append(_predict(parsed, budget, interpreter_bytes, Path(directory)))
     if parsed.plot is not None:
         _plot(found, Path(parsed.plot))

@@ -16,9 +16,8 @@ from infinity.checkpoint.exported import ExportedWeights
 from infinity.checkpoint.from_deepspeed import Import
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.stored import StoredCheckpoint
-from infinity.files.shards import parse_size
-
-WHOLE_BYTES = 1 << 62
+from infinity.files.shards import WHOLE_BYTES, parse_size
+from infinity.plan.precision import DTYPES
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
@@ -72,13 +71,11 @@ def convert_zero_checkpoint_to_state_dict(
         tag: which of the checkpoints; by default the one that ``latest`` names.
         exclude_frozen_parameters: leave out what was not trained.
     """
-    named = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    chosen = (
-        dtype if isinstance(dtype, torch.dtype) else named.get(dtype) or getattr(torch, dtype.removeprefix("torch."))
-    )
+    if not isinstance(dtype, torch.dtype):
+        dtype = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."))
     max_bytes = WHOLE_BYTES if max_shard_size is None else parse_size("max_shard_size", max_shard_size)
     with _opened(checkpoint_dir, tag) as checkpoint:
-        weights = ExportedWeights(checkpoint, chosen, exclude_frozen=exclude_frozen_parameters)
+        weights = ExportedWeights(checkpoint, dtype, exclude_frozen=exclude_frozen_parameters)
         weights.write(output_dir, safe=safe_serialization, max_shard_bytes=max_bytes)
 
 

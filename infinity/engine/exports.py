@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from infinity.engine.answers import Answers
-from infinity.engine.weight_files import WHOLE_BYTES, save_model_of_transformers, save_weights, tensors_of
+from infinity.engine.weight_files import save_model_of_transformers, save_weights, tensors_of
 from infinity.engine.whole_state import full_master_state_dict, full_state_dict
 from infinity.errors import ConfigError
-from infinity.files.shards import parse_size
+from infinity.files.shards import WHOLE_BYTES, parse_size
 
 
 class Exports(Answers):

@@ -7,7 +7,7 @@ but not to the engine, so that an engine nobody refers to any more can end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -310,18 +310,18 @@ class Runtime(owners.Owner):
 
     def check_update(self) -> None:
         """Raises WeightsError, before anything changes, for what an update would break."""
-        for param in self.sharded.params:
-            if param.is_changed:
-                owners.refuse_write(self, param.param)
-            self._refuse_views(param)
+        self._check_params(self.sharded.params)
 
     def make_ready(self, group: ParamGroup) -> None:
         """The group's weights are about to change in the store. Raises WeightsError for what that would break."""
-        for param in group.params:
+        self._check_params(group.params)
+        self.live_set.drop_ahead(group)
+
+    def _check_params(self, params: Iterable[ShardedParam]) -> None:
+        for param in params:
             if param.is_changed:
                 owners.refuse_write(self, param.param)
             self._refuse_views(param)
-        self.live_set.drop_ahead(group)
 
     def settle(self) -> None:
         """Do what is due of every chunk."""

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from infinity.engine.phases import Phases
-from infinity.errors import WeightsError
 from infinity.states import StepPhase
 from infinity.update.reducer import Reducer
 from infinity.weights import access
+from infinity.weights.owners import known_owner_of
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
 
@@ -29,12 +29,12 @@ class UserGradients:
     def get(self, param: ShardedParam) -> torch.Tensor | None:
         is_described = torch._guards.TracingContext.try_get() is not None  # by a compiler, which looks at all there is
         if not is_described and self._is_taken(param):
-            self._refuse(param.param, param.name)
+            self._refuse(param.param)
         return access.own_gradient(param.param)
 
     def set(self, param: ShardedParam, gradient: torch.Tensor | None) -> None:
         if self._is_taken(param) or (gradient is not None and self._phases.phase is not StepPhase.IDLE):
-            self._refuse(param.param, param.name)
+            self._refuse(param.param)
         if gradient is None:
             access.drop_gradient(param.param)
         else:
@@ -58,9 +58,9 @@ class UserGradients:
         return self._reducer.holds(param.index) or self._group_of[param.index].has_gradient_of(param)
 
     @staticmethod
-    def _refuse(param: nn.Parameter, name: str) -> NoReturn:
-        raise WeightsError(
-            f"{name} (shape {tuple(param.shape)})",
+    def _refuse(param: nn.Parameter) -> NoReturn:
+        known_owner_of(param).refuse(
+            param,
             "has its gradient in the engine's store, where param.grad does not reach",
             'write "gradient_clipping" into the config or call engine.clip_grad_norm_(), engine.get_global_grad_norm() '
             "and engine.zero_grad() instead",

@@ -17,10 +17,8 @@ from infinity.engine.whole_state import param_of
 from infinity.errors import WeightsError, WeightsFileError
 from infinity.files.entry import Entry
 from infinity.files.export import Export
-from infinity.files.shards import parse_size
+from infinity.files.shards import WHOLE_BYTES, parse_size
 from infinity.weights.param import ShardedParam
-
-WHOLE_BYTES = 1 << 62
 
 
 @dataclass(frozen=True, kw_only=True)
