@@ -3,8 +3,10 @@
 ``python -m benchmarks.compare --swap-dir DIR [CONTENDER ...]``: a GPT in bf16 (168M parameters, batch 1, sequence 64)
 takes steps in each contender's process by turns, so that a machine that changes its pace meets all of them. Memory is
 sampled in runs of their own afterwards, since sampling slows a process down. Beside every budget stands its *floor*: a
-plain torch step while the bare reactor moves the bytes that the budget's step moved. Contenders that the options do not
-bring into memory together are compared in several runs, each with ``torch`` among them.
+plain torch step while the bare reactor moves the bytes that the budget's step moved. Beside the times stands what the
+kernel counted of a step: page faults, and CPU seconds of the contender's own process. Contenders that do not fit into
+memory together are compared in several runs, each with ``torch`` among them. Exit code 0 if the losses of all that
+compute with as many threads in the same way, which DeepSpeed does not, are the same bits.
 
 {contenders}
 """
@@ -14,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -26,9 +29,9 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import contenders
-from benchmarks.contenders import PLAIN, SEARCHED, DeepSpeedSetting, contender, is_on_nvme_here, start
+from benchmarks.contenders import PLAIN, SEARCHED, DeepSpeedSetting, contender, is_on_nvme_here, is_ours, start
 from benchmarks.gpt import GPTShape
-from benchmarks.machine import describe_machine
+from benchmarks.machine import BLOCK_BYTES, QUEUE_DEPTH, describe_machine
 from benchmarks.reactor_bandwidth import Target
 from benchmarks.side import RESULTS, Side, keep_results, spread
 from io_daemon._native import ENGINES
@@ -39,9 +42,6 @@ its third."""
 SAMPLED_STEPS: Final = 3
 DEFAULT: Final = (PLAIN, "deepspeed-nvme", "nvme-512", "nvme-1024")
 FLOOR_FILE_BYTES: Final = 2 << 30
-BLOCK_BYTES: Final = 1 << 20
-QUEUE_DEPTH: Final = 32
-"""The daemon's own."""
 
 
 class Floor:
@@ -81,6 +81,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "deepspeed": {"setting": vars(setting), "searched": [{**vars(each), **searched[each]} for each in searched]},
         "contenders": {word: {**found[word], "footprint": footprints[word]} for word in arguments.contenders},
         "floors": floors,
+        "same_losses": same_losses(arguments, found),
     }
 
 
@@ -98,13 +99,15 @@ def take_turns(
         for side in progress.track(sides, description="warming up"):
             side.take_steps(WARM_UP_STEPS, measured=False)
             side.take_steps(1, measured=True)
-            side.seconds.clear()
         by_word = {side.name: side for side in sides}
         floors: dict[str, Floor] = {}
         if PLAIN in by_word:
             on_nvme = [side for side in sides if is_on_nvme_here(side.name)]
             target = _target(directory, stack) if on_nvme else None
             floors = {side.name: Floor(by_word[PLAIN], target, moved(side)) for side in on_nvme if target is not None}
+        for side in sides:  # what a budget's step moves is known: the rest counts
+            side.seconds.clear()
+            side.answers.clear()
         turns: list[Callable[[], object]] = [
             *(lambda side=side: side.take_steps(arguments.steps_per_turn, measured=True) for side in sides),
             *(floor.take_step for floor in floors.values() for _ in range(arguments.steps_per_turn)),
@@ -120,17 +123,27 @@ def take_turns(
 
 
 def figures(side: Side) -> dict[str, Any]:
-    """Times, losses and, of this engine, what a step moved and waited for."""
+    """Times, the losses of all steps and, of this engine, what a step moved and waited for."""
+    costs = [cost for answer in side.answers for cost in answer["costs"]]
     found: dict[str, Any] = {
         "times": spread(side.seconds),
         "seconds": side.seconds,
-        "losses": [loss for answer in side.answers for loss in answer["losses"]],
+        "losses": side.losses,
+        "costs": {name: statistics.median(cost[name] for cost in costs) for name in costs[0]},
     }
     report = side.answers[-1].get("io_report")
     if report is not None and report["nvme"] is not None:
         stalls = [answer["io_report"]["times"]["stall_seconds"] for answer in side.answers]
         found |= {"stall_s": spread(stalls)["median_s"], "nvme_bytes": moved(side), "io_report": report}
     return found
+
+
+def same_losses(arguments: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) -> bool:
+    """Whether this engine's contenders, and ``torch`` where it has as many threads, have the same losses."""
+    plain = (PLAIN,) if arguments.threads == arguments.plain_threads else ()
+    losses = [each["losses"] for word, each in found.items() if is_ours(word) or word in plain]
+    num_steps = min(map(len, losses), default=0)  # the floors are steps of the plain loop's, too
+    return all(other[:num_steps] == losses[0][:num_steps] for other in losses)
 
 
 def moved(side: Side) -> dict[str, int]:
@@ -175,7 +188,7 @@ def show(results: dict[str, Any], console: Console) -> None:
     table = Table(title=f"{results['model']['parameters']:,} parameters, bf16, steps taken by turns")
     references = [word for word in (PLAIN, "deepspeed-nvme") if word in words]
     columns = ["", "median s", "min", "p90", *(f"x {word}" for word in references)]
-    columns += ["x floor", "stall", "GB read", "written", "peak PSS GB", "direct / buffered"]
+    columns += ["x floor", "stall", "GB read", "written", "CPU s", "page faults", "peak PSS GB", "direct / buffered"]
     for column in columns:
         table.add_column(column, justify="right")
     for word, each in words.items():
@@ -188,10 +201,14 @@ def show(results: dict[str, Any], console: Console) -> None:
             f"{floor['ratio']['median_s']:.2f}" if floor else "",
             f"{each['stall_s'] / each['times']['median_s']:.0%}" if "stall_s" in each else "",
             *(f"{io[way] / 1e9:.2f}" if io else "" for way in ("bytes_read", "bytes_written")),
+            f"{each['costs']['user_s'] + each['costs']['system_s']:.2f}",
+            f"{each['costs']['page_faults']:,.0f}",
             f"{footprint['peak_pss_bytes'] / 1e9:.2f}",
             f"{footprint['direct_files']} / {footprint['buffered_files']}",
         )
     console.print(table)
+    if not results["same_losses"]:
+        console.print("[red]losses differ")
     machine = results["machine"]
     place = machine["directories"][0]
     console.print(
@@ -284,7 +301,7 @@ def main() -> int:
         print(json.dumps(results, indent=2, default=str))
     else:
         show(results, Console(width=None if sys.stdout.isatty() else 150))
-    return 0
+    return 0 if results["same_losses"] else 1
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import socket
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.deepspeed_venv import prepare_venv
+from benchmarks.machine import free_port
 from benchmarks.side import Side
 
 MIB: Final = 1 << 20
@@ -54,6 +54,10 @@ def contender(word: str) -> str:
     raise argparse.ArgumentTypeError(f"{word!r} is nobody; known: {', '.join(WORDS)}")
 
 
+def is_ours(word: str) -> bool:
+    return _OURS.fullmatch(word) is not None
+
+
 def is_on_nvme_here(word: str) -> bool:
     return word.startswith("nvme-")
 
@@ -74,7 +78,7 @@ def start(
         module, own = "benchmarks.deepspeed_worker", ["--device", word.partition("-")[2], *setting.words]
         environment = {
             "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
-            "MASTER_PORT": str(_free_port()),
+            "MASTER_PORT": str(free_port()),
             "DS_ACCELERATOR": "cpu",
         }
         threads = arguments.plain_threads
@@ -107,9 +111,3 @@ def _ours(word: str) -> list[str]:
     for pair in found["keys"].split("+")[1:]:
         words += ["--io-daemon", pair]
     return words
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -13,11 +13,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -25,9 +23,9 @@ from typing import Any, Final
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.pretrained import pss_of
+from benchmarks.machine import free_port
 from benchmarks.side import keep_results
-from infinity.commands.demo.footprint import process_tree
+from infinity.commands.demo.footprint import FootprintSampler, process_tree, pss_bytes
 from infinity.files.entry import Entry
 from infinity.files.export import Export
 
@@ -79,30 +77,6 @@ def settings(directory: Path, budget_mib: int) -> dict[str, Any]:
     }
 
 
-class Watch:
-    """Peak PSS of a process and its descendants, from outside."""
-
-    def __init__(self, pid: int) -> None:
-        self.peak_bytes = 0
-        self._pid, self._ended = pid, threading.Event()
-        self._thread = threading.Thread(target=self._sample, daemon=True)
-        self._thread.start()
-
-    def _sample(self) -> None:
-        while not self._ended.wait(0.2):
-            self.peak_bytes = max(self.peak_bytes, pss_of(process_tree(self._pid)))
-
-    def close(self) -> None:
-        self._ended.set()
-        self._thread.join()
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
 def weights_written(daemon: Path) -> dict[str, int]:
     """Job -> bytes of weights that were swapped out so far, of what is attached."""
     words = [sys.executable, "-P", "-m", "io_daemon", "status", "--socket", str(daemon), "--json"]
@@ -124,8 +98,8 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "INFINITY_IO_SOCKET": str(daemon), "RANK": "0"}
     environment |= {"LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with (directory / "log").open("w") as log, subprocess.Popen([sys.executable, "-P", *serve], stdout=log, stderr=log):
-        watch = Watch(os.getpid())
-        own_bytes = pss_of([os.getpid()])
+        sampler = FootprintSampler(os.getpid(), directory / "swap").start()
+        own_bytes = pss_bytes(os.getpid())
         begun, written, losses, seconds = time.monotonic(), [], [], []
         with subprocess.Popen(
             [sys.executable, "-P", *train], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
@@ -138,7 +112,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
                 elif line.startswith('{"losses"'):
                     losses = json.loads(line)["losses"]
             code = child.wait()
-        watch.close()
+        peak_bytes = sampler.stop().peak_pss
         for pid in process_tree(os.getpid()):
             if pid != os.getpid():
                 os.kill(pid, 15)
@@ -155,7 +129,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
         "loaded_bytes": written[0][job],
         "adapters_written_bytes": of_adapters,
         "base_written_bytes": max(0, written[-1][job] - written[0][job] - of_adapters),
-        "peak_pss_bytes": watch.peak_bytes - own_bytes,
+        "peak_pss_bytes": peak_bytes - own_bytes,
         "allowed_bytes": arguments.host_budget_mib * MIB + 2 * LIVE_NUMEL + BESIDES_BYTES,
     }
 

@@ -28,7 +28,7 @@ from rich.table import Table
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from benchmarks.machine import describe_machine
+from benchmarks.machine import BLOCK_BYTES, QUEUE_DEPTH, describe_machine
 from benchmarks.side import keep_results
 from benchmarks.step_prediction import record_trace
 from io_daemon.bench.steps.step import run_step
@@ -40,8 +40,6 @@ from io_daemon.shared.protocol import KINDS_MAX, kinds_of
 
 MIB: Final = 1 << 20
 EXCESS_MAX: Final = 0.05
-BLOCK_BYTES, QUEUE_DEPTH = 1 << 20, 32
-"""The daemon's own."""
 
 
 def least_moved_frames(trace: StepTrace, num_frames: int) -> float:

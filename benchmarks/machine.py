@@ -1,13 +1,26 @@
-"""Where a benchmark was taken: the facts of ``io-daemon bench``, and torch's version."""
+"""Where a benchmark is taken: the facts of ``io-daemon bench``, torch's version, what the daemon does by default."""
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from io_daemon.config import ServeConfig
 from io_daemon.machine import facts
+
+BLOCK_BYTES: Final[int] = ServeConfig.model_fields["block_bytes"].default
+QUEUE_DEPTH: Final[int] = ServeConfig.model_fields["queue_depth"].default
+"""What a daemon uses where nobody says otherwise."""
+
+
+def free_port() -> int:
+    """A port of this machine's that nobody listens on now, for ranks to meet at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 def describe_machine(swap_dir: Path) -> dict[str, Any]:

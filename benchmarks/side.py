@@ -40,6 +40,8 @@ class Side:
         self.name, self.swap_dir, self.log = name, swap_dir, log
         self.seconds: list[float] = []
         """Of every measured step."""
+        self.losses: list[float] = []
+        """Of every step."""
         self.answers: list[dict[str, Any]] = []
         self.footprint = Footprint()
         with log.open("w") as errors:
@@ -92,6 +94,7 @@ class Side:
 
     def end_steps(self, *, measured: bool) -> dict[str, Any]:
         answer = self._receive()
+        self.losses += answer["losses"]
         if measured:
             self.seconds += answer["seconds"]
             self.answers.append(answer)
