@@ -15,7 +15,7 @@ from infinity.errors import ConfigError
 from infinity.files.entry import Entry
 
 WHOLE_BYTES: Final = 1 << 62
-"""As the most bytes of a file: everything goes into one."""
+"""A limit of a file's bytes above any file: everything goes into one."""
 _UNITS: Final = {"": 1, "B": 1} | {
     prefix + ending: base**power
     for power, prefix in enumerate("KMGT", start=1)
