@@ -16,8 +16,11 @@ import os
 import statistics
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,12 +32,14 @@ from benchmarks.deepspeed_venv import prepare_venv
 from benchmarks.files_on_disk import drop_cache, sync
 from benchmarks.side import Side, keep_results
 from infinity.commands.demo.footprint import FootprintSampler, process_tree, pss_bytes
+from infinity.files.direct import BLOCK_BYTES, BlockWriter, open_direct, read_block
 
 MIB = 1 << 20
 WIDTH = 1024
 STATE_PER_BUDGET = 4
 BYTES_PER_PARAM = 12
 BASELINE_SHARE = 0.15
+READS_AHEAD = 4
 STEPS_BESIDE = 6
 """Steps with a save beside them, and as many without."""
 
@@ -82,6 +87,7 @@ def measure(directory: Path, budget_bytes: int, rounds: int, deepspeed_venv: Pat
             took["torch.save"] = _timed(lambda: _torch_save(state, directory / "torch.pt"))
             drop_cache(directory / "torch.pt")
             took["torch.load"] = _timed(lambda: torch.load(directory / "torch.pt"))
+            took["copy"] = _timed(lambda: _copy(directory / "torch.pt", directory / "copy"))
             if theirs is not None:
                 (took["DeepSpeed save"],) = theirs.take_steps(1, measured=False)["seconds"]
                 (took["DeepSpeed load"],) = theirs.take_steps(1, measured=False)["seconds"]
@@ -175,6 +181,25 @@ def _engine(directory: Path, budget_bytes: int, num_layers: int) -> Any:
 def _torch_save(state: object, path: Path) -> None:
     torch.save(state, path)
     sync(path)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Past the page cache and synced, reads ahead of the writes as a save has them."""
+    target.unlink(missing_ok=True)
+    descriptor, writer = open_direct(source, os.O_RDONLY), BlockWriter(target)
+    with ThreadPoolExecutor(READS_AHEAD) as readers:
+        begins = iter(range(0, source.stat().st_size, BLOCK_BYTES))
+        ahead = deque(
+            readers.submit(read_block, descriptor, begin, begin + BLOCK_BYTES) for begin in islice(begins, READS_AHEAD)
+        )
+        while ahead:
+            writer.append(ahead.popleft().result())
+            ahead.extend(
+                readers.submit(read_block, descriptor, begin, begin + BLOCK_BYTES) for begin in islice(begins, 1)
+            )
+    writer.finish()
+    writer.close()
+    os.close(descriptor)
 
 
 def _pss() -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from types import TracebackType
-from typing import Final
 
 import torch
 
@@ -13,10 +12,8 @@ from infinity.checkpoint.disk import disk_errors
 from infinity.checkpoint.manifest import DTYPES, PIECE_NUMEL_MAX, Piece
 from infinity.checkpoint.sealed import checksum_of
 from infinity.errors import CheckpointError
+from infinity.files.direct import BlockWriter, open_direct, read_block
 from infinity.files.pieces import bytes_of, pieces
-
-WINDOW_BYTES: Final = 16 << 20
-"""The drive writes, or reads, so much behind or ahead of what is asked for."""
 
 
 class PieceWriter:
@@ -25,22 +22,22 @@ class PieceWriter:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.pieces: list[Piece] = []
-        self.num_bytes = self._handed_over = 0
         with disk_errors(path, "made"):
-            self._descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o666)
+            self._file = BlockWriter(path)
+
+    @property
+    def num_bytes(self) -> int:
+        return self._file.num_bytes
 
     def add(self, tensor: str, kind: str, first: int, values: torch.Tensor) -> None:
-        """Append ``values`` [numel], elements from ``first`` on of one kind of one tensor."""
-        view, done = bytes_of(values), 0
-        self.pieces.append(Piece(tensor, kind, first, values.numel(), self.num_bytes, checksum_of(view)))
+        """Append ``values`` [numel], elements from ``first`` on of one kind of one tensor, at a multiple of their
+        size."""
+        data = values.detach().cpu().reshape(-1).view(torch.uint8)
         with disk_errors(self.path, "written"):
-            while done < len(view):
-                done += os.write(self._descriptor, view[done:])
-        self.num_bytes += done
-        if self.num_bytes - self._handed_over >= WINDOW_BYTES:
-            # starts to write what is dirty, and drops what was written: nobody reads it soon
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-            self._handed_over = self.num_bytes
+            self._file.align(values.element_size())
+            checksum = checksum_of(bytes_of(data))
+            self.pieces.append(Piece(tensor, kind, first, values.numel(), self._file.num_bytes, checksum))
+            self._file.append(data)
 
     def add_all(self, tensor: str, kind: str, values: torch.Tensor) -> None:
         """Append one kind of one tensor, ``values`` [its numel], in pieces."""
@@ -50,42 +47,43 @@ class PieceWriter:
     def finish(self) -> None:
         """Have it all on the disk."""
         with disk_errors(self.path, "written"):
-            os.fsync(self._descriptor)
-            os.posix_fadvise(self._descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            self._file.finish()
 
     def __enter__(self) -> PieceWriter:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        os.close(self._descriptor)
+        self._file.close()
 
 
 class PieceFile:
-    """Reads pieces, and checks each."""
+    """Reads pieces, and checks each. Any thread may call it."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._asked_for = 0
         with disk_errors(path, "opened"):
-            self._descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            self._descriptor = open_direct(path, os.O_RDONLY)
 
     def read(self, piece: Piece, dtype: str) -> torch.Tensor:
         """The piece's elements. Raises CheckpointError if they are not what was written."""
-        size = piece.numel * DTYPES[dtype].itemsize
-        data = torch.empty(size, dtype=torch.uint8)
-        view, done = bytes_of(data), 0
-        self._ask_ahead(piece.offset + size)
+        return self.check(piece, dtype, self.fetch(piece.offset, end_of(piece, dtype)))
+
+    def fetch(self, begin: int, end: int, memory: torch.Tensor | None = None) -> torch.Tensor:
+        """Bytes [begin, end) of the file, fewer at its end; in ``memory`` where that is large enough."""
         with disk_errors(self.path, "read"):
-            while done < size and (got := os.preadv(self._descriptor, [view[done:]], piece.offset + done)):
-                done += got
+            return read_block(self._descriptor, begin, end, memory)
+
+    def check(self, piece: Piece, dtype: str, data: torch.Tensor) -> torch.Tensor:
+        """``data``, the piece's bytes, as its elements. Raises CheckpointError if they are not what was written."""
+        size = piece.numel * DTYPES[dtype].itemsize
         place = f"{piece.kind} of {piece.tensor}, elements {piece.first} to {piece.first + piece.numel}"
-        if done < size:
+        if data.numel() < size:
             raise CheckpointError(
                 self.path,
-                f"is cut short: {place} should be {size} bytes at offset {piece.offset}, {done} are there",
+                f"is cut short: {place} should be {size} bytes at offset {piece.offset}, {data.numel()} are there",
                 "load another checkpoint, or copy this file anew",
             )
-        found = checksum_of(view)
+        found = checksum_of(bytes_of(data))
         if found != piece.checksum:
             raise CheckpointError(
                 self.path,
@@ -93,14 +91,14 @@ class PieceFile:
                 f"{piece.checksum:08x}",
                 "load another checkpoint, or copy this file anew",
             )
+        if piece.offset % DTYPES[dtype].itemsize:
+            data = data.clone()  # written by a version that did not align
         return data.view(DTYPES[dtype])
-
-    def _ask_ahead(self, end: int) -> None:
-        """Have the drive read what lies behind ``end``, unless it does: it is asked for next."""
-        if not end <= self._asked_for - WINDOW_BYTES // 2 <= end + WINDOW_BYTES:
-            begin = self._asked_for if end <= self._asked_for <= end + WINDOW_BYTES else end
-            self._asked_for = end + WINDOW_BYTES
-            os.posix_fadvise(self._descriptor, begin, self._asked_for - begin, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         os.close(self._descriptor)
+
+
+def end_of(piece: Piece, dtype: str) -> int:
+    """Where the piece ends in its file."""
+    return piece.offset + piece.numel * DTYPES[dtype].itemsize

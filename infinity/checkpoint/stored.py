@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -26,6 +28,7 @@ from infinity.checkpoint.manifest import (
     rank_state_name,
 )
 from infinity.checkpoint.pieces import PieceFile
+from infinity.checkpoint.read_ahead import ReadAhead, Wanted
 from infinity.checkpoint.sealed import checksum_of, read_sealed
 from infinity.errors import CheckpointError
 
@@ -52,6 +55,7 @@ class StoredCheckpoint:
         self._firsts = {key: [piece.first for _, piece in pieces] for key, pieces in self._pieces.items()}
         self._files: dict[int, PieceFile] = {}
         self._last: tuple[_Placed, torch.Tensor] | None = None
+        self._ahead: ReadAhead | None = None
 
     @classmethod
     def open(cls, directory: str | Path, tag: str | None = None) -> StoredCheckpoint:
@@ -70,19 +74,25 @@ class StoredCheckpoint:
     def read(self, name: str, kind: str, first: int, numel: int) -> torch.Tensor:
         """Elements [first, first + numel) in the order of memory, 1-D, in the dtype that they were kept in: to be read,
         not written."""
-        dtype = self.entries[name].kinds[kind]
-        placed, position = self._pieces[name, kind], first
-        index = max(0, bisect_right(self._firsts[name, kind], first) - 1)
-        if numel and first + numel <= placed[index][1].first + placed[index][1].numel:
-            return self._load(*placed[index], dtype)[first - placed[index][1].first :][:numel]
-        values = torch.empty(numel, dtype=DTYPES[dtype])
-        while position < first + numel:
-            rank, piece = placed[index]
-            stop = min(first + numel, piece.first + piece.numel)
-            whole = self._load(rank, piece, dtype)
-            values[position - first : stop - first] = whole[position - piece.first : stop - piece.first]
-            position, index = stop, index + 1
+        placed = self._overlapping(name, kind, first, numel)
+        if len(placed) == 1:
+            return self._load(*placed[0])[first - placed[0][1].first :][:numel]
+        values = torch.empty(numel, dtype=DTYPES[self.entries[name].kinds[kind]])
+        for rank, piece in placed:
+            begin, end = max(first, piece.first), min(first + numel, piece.first + piece.numel)
+            values[begin - first : end - first] = self._load(rank, piece)[begin - piece.first : end - piece.first]
         return values
+
+    @contextmanager
+    def reading(self, order: Iterable[tuple[str, str, int, int]]) -> Iterator[None]:
+        """Inside, ``read`` is called with these arguments in this order, and the drive is ahead of it. What it gives is
+        of use until the next call."""
+        placed = groupby(each for arguments in order for each in self._overlapping(*arguments))
+        with ReadAhead(self._wanted(*each) for each, _ in placed) as self._ahead:
+            try:
+                yield
+            finally:
+                self._ahead = self._last = None
 
     def read_whole(self, name: str, kind: str) -> torch.Tensor:
         """The tensor in its shape."""
@@ -104,11 +114,11 @@ class StoredCheckpoint:
                 self._read_state(name)
             except CheckpointError as error:
                 yield error
-        for (name, kind), placed in self._pieces.items():
-            dtype = self.entries[name].kinds[kind]
-            for rank, piece in placed:
+        order = [self._wanted(*placed) for tensor in self._pieces.values() for placed in tensor]
+        with ReadAhead(order) as ahead:
+            for wanted in order:
                 try:
-                    tell(self._file(rank).read(piece, dtype).nbytes)
+                    tell(ahead.take(wanted).nbytes)
                 except CheckpointError as error:
                     yield error
 
@@ -162,12 +172,22 @@ class StoredCheckpoint:
             )
         return kept
 
-    def _load(self, rank: int, piece: Piece, dtype: str) -> torch.Tensor:
+    def _overlapping(self, name: str, kind: str, first: int, numel: int) -> list[_Placed]:
+        """The pieces that have elements [first, first + numel), in order."""
+        placed, firsts = self._pieces[name, kind], self._firsts[name, kind]
+        return placed[max(0, bisect_right(firsts, first) - 1) : bisect_left(firsts, first + numel)] if numel else []
+
+    def _load(self, rank: int, piece: Piece) -> torch.Tensor:
         """The piece, whole; the last one is kept, since what asks next goes on there."""
         if self._last is None or self._last[0] != (rank, piece):
             self._last = None
-            self._last = ((rank, piece), self._file(rank).read(piece, dtype))
+            wanted = self._wanted(rank, piece)
+            values = self._ahead.take(wanted) if self._ahead is not None else wanted.file.read(piece, wanted.dtype)
+            self._last = ((rank, piece), values)
         return self._last[1]
+
+    def _wanted(self, rank: int, piece: Piece) -> Wanted:
+        return Wanted(self._file(rank), piece, self.entries[piece.tensor].kinds[piece.kind])
 
     def _file(self, rank: int) -> PieceFile:
         if rank not in self._files:

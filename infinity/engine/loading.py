@@ -123,7 +123,12 @@ class Loading:
                 for kind, name in names.items()
                 if self._wanted.states or not name.startswith(STATE_PREFIX)
             }
-            io.fill(wanted, values, numel_max=PIECE_NUMEL_MAX)
+            order = (
+                (params[part.param].name, names[kind], part.param_offset, part.numel)
+                for kind, part in io.asked_for(wanted, numel_max=PIECE_NUMEL_MAX)
+            )
+            with self._stored.reading(order):
+                io.fill(wanted, values, numel_max=PIECE_NUMEL_MAX)
         return total
 
     def _restore_rest(self) -> None:

@@ -25,6 +25,11 @@ Seen = Callable[[ObjectKind, Segment, torch.Tensor], None]
 Source = Callable[[ObjectKind, Segment], torch.Tensor]
 """(kind, which elements) -> their values, 1-D and in any dtype; a call is for ``numel_max`` elements at most."""
 
+Wanted = Mapping[ObjectKind, Container[int]]
+"""Parameters, by their indices, for each kind that is wanted of them."""
+
+_ByKind = Mapping[ObjectKind, Sequence[Segment]]
+
 _Request = tuple[int, int, int, Callable[[Lease], None]]
 """(chunk, kinds that are read, kinds that are written, what is done with the lease)."""
 
@@ -185,11 +190,11 @@ class StateIO:
                 found = [piece for _, piece in spans(lease.pieces(kind), part.chunk_offset, part.numel)]
                 use(kind, part, found[0] if len(found) == 1 else torch.cat(found))
 
-    def fill(self, wanted: Mapping[ObjectKind, Container[int]], source: Source, *, numel_max: int) -> None:
+    def fill(self, wanted: Wanted, source: Source, *, numel_max: int) -> None:
         """Write this rank's part of these kinds of these parameters (indices), each chunk once; with a master weight
         its 16-bit weight, too. What else a chunk holds stays."""
 
-        def put(lease: Lease, segments: Mapping[ObjectKind, Sequence[Segment]]) -> None:
+        def put(lease: Lease, segments: _ByKind) -> None:
             for kind, having in segments.items():
                 targets = [lease.pieces(each) for each in self._with_followers(kind, having[0].param)]
                 for part in (part for segment in having for part in _cut(segment, numel_max)):
@@ -199,18 +204,29 @@ class StateIO:
                             piece.copy_(values[start : start + piece.numel()])
 
         def requests() -> Iterable[_Request]:
-            for chunk_id, chunk in enumerate(self._chunks):
-                segments = {kind: [s for s in chunk.segments if s.param in params] for kind, params in wanted.items()}
-                segments = {kind: having for kind, having in segments.items() if having}
+            for chunk_id, segments in self._filled(wanted):
+                chunk = self._chunks[chunk_id]
                 read = write = 0
                 for kind, having in segments.items():
                     mask = sum(each.mask for each in self._with_followers(kind, having[0].param))
                     write |= mask
                     read |= 0 if len(having) == len(chunk.segments) else mask  # written only, it may hold anything
-                if write:
-                    yield chunk_id, read, write, partial(put, segments=segments)
+                yield chunk_id, read, write, partial(put, segments=segments)
 
         self._stream(requests())
+
+    def asked_for(self, wanted: Wanted, *, numel_max: int) -> Iterator[tuple[ObjectKind, Segment]]:
+        """What ``fill`` will call its source with, in order."""
+        for _, segments in self._filled(wanted):
+            for kind, having in segments.items():
+                yield from ((kind, part) for segment in having for part in _cut(segment, numel_max))
+
+    def _filled(self, wanted: Wanted) -> Iterator[tuple[int, _ByKind]]:
+        """Chunks of which something is wanted, and what."""
+        for chunk_id, chunk in enumerate(self._chunks):
+            segments = {kind: [s for s in chunk.segments if s.param in params] for kind, params in wanted.items()}
+            if segments := {kind: having for kind, having in segments.items() if having}:
+                yield chunk_id, segments
 
     def _with_followers(self, kind: ObjectKind, param: int) -> list[ObjectKind]:
         """The kind, and what is rounded from it."""
