@@ -45,7 +45,8 @@ class Snapshot:
         self._unread = set(masks)
         self._unmade = set(unmade)
         self._free = dict.fromkeys(chunk for chunk in reversed(list(masks)) if chunk not in self._unmade)
-        """Chunks that are made, and not leased: the last one is read next, which its update has left in frames."""
+        """Chunks that are made, and not leased. The last one is read next: what its update has just left in frames, and
+        once all are made, what will change first."""
         self._leased: deque[tuple[int, Lease]] = deque()
         """Leases on chunks that are about to change."""
         self._reason = ""
@@ -94,6 +95,7 @@ class Snapshot:
             self._unmade.discard(chunk)
             self._free[chunk] = None
             if not self._unmade:
+                self._free = dict.fromkeys(sorted(self._free, reverse=True))
                 self._when_made()
             self._changed.notify_all()
 
