@@ -31,7 +31,13 @@ from infinity.plan.precision import Precision
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.update.client_schedule import Client, choose_schedule
-from infinity.update.optimizer import ShardedOptimizer, group_indices, sharded_from_config, sharded_from_torch
+from infinity.update.optimizer import (
+    ShardedOptimizer,
+    group_indices,
+    refuse_unmarked,
+    sharded_from_config,
+    sharded_from_torch,
+)
 from infinity.weights.admission import refuse_owned, refuse_without_values
 from infinity.weights.heap import return_freed
 from infinity.weights.sharded_model import Layout
@@ -86,6 +92,7 @@ def initialize(
         sharded_optimizer = None
         if optimizer is not None or parsed.optimizer is not None or not may_lack_optimizer:
             sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
+            refuse_unmarked(sharded_optimizer, parsed.io_daemon.master_weights)
         schedule = choose_schedule(parsed.scheduler, lr_scheduler, optimizer=sharded_optimizer, passed=optimizer)
         # from here on a refusal costs what Init staged; what is wrong with the configuration alone is known by now
         areas = _staging_areas(model)

@@ -78,6 +78,7 @@ def new_table(num_steps: int) -> Table:
     table = Table(title=f"Parity over {num_steps} steps: differing bits against the same engine in memory / plain loop")
     for column in ("stage", "param", "optimizer", "dtype", "acc", "clip", "ranks", "budget", "rule", "thresholds"):
         table.add_column(column)
+    table.add_column("masters")
     for column in ("losses", "weights", "plain losses", "plain weights", "plain error", "s"):
         table.add_column(column, justify="right")
     table.add_column("verdict")
@@ -97,6 +98,7 @@ def add_row(table: Table, verdict: Verdict) -> None:
         "–" if cell.in_memory else cell.budget,
         cell.optimizer,
         cell.thresholds,
+        cell.masters,
         str(verdict.oracle_loss_bits),
         str(verdict.oracle_weight_bits),
         str(verdict.plain_loss_bits),

@@ -8,6 +8,7 @@ from infinity.config.sections import Config
 
 def check_precision(config: Config, complaints: Complaints) -> None:
     """Complain of dtypes that contradict each other."""
+    _check_split(config, complaints)
     bf16, accumulated = config.bf16, config.data_types.grad_accum_dtype
     if config.fp16.enabled and bf16.enabled:
         complaints.add("fp16.enabled", True, "bf16 is enabled, too, and weights have one dtype: enable one of the two")
@@ -30,3 +31,21 @@ def check_precision(config: Config, complaints: Complaints) -> None:
     if accumulated not in (None, "fp32", weights):
         choices = "fp32" if weights == "fp32" else f"fp32 or {weights}"
         complaints.add("data_types.grad_accum_dtype", accumulated, f"gradients are {weights} here: write {choices}")
+
+
+def _check_split(config: Config, complaints: Complaints) -> None:
+    """Complain of masters that are no weights and a rest."""
+    if config.io_daemon.master_weights != "split":
+        return
+    hindrances = {
+        "fp16: a master is no fp16 weight and 16 bits; use bf16": config.fp16.enabled,
+        "weights in fp32: they have no masters; enable bf16": not config.bf16.enabled,
+        "bf16_master_weights_and_grads: there are no fp32 masters": config.bf16.bf16_master_weights_and_grads,
+        "stages below 3: weights are whole in memory, and the store has their masters alone": (
+            config.zero_optimization.stage < 3
+        ),
+    }
+    for hindrance, is_there in hindrances.items():
+        if is_there:
+            complaints.add("io_daemon.master_weights", "split", f'not together with {hindrance}, or write "fp32" here')
+            return

@@ -199,6 +199,8 @@ class IoDaemon(Section):
     """A chunk is updated inside backward, as soon as its gradients are final."""
     update: Literal["on_use", "in_step"] = "on_use"
     """When a chunk is updated: when its weights are next used, or before ``step`` returns."""
+    master_weights: Literal["fp32", "split"] = "fp32"
+    """How the store has fp32 master weights of bf16 ones: whole, or as what the weight lacks."""
     verify_checksums: bool = True
     start: Literal["auto", "never"] = "auto"
     """"auto": local rank 0 starts a private daemon where none is reachable."""

@@ -47,9 +47,10 @@ def build_engine(
 
     Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
     """
-    precision = Precision.of(config, None if optimizer is None else optimizer.rule.states)
     if optimizer is None:
-        precision = replace(precision, keeps_gradients=False)
+        precision = replace(Precision.of(config), keeps_gradients=False)
+    else:
+        precision = Precision.of(config, optimizer.rule.states, markers=optimizer.rule.markers)
     sharded = ShardedModel(
         layout,
         config=config,

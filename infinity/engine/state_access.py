@@ -39,6 +39,7 @@ class StateAccess:
         together: Callable[[Callable[[], None], str], None],
     ) -> None:
         self._stepped, self._states = sharded.precision.stepped, sharded.precision.state_kinds
+        self._markers = sharded.precision.markers
         self.keeps_states: Callable[[int], bool] = lambda _param: True
         """Whether the next step heeds what is written to the optimizer's states of a parameter; the update knows."""
         self._io, self._phases = io, phases
@@ -77,6 +78,11 @@ class StateAccess:
         with torch.no_grad():
             value = value.detach()
             own = flattened(value, param.order)[first : first + numel] if whole else value
+            if kind is self._markers and bool(own.signbit().any()):
+                raise ValueError(
+                    f"{param.name}: this state is never negative, and its signs complete the master weights: write no "
+                    'negative values, or "fp32" for "io_daemon.master_weights"'
+                )
         if kind is ObjectKind.GRAD:
             self._settle(param, together=True)
             self._gradients.replace(param.index, first, own)

@@ -14,6 +14,8 @@ from infinity.plan.stage import StagePolicy
 from io_daemon.shared.protocol import STATE_KINDS, ObjectKind
 
 FP32 = torch.float32
+REST: Final = torch.int16
+"""The dtype of what a master is beside its weight."""
 STATES_MASK: Final = 0xFF & ~ObjectKind.WEIGHT.mask
 """All that only trained chunks have."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,6 +40,8 @@ class Precision:
     """The dtype in which the optimizer computes."""
     states: Mapping[str, torch.dtype] = field(default_factory=dict)
     """The optimizer's states: what it calls each, and its dtype. In this order they have the kinds ``STATE_KINDS``."""
+    markers: ObjectKind | None = None
+    """The state whose signs complete masters that the store has as weight and rest; None: it has them whole."""
 
     @property
     def accumulates(self) -> bool:
@@ -45,8 +49,14 @@ class Precision:
         return self.gradient is FP32
 
     @classmethod
-    def of(cls, config: Config, states: Mapping[str, torch.dtype] | None = None) -> Precision:
-        """``states``: None where the optimizer is not known yet, or nothing trains."""
+    def of(
+        cls, config: Config, states: Mapping[str, torch.dtype] | None = None, *, markers: ObjectKind | None = None
+    ) -> Precision:
+        """
+        Args:
+            states: None where the optimizer is not known yet, or nothing trains.
+            markers: the kind of a state that is never negative.
+        """
         weight = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else FP32
         policy = StagePolicy.of(config)
         reduce = DTYPES[config.communication_data_type] if config.communication_data_type else None
@@ -66,6 +76,7 @@ class Precision:
             keeps_weights=policy.shards_weights or not master,
             update=weight if config.bf16.bf16_optimizer_states else FP32,
             states=states or {},
+            markers=markers if config.io_daemon.master_weights == "split" else None,
         )
 
     def dtypes(self, *, trainable: bool) -> dict[int, torch.dtype]:
@@ -80,6 +91,12 @@ class Precision:
                 kinds[ObjectKind.MASTER] = FP32
             kinds.update(zip(STATE_KINDS, self.states.values(), strict=False))
         return kinds
+
+    def stored(self, *, trainable: bool) -> dict[int, torch.dtype]:
+        """What the store has of ``dtypes``: the rest of a master is of 16 bits."""
+        dtypes = self.dtypes(trainable=trainable)
+        halved = self.markers is not None and ObjectKind.MASTER in dtypes
+        return dtypes | {ObjectKind.MASTER: REST} if halved else dtypes
 
     @property
     def state_kinds(self) -> dict[str, ObjectKind]:

@@ -44,6 +44,8 @@ class Kept:
     """Whether it does the same when all of that is given as zero before the first step."""
     is_whole: bool = False
     """Whether it needs parameters whole."""
+    unsigned: frozenset[str] = frozenset()
+    """Its fp32 states in which no sign was ever seen."""
 
 
 def number_of(value: float, number: NumberType, device: torch.device) -> Any:
@@ -147,6 +149,15 @@ class _Trial:
                 refuse(self.stand_in, f"keeps {label} {what}, which belongs to no element")
         return Kept(states, numbers)
 
+    def signed(self) -> set[str]:
+        """The states in which some sign bit is set now, or that are not fp32."""
+        return {
+            label
+            for state in self._states
+            for label, value in state.items()
+            if isinstance(value, torch.Tensor) and (value.dtype != torch.float32 or bool(value.signbit().any()))
+        }
+
     def bits(self, states: Sequence[str]) -> list[torch.Tensor]:
         """All elements of the matrix, then all of each of its states."""
         columns = [self._params, *([state[label] for state in self._states] for label in states)]
@@ -175,7 +186,8 @@ def dry_run(stand_in: StandIn, options: Options, births: Mapping[str, Birth], dt
         zeros |= {label: Birth(0.0, number) for label, number in kept.numbers.items()}
         again = _Trial(stand_in, [matrix], zeros)
         _watch(again, grads, options)
-    return replace(kept, from_zeros=_are_equal(whole, again, kept))
+    unsigned = frozenset(kept.states.keys() - whole.signed() - again.signed())
+    return replace(kept, from_zeros=_are_equal(whole, again, kept), unsigned=unsigned)
 
 
 def _gradient(generator: torch.Generator) -> torch.Tensor:

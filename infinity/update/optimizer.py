@@ -125,6 +125,20 @@ def sharded_from_torch(optimizer: torch.optim.Optimizer, *, dtype: torch.dtype) 
     return sharded
 
 
+def refuse_unmarked(optimizer: ShardedOptimizer | None, master_weights: str) -> None:
+    """Raise ConfigError where masters cannot be split, since no state of the optimizer has a sign to spare.
+
+    ``optimizer``: None where nothing trains, and no master changes.
+    """
+    if master_weights == "split" and optimizer is not None and optimizer.rule.markers is None:
+        raise ConfigError(
+            "io_daemon.master_weights",
+            "split",
+            f"{optimizer.rule.name} keeps no fp32 state that is never negative, whose signs are needed: use one that "
+            'does, as AdamW, or write "fp32"',
+        )
+
+
 def group_indices(
     optimizer: ShardedOptimizer | None, index_of: dict[int, int], params: Sequence[nn.Parameter]
 ) -> list[int]:

@@ -47,6 +47,8 @@ class UpdateRule:
     """Step the pieces in place; the history after it."""
     whole_groups: frozenset[int] = frozenset()
     """The param groups whose parameters are stepped as wholes, each by itself."""
+    unsigned: frozenset[str] = frozenset()
+    """The fp32 states that are never negative, as far as anybody has seen."""
     from_zeros: bool = True
     """Whether a first step, which has no history, goes on from zeros, or from what was written to the states; else it
     makes them anew."""
@@ -54,6 +56,12 @@ class UpdateRule:
     @property
     def state_kinds(self) -> tuple[ObjectKind, ...]:
         return STATE_KINDS[: len(self.states)]
+
+    @property
+    def markers(self) -> ObjectKind | None:
+        """The kind of a state whose signs are free; None where there is none."""
+        free = (kind for label, kind in zip(self.states, self.state_kinds, strict=True) if label in self.unsigned)
+        return next(free, None)
 
     @property
     def state_mask(self) -> int:

@@ -48,6 +48,7 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype) -> UpdateRule:
         dtype=dtype,
         run=_Run(stand_in, births, tuple(states), numbers, from_zeros),
         whole_groups=frozenset(i for i, options in enumerate(groups) if watched[way_of(options)].is_whole),
+        unsigned=frozenset(states).difference(*(kept.states.keys() - kept.unsigned for kept in found)),
         from_zeros=from_zeros,
     )
 

@@ -24,6 +24,7 @@ from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, sp
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.due import DueStore
+from infinity.tiers.halved import HalvedStore
 from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
 from infinity.tiers.memory import MemoryStore
 from infinity.tiers.snapshot import SnapshotStore
@@ -109,7 +110,7 @@ class Layout:
         ]
 
     def state_shape(self, precision: Precision, tiers: Tiers) -> StateShape:
-        dtypes = precision.dtypes(trainable=True) | precision.dtypes(trainable=False)
+        dtypes = precision.stored(trainable=True) | precision.stored(trainable=False)
         return StateShape(
             group_shard_numels=[placement.shard_numel for placement in self.placements],
             group_trainable=[placement.trainable for placement in self.placements],
@@ -230,6 +231,8 @@ class ShardedModel:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
+        if self.precision.markers is not None:
+            store = HalvedStore(store, self.precision.markers)
         snapshots = SnapshotStore(store)
         traced = PoisonStore(snapshots) if poison else TracedStore(snapshots)
         stacked = DueStore(traced, snapshots, num_ahead=self.sub_groups_ahead)

@@ -1,7 +1,7 @@
 """The parity matrix: which cells exist, and two selections of them. Pure.
 
-A cell is one combination of stage, tiers, dtype, accumulation, clipping, ranks, budget, optimizer, thresholds and
-time of the update.
+A cell is one combination of stage, tiers, dtype, accumulation, clipping, ranks, budget, optimizer, thresholds, time of
+the update and form of the masters.
 
 ``pairwise``: any two values of any two factors meet in at least one chosen cell (Kuhn, Wallace & Gallo 2004: most
 faults need no more than two). ``crossed``: every combination of the factors that decide together what is kept where,
@@ -41,6 +41,9 @@ class Cell:
     update: str = "on_use"
     """When chunks are updated: "on_use", "in_step", or "in_backward"."""
 
+    masters: str = "fp32"
+    """How the store has fp32 masters: "fp32" or "split"."""
+
     @property
     def in_memory(self) -> bool:
         return self.param_tier == self.optimizer_tier == "none"
@@ -63,6 +66,8 @@ class Cell:
             return False
         if self.update == "in_backward" and (self.stage < 3 or self.clipping or self.dtype == "fp16"):
             return False
+        if self.masters == "split" and (self.stage < 3 or self.dtype != "bf16" or self.optimizer == "SGD"):
+            return False
         # an optimizer sees chunks, whatever they were gathered for
         return self.optimizer == "AdamW" or self.thresholds == "grouped"
 
@@ -71,7 +76,7 @@ class Cell:
         clip = "clip" if self.clipping else "free"
         return (
             f"{self.stage}-{self.param_tier}-{self.optimizer_tier}-{self.dtype}-{micro}-{clip}-{self.num_ranks}rank-"
-            f"{self.budget}-{self.optimizer}-{self.thresholds}-{self.update}"
+            f"{self.budget}-{self.optimizer}-{self.thresholds}-{self.update}-{self.masters}"
         )
 
 
@@ -90,6 +95,7 @@ LATER: dict[str, Sequence[Any]] = {
     "optimizer": ("AdamW", "amsgrad", "SGD"),
     "thresholds": ("grouped", "each", "default"),
     "update": ("on_use", "in_step", "in_backward"),
+    "masters": ("fp32", "split"),
 }
 
 

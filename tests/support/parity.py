@@ -249,7 +249,7 @@ def judge(cell: Cell, num_steps: int, *, rank: int, swap_dir: Path) -> Verdict:
         thresholds=cell.thresholds,
         stage=cell.stage,
     )
-    config["io_daemon"] = {}  # the daemon of the launch has its own, see DAEMON_OPTIONS
+    config["io_daemon"] = {"master_weights": cell.masters}  # the daemon of the launch has its own, see DAEMON_OPTIONS
     if not cell.in_memory:
         shape = replace(cell, budget="", clipping=False, update="")
         if shape not in _least_budgets:

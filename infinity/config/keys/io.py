@@ -55,6 +55,13 @@ IO_DAEMON: tuple[Key, ...] = (
         '"on_use": a chunk is updated when its weights are next used, so that reading its state ahead and writing it '
         'behind go on during forward; "in_step": before step() returns. The bits are the same',
     ),
+    works(
+        "io_daemon.master_weights",
+        '"split": the store has an fp32 master weight as its bf16 weight and 16 bits, and one bit in the sign of the '
+        "optimizer's second moment: 2 bytes a parameter less are kept, read and written. With bf16 at stage 3, and "
+        'optimizers that have an fp32 state that is never negative (the Adams, Adagrad, RMSprop). "fp32": whole. The '
+        "bits are the same",
+    ),
     works("io_daemon.verify_checksums", "check every block that is read back; a running daemon keeps its own"),
     works("io_daemon.start", '"auto": start a private daemon where none is reachable; "never"', auto="value"),
 )

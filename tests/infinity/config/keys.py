@@ -220,6 +220,9 @@ _IO = {
     "io_daemon.update_in_backward": Example(
         True, "infinity/test_update_in_backward.py::test_the_bits_are_those_of_an_update_after_backward"
     ),
+    "io_daemon.master_weights": Example(
+        "split", "infinity/test_split_masters.py::test_the_bits_are_those_of_whole_masters"
+    ),
     "io_daemon.verify_checksums": Example(False, f"{_CONNECTION}::test_settings_reach_the_daemon_that_is_started"),
     "io_daemon.start": Example("never", f"{_CONNECTION}::test_no_daemon_is_started_where_none_may_be"),
 }

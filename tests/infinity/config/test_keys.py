@@ -39,6 +39,8 @@ def _with(path: str, value: object) -> dict[str, Any]:
         config["optimizer"].setdefault("type", kind)
     if name.startswith("bf16_"):
         config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, **config["bf16"]}
+    if name == "master_weights":
+        config["bf16"] = {"enabled": True}
     if sections[:2] == ["scheduler", "params"]:
         kind = next(kind for kind in SCHEDULES if _takes(kind, name))
         config["scheduler"] = {"type": kind, "params": {**SCHEDULES[kind], name: value}}
