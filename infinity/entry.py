@@ -28,6 +28,7 @@ from infinity.observe.monitors import monitors_of
 from infinity.observe.observer import Observer, Observers
 from infinity.plan.leaves import mark_leaves
 from infinity.plan.precision import Precision
+from infinity.plan.staging_plan import budget_beside
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.update.client_schedule import Client, choose_schedule
@@ -41,7 +42,7 @@ from infinity.update.optimizer import (
 from infinity.weights.admission import refuse_owned, refuse_without_values
 from infinity.weights.heap import return_freed
 from infinity.weights.sharded_model import Layout
-from infinity.weights.staging import StagingArea, budget_beside, staged_param
+from infinity.weights.staging import StagingArea, staged_param
 
 Initialized = tuple[Engine, ShardedOptimizer | None, "DataLoader[Any] | None", LRScheduler | None]
 

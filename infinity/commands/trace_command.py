@@ -34,12 +34,12 @@ from infinity.config import Config, parse_config
 from infinity.engine.build import build_engine
 from infinity.errors import ConfigError
 from infinity.plan.precision import Precision
+from infinity.plan.staging_plan import budget_beside, staging_plan
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.daemon import chunk_spec
 from infinity.tiers.recording import RecordingTier, StepRecorder
 from infinity.update.optimizer import group_indices, refuse_unmarked, sharded_from_config
 from infinity.weights.sharded_model import Layout
-from infinity.weights.staging import budget_beside, staging_plan
 from io_daemon.machine.cpu_load import CpuLoad
 from io_daemon.machine.cpuinfo import processor_name
 from io_daemon.policy.step_trace import SUFFIX, CpuRates, StepTrace, save, world_text

@@ -23,6 +23,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from infinity.weights import placeholder
 from infinity.weights.ds_names import DsNames, ZeroParamStatus, partitioning_owner_of
 from infinity.weights.owners import (
     Owner,
@@ -74,10 +75,10 @@ def show(param: nn.Parameter, weights: torch.Tensor) -> None:
     _tensor_base.data.__set__(param, weights)
 
 
-def hide(param: nn.Parameter, placeholder: torch.Tensor) -> None:
-    """The weights leave: every use of the parameter asks its owner, from now on."""
+def hide(param: nn.Parameter, stand_in: torch.Tensor) -> None:
+    """The weights leave, ``placeholder.make`` made what stands for them: every use asks the owner, from now on."""
     param.__class__ = UnshardedParameter  # whatever it was: setting its data must not ask anybody
-    _tensor_base.data.__set__(param, placeholder)
+    _tensor_base.data.__set__(param, stand_in)
     param.__class__ = ShardedParameter
 
 
@@ -184,7 +185,7 @@ class _Elsewhere:
 
 
 class ShardedParameter(_Elsewhere, OwnedParameter):
-    """The weights are elsewhere. As C++ sees it, every element is NaN."""
+    """The weights are elsewhere; see ``placeholder`` for what C++ finds."""
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, sharded=True)"
@@ -201,7 +202,7 @@ class ShardedAlias(_Elsewhere, torch.Tensor):
 
     @staticmethod
     def of(param: nn.Parameter) -> ShardedAlias:
-        with raw():
+        with raw(), placeholder.unasked():
             alias = torch.Tensor._make_subclass(ShardedAlias, _tensor_base.detach(param))
         alias._param, alias._unreadable = param, False
         return alias
@@ -286,6 +287,13 @@ def _writes(func: Any) -> bool:
 
 def _name(func: Any) -> str:
     return str(getattr(func, "__name__", func))
+
+
+def param_behind(tensor: torch.Tensor) -> nn.Parameter | None:
+    """The parameter that a tensor is, or is an alias of, as the classes here know it."""
+    if isinstance(tensor, ShardedAlias):
+        return tensor.param
+    return tensor if isinstance(tensor, ShardedParameter) else None
 
 
 def _replaced(structure: Any, lent: Mapping[int, torch.Tensor]) -> Any:

@@ -99,6 +99,11 @@ def owner_of(param: torch.Tensor) -> Owner | None:
     return owner
 
 
+def owned() -> list[nn.Parameter]:
+    """Every parameter that has an owner."""
+    return list(_owners)
+
+
 def adopt(param: nn.Parameter, owner: Owner) -> None:
     """``owner`` answers for the parameter from now on, in place of whoever did."""
     _owners[param] = owner

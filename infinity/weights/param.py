@@ -5,8 +5,8 @@ Tensors of a parameter, listed once:
 - ``param``: the user's ``nn.Parameter``; the same object for the engine's life, so ties and references hold.
 - ``full``: the unsharded weights, or None while they are elsewhere. Memory of its own, referenced and never freed by
   force: a view that somebody keeps goes on reading what it read. Autograd keeps none, see ``saved_tensors``.
-- ``placeholder``: one NaN expanded to the parameter's shape: what C++ sees of a sharded parameter. Python asks the
-  owner before it gets there (``access``).
+- ``placeholder``: shape, dtype and device without memory: what a sharded parameter holds (``placeholder``). Python asks
+  the owner before it gets there (``access``), and what gets there is refused (``dispatcher``).
 - ``param.grad``: the unsharded gradient, for the length of autograd's hook; its group has it until it is reduced.
 
 Weights are flattened in the order in which they lie in memory, so that a parameter keeps its strides.
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from torch.multiprocessing import reductions
 
-from infinity.weights import access
+from infinity.weights import access, dispatcher, placeholder
 from infinity.weights.pool import MemoryPool
 
 _storage_reference: Any = reductions.StorageWeakRef
@@ -63,7 +63,8 @@ class ShardedParam:
         self.order = memory_order(param)
         self.layout = self.layout_for(param, dtype)
         self._lies_plainly = self.layout.is_contiguous()
-        self.placeholder = torch.full((), torch.nan, dtype=dtype, device=device).expand(param.shape)
+        dispatcher.watch()
+        self.placeholder = placeholder.make(param.shape, dtype, device)
         self._resident = resident if resident is not None else {}
         self._pool = pool if pool is not None else MemoryPool(0, device)
         self._key = 0
@@ -138,7 +139,7 @@ class ShardedParam:
     def hold_accumulator(self) -> None:
         """Have autograd make the node by which it accumulates, which from then on always holds the parameter."""
         if self.param.requires_grad:
-            with access.raw():
+            with access.raw(), placeholder.unasked():
                 self._accumulator = torch.autograd.graph.get_gradient_edge(self.param).node
 
     def is_kept_unseen(self) -> bool:

@@ -14,9 +14,9 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.config import Config, read_environment
-from infinity.errors import BudgetError, WeightsError
-from infinity.plan.memory_plan import MemoryPlan
+from infinity.errors import WeightsError
 from infinity.plan.sharding import ALIGNMENT
+from infinity.plan.staging_plan import PIECE_BYTES_MAX, staging_plan
 from infinity.tiers.base import ChunkLayout, ShardStore
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
@@ -26,13 +26,8 @@ from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.weights.mapped_files import page_out_mapped_weights
 from infinity.weights.param import ShardedParam, flattened, memory_order
 from infinity.weights.promises import fill
-from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind, align_up
+from io_daemon.shared.protocol import ObjectKind, align_up
 
-STAGING_FRAMES: Final = 8
-STAGING_BYTES_MAX: Final = 64 << 20
-STAGING_BUDGET_SHARE: Final = 8
-"""The staging arena takes 1/n of the host budget; the engine's arena gets the rest, so that the sum stays inside."""
-STAGING_CHUNKS_MAX: Final = 1 << 18
 STAGING: Final = ObjectKind.STAGING.mask
 
 
@@ -53,7 +48,7 @@ class StagingArea(owners.Owner):
         self.num_params = 0
         """Parameters that were registered so far; the same on every rank."""
         self.store: ShardStore = MemoryStore(torch.device("cpu"))
-        self.piece_bytes = STAGING_BYTES_MAX // STAGING_FRAMES
+        self.piece_bytes = PIECE_BYTES_MAX
         self._in_memory: OrderedDict[int, StagedParam] = OrderedDict()
         """By id, the one touched last at the end."""
         zero = config.zero_optimization
@@ -224,37 +219,6 @@ def _end(store: ShardStore, collectives: Collectives, connection: DaemonConnecti
     collectives.close()
     if connection is not None:
         connection.close()
-
-
-def staging_plan(config: Config, local_world_size: int) -> MemoryPlan:
-    """The arena of one rank's staging area; ``initialize`` leaves it out of the engine's budget."""
-    share = config.io_daemon.host_budget_bytes // STAGING_BUDGET_SHARE // local_world_size
-    piece_bytes = max(PAGE_BYTES, min(share, STAGING_BYTES_MAX) // STAGING_FRAMES // PAGE_BYTES * PAGE_BYTES)
-    return MemoryPlan(
-        chunk_numel=piece_bytes,
-        frame_bytes=piece_bytes,
-        num_frames=STAGING_FRAMES,
-        pinned_frames=0,
-        demand_frames=1,
-        swap_bytes=0,
-        chunks_max=STAGING_CHUNKS_MAX,
-    )
-
-
-def budget_beside(staging_bytes: int, config: Config) -> int:
-    """What is left of the host budget for the engines' arenas beside ``staging_bytes`` of the node's ranks.
-
-    Raises BudgetError if nothing is.
-    """
-    budget_bytes = config.io_daemon.host_budget_bytes
-    if staging_bytes >= budget_bytes:
-        raise BudgetError(
-            key="io_daemon.host_budget_bytes",
-            budget_bytes=budget_bytes,
-            smallest_bytes=2 * staging_bytes,
-            reason=f"models under construction have {staging_bytes} bytes of staging arenas",
-        )
-    return budget_bytes - staging_bytes
 
 
 class StagedParam:

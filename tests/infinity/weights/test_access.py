@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.errors import WeightsError
-from infinity.weights import access, owners
+from infinity.weights import access, owners, placeholder
 
 VALUES = torch.arange(6.0).view(2, 3)
 
@@ -35,7 +35,7 @@ class NotedOwner(owners.Owner):
         return param
 
     def hide(self, param: nn.Parameter) -> None:
-        access.hide(param, torch.full((), torch.nan).expand(self.weights[id(param)].shape))
+        access.hide(param, placeholder.make(self.weights[id(param)].shape, torch.float32))
 
     @contextmanager
     def borrow(self, params: Sequence[nn.Parameter]) -> Iterator[None]:

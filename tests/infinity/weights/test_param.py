@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from infinity.weights import access, owners
+from infinity.weights import access, owners, placeholder
 from infinity.weights.param import ShardedParam, flattened, memory_order
 
 CPU = torch.device("cpu")
@@ -68,12 +68,12 @@ def test_weights_lie_as_they_did_without_holes(sharded: ShardedParam, values: to
     assert sharded.hide()
 
 
-def test_a_sharded_parameter_keeps_its_shape_and_one_element(sharded: ShardedParam, values: torch.Tensor) -> None:
+def test_a_sharded_parameter_keeps_its_shape_and_no_element(sharded: ShardedParam, values: torch.Tensor) -> None:
     assert sharded.param.shape == values.shape
     assert type(sharded.param) is access.ShardedParameter
-    with access.raw():
-        assert sharded.param.untyped_storage().nbytes() == 4
-        assert bool(torch.isnan(sharded.param).all())
+    assert placeholder.is_held_by(sharded.param)
+    with access.raw(), pytest.raises(RuntimeError, match="data pointer"):
+        sharded.param.data_ptr()
 
 
 def test_gradients_are_flattened_as_the_weights_are(sharded: ShardedParam, values: torch.Tensor) -> None:

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 
 from infinity.config import parse_config
-from infinity.errors import BudgetError, WeightsError
+from infinity.errors import WeightsError
 from infinity.tiers.collectives import Collectives
 from infinity.weights import access, owners, staging
-from infinity.weights.staging import StagedParam, StagingArea, budget_beside, staged_param, staging_plan
-from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind
+from infinity.weights.staging import StagedParam, StagingArea, staged_param
+from io_daemon.shared.protocol import ObjectKind
 from tests.support.strict_store import StrictStore
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
 
@@ -263,29 +263,3 @@ def test_ranks_keep_a_shard_each_of_rank_0s_values(world_size: int, numel: int) 
 
 
 # Budgets.
-
-
-@pytest.mark.parametrize(
-    ("budget", "ranks", "piece"),
-    [
-        (64 << 20, 1, 1 << 20),  # an eighth, in eight frames
-        (64 << 20, 4, 1 << 18),
-        (64 << 30, 1, 8 << 20),  # 64 MB at most
-        (1 << 20, 2, 8192),
-        (1 << 20, 8, PAGE_BYTES),  # a page at least
-        (3 << 20, 1, 49152),  # whole pages
-    ],
-)
-def test_the_staging_arena_is_a_share_of_the_budget(budget: int, ranks: int, piece: int) -> None:
-    plan = staging_plan(config_of(host_budget_bytes=budget), ranks)
-    assert (plan.frame_bytes, plan.chunk_numel, plan.num_frames) == (piece, piece, 8)
-    assert (plan.pinned_frames, plan.demand_frames, plan.swap_bytes) == (0, 1, 0)
-
-
-def test_the_engines_arenas_get_the_rest() -> None:
-    config = config_of(host_budget_bytes=1 << 20)
-    assert budget_beside(1000, config) == (1 << 20) - 1000
-    assert budget_beside((1 << 20) - 1, config) == 1
-    with pytest.raises(BudgetError) as caught:
-        budget_beside(1 << 20, config)
-    assert (caught.value.smallest_bytes, caught.value.budget_bytes) == (2 << 20, 1 << 20)

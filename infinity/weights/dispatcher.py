@@ -1,0 +1,53 @@
+"""What torch's dispatcher does with an operation that reached a placeholder: it is refused by the parameter's name.
+
+Whatever asks a tensor's class (``access``) has had the weights lent before it comes here. What comes here does not:
+functions that take tensors as plain data (``torch.tensor(param)``, ``x.new_tensor(param)``), scripted functions, a node
+of autograd that kept the parameter itself, and operations on another tensor that took the parameter's memory over.
+Nothing is lent to them: below autograd it could not be seen whether they write, nor which update's weights they mean.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from infinity.errors import WeightsError
+from infinity.weights import access, owners, placeholder
+
+
+def _refuse(operation: Any, *args: Any, **kwargs: Any) -> NoReturn:
+    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+    tensor = next(filter(placeholder.is_held_by, tensors))
+    if (param := access.param_behind(tensor)) is not None:
+        owners.known_owner_of(param).refuse(
+            param,
+            f"is sharded, and {operation} reads it past Python, where its weights cannot be lent",
+            "pass a copy, param.clone(), or do it inside infinity.zero.GatheredParameters(param)",
+        )
+    problem = f"is sharded, and its memory was given to another tensor (tensor.data = param), which {operation} reads"
+    remedy = "give it a copy, tensor.data = param.clone()"
+    if (param := _param_with_memory_of(tensor)) is not None:
+        owners.known_owner_of(param).refuse(param, problem, remedy)
+    raise WeightsError("a parameter that is no more", problem, remedy)
+
+
+def _param_with_memory_of(tensor: torch.Tensor) -> nn.Parameter | None:
+    memory = placeholder.identity_of(tensor)
+    with access.raw():
+        for param in owners.owned():
+            if placeholder.is_held_by(param) and placeholder.identity_of(param) == memory:
+                return param
+    return None
+
+
+@cache
+def watch() -> Any:
+    """From now on placeholders are watched, in every thread, for the process's life."""
+    make: Any = torch.library.Library
+    library = make("_", "IMPL")
+    library.fallback(_refuse, placeholder.KEY)
+    return library  # torch would take the fallback back with it

@@ -1,0 +1,56 @@
+"""What a sharded parameter holds while its weights are elsewhere: a tensor that no operation of torch can read.
+
+``access`` answers where torch asks a tensor's class. Some things ask no class: ``torch.tensor(param)``, a tensor that
+took the parameter's memory over (``tensor.data = param``), C++ that was handed the parameter. They do ask the
+dispatcher. So a placeholder carries the dispatch key ``Fake``, which torch keeps for fake tensors built outside of it
+and has no kernels for; the one fallback registered for it (``dispatcher``) refuses by name. What reads memory without
+the dispatcher (``torch.save``, dlpack, ``tolist``) finds none, and torch raises a RuntimeError.
+
+``param.data = placeholder`` takes keys and memory over, ``param.data = weights`` the ordinary ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Final, NoReturn
+
+import torch
+
+KEY: Final = "Fake"
+_KEYS: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY))
+
+
+class _Placeholder(torch.Tensor):
+    """Only made to be copied from by ``data =``: torch adds dispatch keys to tensors of a subclass alone."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> NoReturn:
+        raise AssertionError(f"{func} is called with a placeholder that no parameter holds")
+
+
+def make(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
+    """A tensor of that shape, dtype and device, without memory."""
+    make_wrapper: Any = torch.Tensor._make_wrapper_subclass
+    with torch.inference_mode(mode=False):
+        made: torch.Tensor = make_wrapper(
+            _Placeholder, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
+        )
+    torch._C._set_throw_on_mutable_data_ptr(made)
+    return made
+
+
+def is_held_by(tensor: torch.Tensor) -> bool:
+    """Whether what the tensor holds is a placeholder."""
+    return bool(torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse(KEY)))
+
+
+def identity_of(tensor: torch.Tensor) -> int:
+    """What all tensors have in common that hold one placeholder."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def unasked() -> AbstractContextManager[None]:
+    """Inside, the dispatcher asks nobody: for metadata and views, which read nothing."""
+    guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)
+    return guard

@@ -1,0 +1,162 @@
+"""Whatever reads a sharded parameter past Python is refused by the parameter's name: there is nothing to be read."""
+
+from __future__ import annotations
+
+import copy
+import io
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import WeightsError
+from infinity.weights import placeholder
+
+CONFIG: dict[str, Any] = {
+    "train_batch_size": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "zero_optimization": {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": "cpu"},
+        "offload_optimizer": {"device": "cpu"},
+    },
+}
+VALUES = torch.arange(12.0).view(4, 3)
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        with torch.no_grad():
+            self.layer.weight.copy_(VALUES)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layer(x)
+        return out
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[Any]:
+    with infinity.initialize(model=Net(), config=CONFIG)[0] as engine:
+        yield engine
+
+
+@pytest.fixture
+def param(engine: Any) -> nn.Parameter:
+    found: nn.Parameter = engine.module.layer.weight
+    assert placeholder.is_held_by(found)
+    return found
+
+
+PAST_PYTHON: dict[str, Callable[[torch.Tensor], Any]] = {
+    "torch.tensor": torch.tensor,
+    "new_tensor": torch.zeros(1).new_tensor,
+    "new": torch.zeros(1).new,
+    "sparse_coo_tensor": lambda param: torch.sparse_coo_tensor(torch.arange(4)[None], param),
+}
+
+
+@pytest.mark.filterwarnings("ignore:To copy construct from a tensor")
+@pytest.mark.parametrize("read", PAST_PYTHON.values(), ids=PAST_PYTHON)
+def test_what_reads_it_past_python_is_refused(param: nn.Parameter, read: Any) -> None:
+    for tensor in (param, param.detach(), param.data):
+        with pytest.raises(WeightsError, match=r"layer\.weight .*past Python.*param\.clone\(\)"):
+            read(tensor)
+    assert torch.equal(read(param.clone()).to_dense(), VALUES), "the remedy"
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_scripted_function_is_refused(param: nn.Parameter) -> None:
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    scripted = torch.jit.script(twice)
+    with pytest.raises(RuntimeError, match=r"layer\.weight"):
+        scripted(param)
+    with infinity.zero.GatheredParameters(param):
+        assert torch.equal(scripted(param), VALUES * 2)
+
+
+def test_it_is_refused_in_another_thread(param: nn.Parameter) -> None:
+    caught: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            torch.zeros(1).new(param)
+        except WeightsError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join(60)
+    assert "layer.weight" in str(caught)
+
+
+def test_with_the_weights_here_nothing_is_refused(param: nn.Parameter) -> None:
+    with infinity.zero.GatheredParameters(param):
+        assert torch.equal(torch.zeros(1).new(param), VALUES)
+    assert torch.equal(param, VALUES)
+
+
+THIEVES: dict[str, tuple[type[Exception], Callable[[torch.Tensor], Any]]] = {
+    "arithmetic": (WeightsError, lambda x: x + 1),
+    "in place": (WeightsError, lambda x: x.add_(1)),
+    "a view": (WeightsError, lambda x: x.view(-1)),
+    "numpy": (WeightsError, lambda x: x.numpy()),
+    "an array": (WeightsError, numpy.asarray),
+    "repr": (WeightsError, repr),
+    "item": (WeightsError, lambda x: x[0, 0].item()),
+    "copy_": (WeightsError, lambda x: torch.zeros(4, 3).copy_(x)),
+    "tolist": (RuntimeError, lambda x: x.tolist()),
+    "torch.save": (RuntimeError, lambda x: torch.save(x, io.BytesIO())),
+    "deepcopy": (RuntimeError, copy.deepcopy),
+    "dlpack": (RuntimeError, lambda x: x.__dlpack__()),
+    "storage": (RuntimeError, lambda x: x.untyped_storage().data_ptr()),
+}
+
+
+@pytest.mark.parametrize(("error", "read"), THIEVES.values(), ids=THIEVES)
+def test_a_tensor_that_took_its_memory_reads_nothing(param: nn.Parameter, error: type[Exception], read: Any) -> None:
+    thief = torch.zeros(4, 3)
+    thief.data = param
+    with pytest.raises(error) as caught:
+        read(thief)
+    assert error is RuntimeError or ("layer.weight" in str(caught.value) and "param.clone()" in str(caught.value))
+    thief.data = torch.ones(4, 3)
+    assert thief.sum() == 12, "and is a tensor like any other afterwards"
+
+
+def test_the_thief_of_a_parameter_that_is_gone_is_refused() -> None:
+    thief = torch.zeros(4, 3)
+    engine = infinity.initialize(model=Net(), config=CONFIG)[0]
+    thief.data = next(engine.module.parameters())
+    engine.destroy()
+    del engine
+    with pytest.raises(WeightsError, match="given to another tensor"):
+        thief.sum()
+
+
+def test_training_goes_on_after_refusals(engine: Any, param: nn.Parameter) -> None:
+    x = torch.ones(2, 3)
+    expected = engine(x).detach().clone()
+    with pytest.raises(WeightsError):
+        torch.zeros(1).new(param)
+    loss = engine(x).square().mean()
+    assert torch.equal(engine(x), expected)
+    engine.backward(loss)
+    engine.step()
+    assert not torch.equal(engine(x), expected)
+
+
+def test_a_placeholder_has_every_dtype_and_no_memory() -> None:
+    for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.complex64):
+        made = placeholder.make((1 << 40,), dtype)
+        assert (made.shape, made.dtype, made.device.type) == ((1 << 40,), dtype, "cpu")
+    assert not placeholder.is_held_by(torch.zeros(1))
