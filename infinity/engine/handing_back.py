@@ -18,8 +18,8 @@ def hand_back(runtime: Runtime, config: Config) -> None:
     use brings them back, and another engine may take them over. Masters are handed back where there are any: they are
     what was trained, and a dtype of 16 bits is their rounding.
     """
-    runtime.settle()
-    runtime.drop_weights()
+    runtime.changes.settle()
+    runtime.changes.drop_weights()
     area = None
     if runtime.sharded.policy.shards_weights:
         area = StagingArea(config, runtime.collectives.joined_again())

@@ -82,7 +82,7 @@ class LateSave:
         try:
             while True:
                 if wait:
-                    self._runtime.settle()
+                    self._runtime.changes.settle()
                     self._job.wait()
                 if not all(self._runtime.collectives.gather_objects(self._job.is_done, "see how far a save is")):
                     return False

@@ -61,10 +61,10 @@ class Loading:
         """Load. Collective: ``together`` runs work on all ranks and raises on all if it fails on one; ``changed`` is
         called when there is no way back."""
         started = time.perf_counter()
-        together(self._runtime.begin_rewrite, "begin to load a checkpoint")
+        together(self._runtime.changes.begin_rewrite, "begin to load a checkpoint")
         changed()
         num_bytes = together(self._fill, "read the checkpoint's pieces")
-        self._runtime.end_rewrite()
+        self._runtime.changes.end_rewrite()
         together(self._restore_rest, "take over the checkpoint's state")
         if self._runtime.collectives.rank == 0:
             seconds = time.perf_counter() - started

@@ -86,7 +86,7 @@ class TrainingLoop:
             runtime.states.keeps_states = self.update.keeps_states
         self._in_backward: InBackward | None = None
         if self.update is not None and config.io_daemon.update_in_backward:
-            self._in_backward = InBackward(self.update, runtime.gradients, runtime.make_ready)
+            self._in_backward = InBackward(self.update, runtime.gradients, runtime.changes.make_ready)
         self._close_traffic()
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -180,15 +180,15 @@ class TrainingLoop:
         self._gather_gradients()
         if not self.config.zero_optimization.ignore_unused_parameters:
             self._refuse_unused()
-        self.runtime.check_update()
+        self.runtime.changes.check()
         if update.begin(self.runtime.reducer.used) is Outcome.APPLIED:
-            self.runtime.begin_update()
-            update.apply(None if self.config.io_daemon.update == "in_step" else self.runtime.chunks_that_stay)
+            self.runtime.changes.begin()
+            update.apply(None if self.config.io_daemon.update == "in_step" else self.runtime.changes.chunks_that_stay)
         self.was_step_applied = update.finish() is Outcome.APPLIED
         if self.was_step_applied:
-            self.runtime.end_update()
+            self.runtime.changes.end()
         else:
-            self.runtime.skip_update()
+            self.runtime.changes.skip()
         self.micro_steps = 0
 
     def _gather_gradients(self) -> None:

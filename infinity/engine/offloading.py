@@ -39,9 +39,9 @@ class OffloadedStates:
         wanted = _wanted(include)
         runtime = self._runtime
         self._check_between_steps()
-        runtime.settle()
+        runtime.changes.settle()
         if OffloadStateTypeEnum.lp_params in wanted:
-            runtime.drop_weights()
+            runtime.changes.drop_weights()
         self._phases.states_are_away |= bool(wanted)
         mask = _kinds(wanted, runtime.sharded.precision)
         runtime.sharded.device_store.move_out(mask, pin_memory=pin_memory, non_blocking=non_blocking)
@@ -51,7 +51,7 @@ class OffloadedStates:
         """Everything is where it was. Collective where weights are whole in memory."""
         self._check_between_steps()
         self._runtime.sharded.device_store.bring_back(non_blocking=non_blocking)
-        self._runtime.refresh_persistent()
+        self._runtime.changes.refresh()
         self._phases.states_are_away = False
 
     def _check_between_steps(self) -> None:

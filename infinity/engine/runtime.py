@@ -7,7 +7,7 @@ but not to the engine, so that an engine nobody refers to any more can end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -15,12 +15,13 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.engine.changes import WeightChanges
 from infinity.engine.gathering import Gathering
 from infinity.engine.phases import Phases
 from infinity.engine.state_access import StateAccess
 from infinity.engine.user_gradients import UserGradients
 from infinity.errors import EngineStateError, WeightsError
-from infinity.states import ShardedState, StepPhase
+from infinity.states import StepPhase
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
 from infinity.update.reducer import Reducer
@@ -92,6 +93,15 @@ class Runtime(owners.Owner):
             refresh=self._gathering.refresh,
             together=collectives.together,
         )
+        self.changes = WeightChanges(
+            self,
+            sharded,
+            self.live_set,
+            self.reducer,
+            phases,
+            lock=self._lock,
+            refuse_views=self._refuse_views,
+        )
         self._saved = SavedTensors(self._param_of, sharded.resident, self._bring, self._cast_once.use)
         self._streams = any(not group.persistent for group in sharded.groups)
         kept = (p for p in sharded.params if not self._group_of[p.index].placement.trainable)
@@ -112,7 +122,7 @@ class Runtime(owners.Owner):
         asking = threading.Thread(target=self._hold_accumulators)
         asking.start()
         asking.join()
-        self.refresh_persistent()
+        self.changes.refresh()
 
     def _hold_accumulators(self) -> None:
         for param in self.sharded.params:
@@ -280,59 +290,6 @@ class Runtime(owners.Owner):
         name = found.name if found is not None else "a parameter"
         raise WeightsError(f"{name} (shape {tuple(param.shape)})", problem, remedy)
 
-    # Passes and updates: what the loop drives
-
-    @property
-    def device(self) -> torch.device:
-        return self.sharded.params[0].device
-
-    def refresh_persistent(self, *, updated: bool = False) -> None:
-        """Persistent weights are what the store has, where they were. ``updated``: by an update, and nothing else."""
-        for group in self.sharded.groups:
-            if group.persistent and group.state is ShardedState.SHARDED:
-                group.wait_for_unshard(updated=updated)
-                for param in group.params:
-                    if not param.is_shown:
-                        param.show()
-
-    def drop_weights(self) -> None:
-        """Give up all weights that are in memory; ``refresh_persistent`` brings back those that stay.
-
-        Raises WeightsError for what is changed, or kept in a view.
-        """
-        self.check_update()
-        with self._lock:
-            self.live_set.reshard_all(persistent=True)
-            for param in self.sharded.params:
-                if param.is_shown:
-                    param.hide()
-                param.drop()
-
-    def check_update(self) -> None:
-        """Raises WeightsError, before anything changes, for what an update would break."""
-        self._check_params(self.sharded.params)
-
-    def make_ready(self, group: ParamGroup) -> None:
-        """The group's weights are about to change in the store. Raises WeightsError for what that would break."""
-        self._check_params(group.params)
-        self.live_set.drop_ahead(group)
-
-    def _check_params(self, params: Iterable[ShardedParam]) -> None:
-        for param in params:
-            if param.is_changed:
-                owners.refuse_write(self, param.param)
-            self._refuse_views(param)
-
-    def settle(self) -> None:
-        """Do what is due of every chunk."""
-        with self._lock:
-            self.live_set.reshard_all()
-            self.store.settle()
-
-    def begin_update(self) -> None:
-        """Nothing is in use any more."""
-        self.live_set.reshard_all(persistent=True)
-
     def _refuse_views(self, param: ShardedParam) -> None:
         if param.has_outliving_views():
             self.refuse(
@@ -341,44 +298,11 @@ class Runtime(owners.Owner):
                 "keep a copy, with .clone(), or drop the view before its weights change",
             )
 
+    # Passes: what the loop drives
+
     @property
-    def chunks_that_stay(self) -> Sequence[int]:
-        """Those of weights that are on the device between steps as well: nobody asks for them before a use."""
-        return [chunk for group in self.sharded.groups if group.persistent for chunk, _ in group.chunks]
-
-    def end_update(self) -> None:
-        self.reducer.clear()
-        self.refresh_persistent(updated=True)
-        for param in self.sharded.params:
-            param.count_update()
-        self.store.complete()
-        self._end_training_pass()
-
-    def skip_update(self) -> None:
-        """The weights stay as they are. The next passes will not be like this one, which has no update."""
-        self.reducer.clear()
-        self.live_set.reshard_all()
-        self.store.abandon()
-        self._end_training_pass()
-
-    def begin_rewrite(self) -> None:
-        """Weights are about to get other values in the store: nothing is in use, and nothing is leased ahead. Raises
-        EngineStateError or WeightsError, before anything changes, where something is."""
-        for group in self.sharded.groups:
-            if group.in_use:
-                raise EngineStateError(f"the weights of {group.name} are gathered: load outside GatheredParameters")
-        self.check_update()
-        self.skip_update()
-        self.live_set.reshard_all(persistent=True)
-
-    def end_rewrite(self) -> None:
-        """The store has them: what is on the device follows."""
-        self.refresh_persistent()
-        for param in self.sharded.params:
-            param.count_update()
-
-    def _end_training_pass(self) -> None:
-        self._phases.in_training_pass = False
+    def device(self) -> torch.device:
+        return self.sharded.params[0].device
 
     def empty_cache(self) -> None:
         """Give up weights that nobody uses now, and what was leased ahead."""

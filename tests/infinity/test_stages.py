@@ -98,7 +98,7 @@ def test_whole_weights_that_have_masters_are_kept_once() -> None:
         engine.backward(engine(torch.ones(4, 16, dtype=torch.bfloat16)).square().mean())
         engine.set_gradient_accumulation_boundary(is_boundary=True)
         engine.step()
-        engine._runtime.settle()
+        engine._runtime.changes.settle()
         stored = engine._runtime.store.stats()["resident_bytes"]
         assert stored == (weight_bytes + 4 + 8) * numel, "weights, masters, moments"
         with infinity.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):

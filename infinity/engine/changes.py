@@ -1,0 +1,120 @@
+"""Changing weights in the store: what must not be in use before, what follows on the device afterwards.
+
+An update, a checkpoint that is loaded and weights that move to another tier are all changes: nothing has changed where
+one is refused.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+
+from infinity.engine.phases import Phases
+from infinity.errors import EngineStateError
+from infinity.states import ShardedState
+from infinity.update.reducer import Reducer
+from infinity.weights import owners
+from infinity.weights.live_set import LiveSet
+from infinity.weights.param import ShardedParam
+from infinity.weights.param_group import ParamGroup
+from infinity.weights.sharded_model import ShardedModel
+
+
+class WeightChanges:
+    def __init__(
+        self,
+        owner: owners.Owner,
+        sharded: ShardedModel,
+        live_set: LiveSet,
+        reducer: Reducer,
+        phases: Phases,
+        *,
+        lock: threading.RLock,
+        refuse_views: Callable[[ShardedParam], None],
+    ) -> None:
+        self._owner, self._sharded, self._store = owner, sharded, sharded.store
+        self._live_set, self._reducer, self._phases = live_set, reducer, phases
+        self._lock, self._refuse_views = lock, refuse_views
+
+    def check(self) -> None:
+        """Raises WeightsError, before anything changes, for what an update would break."""
+        self._check_params(self._sharded.params)
+
+    def make_ready(self, group: ParamGroup) -> None:
+        """The group's weights are about to change in the store. Raises WeightsError for what that would break."""
+        self._check_params(group.params)
+        self._live_set.drop_ahead(group)
+
+    def _check_params(self, params: Iterable[ShardedParam]) -> None:
+        for param in params:
+            if param.is_changed:
+                owners.refuse_write(self._owner, param.param)
+            self._refuse_views(param)
+
+    def settle(self) -> None:
+        """Do what is due of every chunk."""
+        with self._lock:
+            self._live_set.reshard_all()
+            self._store.settle()
+
+    def begin(self) -> None:
+        """Nothing is in use any more."""
+        self._live_set.reshard_all(persistent=True)
+
+    def end(self) -> None:
+        self._reducer.clear()
+        self.refresh(updated=True)
+        for param in self._sharded.params:
+            param.count_update()
+        self._store.complete()
+        self._phases.in_training_pass = False
+
+    def skip(self) -> None:
+        """The weights stay as they are. The next passes will not be like this one, which has no update."""
+        self._reducer.clear()
+        self._live_set.reshard_all()
+        self._store.abandon()
+        self._phases.in_training_pass = False
+
+    def begin_rewrite(self) -> None:
+        """Weights are about to get other values in the store: nothing is in use, and nothing is leased ahead. Raises
+        EngineStateError or WeightsError, before anything changes, where something is."""
+        for group in self._sharded.groups:
+            if group.in_use:
+                raise EngineStateError(f"the weights of {group.name} are gathered: load outside GatheredParameters")
+        self.check()
+        self.skip()
+        self._live_set.reshard_all(persistent=True)
+
+    def end_rewrite(self) -> None:
+        """The store has them: what is on the device follows."""
+        self.refresh()
+        for param in self._sharded.params:
+            param.count_update()
+
+    def drop_weights(self) -> None:
+        """Give up all weights that are in memory; ``refresh`` brings back those that stay.
+
+        Raises WeightsError for what is changed, or kept in a view.
+        """
+        self.check()
+        with self._lock:
+            self._live_set.reshard_all(persistent=True)
+            for param in self._sharded.params:
+                if param.is_shown:
+                    param.hide()
+                param.drop()
+
+    def refresh(self, *, updated: bool = False) -> None:
+        """Persistent weights are what the store has, where they were. ``updated``: by an update, and nothing else."""
+        for group in self._sharded.groups:
+            if group.persistent and group.state is ShardedState.SHARDED:
+                group.wait_for_unshard(updated=updated)
+                for param in group.params:
+                    if not param.is_shown:
+                        param.show()
+
+    @property
+    def chunks_that_stay(self) -> Sequence[int]:
+        """Those of weights that are on the device between steps as well: nobody asks for them before a use."""
+        return [chunk for group in self._sharded.groups if group.persistent for chunk, _ in group.chunks]
