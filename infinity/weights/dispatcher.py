@@ -48,6 +48,8 @@ def _param_with_memory_of(tensor: torch.Tensor) -> nn.Parameter | None:
 def watch() -> Any:
     """From now on placeholders are watched, in every thread, for the process's life."""
     make: Any = torch.library.Library
-    library = make("_", "IMPL")
-    library.fallback(_refuse, placeholder.KEY)
-    return library  # torch would take the fallback back with it
+    everything, metadata = make("_", "IMPL"), make("aten", "IMPL")
+    everything.fallback(_refuse, placeholder.KEY)
+    # in inference mode, ``data =`` asks it on the way to the placeholder and back
+    metadata.impl("_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, placeholder.KEY)
+    return everything, metadata  # torch would take back what they have registered with them

@@ -21,22 +21,22 @@ KEY: Final = "Fake"
 _KEYS: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY))
 
 
-class _Placeholder(torch.Tensor):
-    """Only made to be copied from by ``data =``: torch adds dispatch keys to tensors of a subclass alone."""
+class _Wrapper(torch.Tensor):
+    """Torch adds dispatch keys to tensors of a subclass alone; what takes its data over gets them, too."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, *_: Any) -> NoReturn:
-        raise AssertionError(f"{func} is called with a placeholder that no parameter holds")
+        raise AssertionError(f"{func} is called with what only placeholders are made of")
 
 
 def make(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """A tensor of that shape, dtype and device, without memory."""
     make_wrapper: Any = torch.Tensor._make_wrapper_subclass
     with torch.inference_mode(mode=False):
-        made: torch.Tensor = make_wrapper(
-            _Placeholder, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS
-        )
-    torch._C._set_throw_on_mutable_data_ptr(made)
+        wrapper = make_wrapper(_Wrapper, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS)
+        torch._C._set_throw_on_mutable_data_ptr(wrapper)
+        made = torch.empty(0, dtype=dtype, device=device)
+        made.data = wrapper
     return made
 
 

@@ -155,6 +155,16 @@ def test_training_goes_on_after_refusals(engine: Any, param: nn.Parameter) -> No
     assert not torch.equal(engine(x), expected)
 
 
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, torch.enable_grad])
+def test_weights_come_and_go_in_every_mode(engine: Any, param: nn.Parameter, mode: Any) -> None:
+    with mode():
+        before = param.clone()
+        assert torch.equal(engine.module(torch.eye(3)), engine.module(torch.eye(3)))
+        with pytest.raises(WeightsError, match=r"layer\.weight"):
+            torch.zeros(1).new(param)
+    assert torch.equal(param, before)
+
+
 def test_a_placeholder_has_every_dtype_and_no_memory() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int8, torch.complex64):
         made = placeholder.make((1 << 40,), dtype)
