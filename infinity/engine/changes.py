@@ -100,6 +100,8 @@ class WeightChanges:
         self.check()
         with self._lock:
             self._live_set.reshard_all(persistent=True)
+            for group in self._sharded.groups:
+                group.withdraw()
             for param in self._sharded.params:
                 if param.is_shown:
                     param.hide()

@@ -34,6 +34,8 @@ class Precision:
     keeps_weights: bool = True
     """The store has weights beside their masters. False: they are whole on the device, rounded from their masters,
     and the store has those of frozen parameters alone."""
+    weights_stay: bool = False
+    """Weights are whole on the device for good."""
     keeps_gradients: bool = True
     """Whether trained parameters have a gradient until the update. False: an engine without an optimizer."""
     update: torch.dtype = FP32
@@ -74,6 +76,7 @@ class Precision:
             gradient=gradient,
             master=master,
             keeps_weights=policy.shards_weights or not master,
+            weights_stay=not policy.shards_weights,
             update=weight if config.bf16.bf16_optimizer_states else FP32,
             states=states or {},
             markers=markers if config.io_daemon.master_weights == "split" else None,
@@ -110,6 +113,11 @@ class Precision:
     def home(self, *, trainable: bool) -> ObjectKind:
         """The kind that the store has the weights in."""
         return ObjectKind.WEIGHT if self.keeps_weights or not trainable else ObjectKind.MASTER
+
+    def lies_in_params(self, *, trainable: bool) -> bool:
+        """Whether the store's weights are those on the device, once these are there, and have no memory of their
+        own."""
+        return self.weights_stay and self.home(trainable=trainable) is ObjectKind.WEIGHT
 
     @property
     def stepped(self) -> ObjectKind:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -10,12 +10,15 @@ from infinity.errors import EngineStateError
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore
 from io_daemon.shared.protocol import Access, kinds_of
 
+Views = Callable[[], list[torch.Tensor]]
+"""What gives the elements of an object, 1-D and in order, where they lie at the time."""
+
 
 class MemoryLease(Lease):
     def __init__(self, store: MemoryStore, chunk: int, read: int, write: int) -> None:
         self.chunk = chunk
         self._store, self._read, self._write = store, read, write
-        self._tensors: dict[int, torch.Tensor] = {}
+        self._tensors: dict[int, list[torch.Tensor]] = {}
         self._made = 0
         """Kinds that had no memory before: of undefined contents, unless this lease writes them."""
 
@@ -26,7 +29,7 @@ class MemoryLease(Lease):
                 self._tensors[kind] = self._store.open(self.chunk, kind, read=bool(self._read >> kind & 1))
 
     def pieces(self, kind: int) -> list[torch.Tensor]:
-        return [self._tensors[kind]]
+        return self._tensors[kind]
 
     def release(self, *, dirty: int = 0, dead: int = 0) -> None:
         for kind in kinds_of(dead | self._made & ~dirty):
@@ -35,12 +38,14 @@ class MemoryLease(Lease):
 
 
 class MemoryStore(ShardStore):
-    """Every object a plain tensor on ``device``, made when first needed, dropped when dead."""
+    """Every object a plain tensor on ``device``, made when first needed, dropped when dead; but for those that lie in
+    memory of somebody else's."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._layouts: dict[int, ChunkLayout] = {}
         self._objects: dict[tuple[int, int], torch.Tensor] = {}
+        self._elsewhere: dict[tuple[int, int], Views] = {}
         self._num_registered = 0
         self._away = 0
         """Kinds that wait in host memory."""
@@ -55,6 +60,7 @@ class MemoryStore(ShardStore):
         for chunk in chunks:
             for kind in self._layouts.pop(chunk).dtypes:
                 self.discard(chunk, kind)
+                self._elsewhere.pop((chunk, kind), None)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         if (read | write) & self._away:
@@ -62,17 +68,29 @@ class MemoryStore(ShardStore):
         return MemoryLease(self, chunk, read, write)
 
     def has(self, chunk: int, kind: int) -> bool:
-        return (chunk, kind) in self._objects
+        return (chunk, kind) in self._objects or (chunk, kind) in self._elsewhere
 
-    def open(self, chunk: int, kind: int, *, read: bool) -> torch.Tensor:
-        """The object's tensor; zeros if it was never written and is to be read."""
+    def keep_in(self, chunk: int, kind: int, views: Views) -> None:
+        """From now on the object is what ``views`` gives, which has its contents already."""
+        self._elsewhere[chunk, kind] = views
+        self.discard(chunk, kind)
+
+    def take_back(self, chunk: int, kind: int) -> None:
+        """The counterpart of ``keep_in``: the object has memory of its own, with the contents."""
+        views = self._elsewhere.pop((chunk, kind))
+        self._objects[chunk, kind] = torch.cat(views())
+
+    def open(self, chunk: int, kind: int, *, read: bool) -> list[torch.Tensor]:
+        """The object's elements; zeros if it was never written and is to be read."""
+        if (chunk, kind) in self._elsewhere:
+            return self._elsewhere[chunk, kind]()
         tensor = self._objects.get((chunk, kind))
         if tensor is None:
             layout = self._layouts[chunk]
             make = torch.zeros if read else torch.empty
             tensor = make(layout.numel, dtype=layout.dtypes[kind], device=self._device)
             self._objects[chunk, kind] = tensor
-        return tensor
+        return [tensor]
 
     def discard(self, chunk: int, kind: int) -> None:
         self._objects.pop((chunk, kind), None)
@@ -103,4 +121,5 @@ class MemoryStore(ShardStore):
 
     def close(self) -> None:
         self._objects.clear()
+        self._elsewhere.clear()
         self._layouts.clear()

@@ -65,14 +65,17 @@ class SubGroup:
         self.chunk = chunk
         self.placement = placement
         self._rule, self._stepped, self._group_of = rule, precision.stepped, group_of
-        self._runs = [(run, _alike(run, group_of)) for run in runs_of(placement.segments)]
+        apart = precision.lies_in_params(trainable=True)
+        runs = [Run(segments=(each,)) for each in placement.segments] if apart else runs_of(placement.segments)
+        self._runs = [(run, _alike(run, group_of)) for run in runs]
         self.read = ObjectKind.GRAD.mask | rule.state_mask | self._stepped.mask
         """Gradient, master weights and states; 16-bit weights beside masters are only written, so never swapped in."""
         dtypes = precision.dtypes(trainable=True)
         self.dirty = rule.state_mask | self._stepped.mask | (ObjectKind.WEIGHT in dtypes and ObjectKind.WEIGHT.mask)
         self._weights_of = weights_of
         self._gradient = dtypes[ObjectKind.GRAD]
-        self._widest = max(kinds_of(self.read), key=lambda kind: dtypes[kind].itemsize)
+        cut_by_frames = [kind for kind in kinds_of(self.read) if not apart or kind != ObjectKind.WEIGHT]
+        self._widest = max(cut_by_frames, key=lambda kind: dtypes[kind].itemsize)
         """Frames cut the elements of no other kind at more places."""
 
     def update(self, lease: Lease, terms: Terms, gradient_of: GradientOf | None = None) -> dict[int, History]:

@@ -16,6 +16,7 @@ from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment
 from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.tiers.collectives import Collectives
+from infinity.tiers.memory import MemoryStore, Views
 from infinity.tiers.reductions import Reducing
 from infinity.weights import access
 from infinity.weights.param import ShardedParam
@@ -72,6 +73,7 @@ class ParamGroup:
         home: ObjectKind = ObjectKind.WEIGHT,
         reductions: Collectives | None = None,
         all_reduces: bool = False,
+        lent_to: MemoryStore | None = None,
     ) -> None:
         """A group of the ranks of ``collectives``, which have a shard each.
 
@@ -80,6 +82,8 @@ class ParamGroup:
             home: the kind that the store has the weights in.
             reductions: the ranks that gradients are averaged over; None: those that share the weights.
             all_reduces: the mean is made whole on every rank, also where each takes its shard of it only.
+            lent_to: what has this rank's part of the weights, once they are here, where they are; None: nothing, the
+                store has memory of its own for them.
         """
         self.placement = placement
         self.params = params
@@ -99,6 +103,7 @@ class ParamGroup:
         self._all_reduces = all_reduces
         self._dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
         self._pool = pool if pool is not None else MemoryPool(0, params[0].device)
+        self._lent_to, self._is_lent = lent_to, False
         self._leases: list[Lease] = []
         self._frames_ahead = 0
 
@@ -130,9 +135,9 @@ class ParamGroup:
         """Copy the weights into the parameters. Blocks until every chunk was resident once.
 
         ``updated``: an update has changed them, and nothing else. Where the store has masters only, it has put this
-        rank's part into the parameters already.
+        rank's part into the parameters already; what is lent to the store is where it belongs, whoever wrote it.
         """
-        own_is_here = updated and self._home is not ObjectKind.WEIGHT
+        own_is_here = self._is_lent or (updated and self._home is not ObjectKind.WEIGHT)
         if self.state is ShardedState.SHARDED:
             if own_is_here:
                 self._go(ShardedState.UNSHARDING)
@@ -144,7 +149,36 @@ class ParamGroup:
                 self._share(flats)
             else:
                 self._gather_into(flats, self._home, self._dtype)
+        if self._lent_to is not None and not self._is_lent:
+            for chunk, placement in self.chunks:
+                self._lent_to.keep_in(chunk, ObjectKind.WEIGHT, self._views_of(placement))
+            self._is_lent = True
         self._go(ShardedState.UNSHARDED)
+
+    def withdraw(self) -> None:
+        """The weights are about to leave the parameters: the store has memory of its own for them, until they are here
+        again."""
+        if self._lent_to is not None and self._is_lent:
+            for chunk, _ in self.chunks:
+                self._lent_to.take_back(chunk, ObjectKind.WEIGHT)
+            self._is_lent = False
+
+    def _views_of(self, chunk: ChunkPlacement) -> Views:
+        """What gives a chunk's weights within the parameters, with something in between where there is padding."""
+        params = {param.index: param for param in self.params}
+        parts = [(params[segment.param], segment) for segment in chunk.segments]
+        numel, dtype, device = chunk.numel, self._dtype, self.params[0].device
+
+        def views() -> list[torch.Tensor]:
+            found, done = [], 0
+            for param, segment in parts:
+                if segment.chunk_offset > done:
+                    found.append(torch.zeros(segment.chunk_offset - done, dtype=dtype, device=device))
+                found.append(param.allocate()[segment.param_offset : segment.param_offset + segment.numel])
+                done = segment.chunk_offset + segment.numel
+            return [*found, torch.zeros(numel - done, dtype=dtype, device=device)] if done < numel else found
+
+        return views
 
     def gather(self, kind: ObjectKind, dtype: torch.dtype) -> dict[int, torch.Tensor]:
         """The full contents of one kind, for export: parameter index -> flat tensor [numel] on the CPU."""

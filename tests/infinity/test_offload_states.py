@@ -136,13 +136,13 @@ def test_device_memory_is_given_back() -> None:
 def test_the_store_refuses_kinds_that_are_away() -> None:
     store = MemoryStore(torch.device("cpu"))
     (chunk,) = store.register([ChunkLayout(numel=4, dtypes={0: torch.float32, 1: torch.float32})])
-    store.open(chunk, 0, read=True).fill_(7)
+    store.open(chunk, 0, read=True)[0].fill_(7)
     store.move_out(1, pin_memory=False, non_blocking=False)
     store.acquire(chunk, read=2).release()
     with pytest.raises(EngineStateError, match="reload_states"):
         store.acquire(chunk, read=1)
     store.bring_back(non_blocking=False)
-    assert store.open(chunk, ObjectKind.WEIGHT, read=True).tolist() == [7.0] * 4
+    assert store.open(chunk, ObjectKind.WEIGHT, read=True)[0].tolist() == [7.0] * 4
 
 
 def test_what_cannot_be_done_is_refused_by_name() -> None:

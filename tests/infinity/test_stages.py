@@ -108,6 +108,47 @@ def test_whole_weights_that_have_masters_are_kept_once() -> None:
         engine.destroy()
 
 
+@pytest.mark.parametrize("bf16", [False, True])
+def test_whole_weights_that_have_no_masters_are_kept_once(*, bf16: bool) -> None:
+    """fp32 weights, and frozen ones of any dtype: in the parameters alone, whatever is done with them."""
+    size, dtype = (2, torch.bfloat16) if bf16 else (4, torch.float32)
+    trained, frozen = (
+        sum(align_up(p.numel(), ALIGNMENT) for name, p in _model().named_parameters() if name.startswith("2.") is part)
+        for part in (False, True)
+    )
+    expected = {0: (8, 0), 1: (8, 0), 2: (8, 0), 3: (8 + size, size)}
+    runs = []
+    for stage, (trained_bytes, frozen_bytes) in expected.items():
+        model = _model()
+        model[2].requires_grad_(requires_grad=False)
+        engine: Any = infinity.initialize(model=model, config={**_with(stage), "bf16": {"enabled": bf16}})[0]
+        held = (trained_bytes + 4 * bf16) * trained + frozen_bytes * frozen
+
+        def step(engine: Any = engine) -> float:
+            for _ in range(2):
+                loss = engine(torch.ones(4, 16, dtype=dtype)).float().square().mean()
+                engine.backward(loss)
+                engine.step()
+            engine._runtime.changes.settle()
+            last: float = loss.item()
+            return last
+
+        losses = [step(), step()]
+        assert engine._runtime.store.stats()["resident_bytes"] == held
+        engine.offload_states()
+        engine.reload_states()
+        with infinity.zero.GatheredParameters(list(engine.module.parameters()), modifier_rank=0):
+            nn.init.constant_(engine.module[0].weight, 0.25)
+            nn.init.constant_(engine.module[2].weight, 0.5)
+        losses.append(step())
+        assert engine._runtime.store.stats()["resident_bytes"] == held
+        weights = engine.full_state_dict()
+        assert set(weights["2.weight"].flatten().tolist()) == {0.5}
+        runs.append((losses, weights))
+        engine.destroy()
+    assert all(_same(run, runs[-1]) for run in runs)
+
+
 def test_weights_stay_whole_below_stage_3() -> None:
     for stage, whole in ((2, True), (3, False)):
         engine: Any = infinity.initialize(model=_model(), config=_with(stage))[0]
