@@ -28,6 +28,7 @@ from infinity.update.in_backward import InBackward, refuse_before_step, refuse_n
 from infinity.update.loss_scale import loss_scale_of
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.rule import UpdateRule
+from infinity.update.scratch import Scratch
 from infinity.update.sub_group import SubGroup
 from infinity.update.update import Outcome, Update
 from infinity.update.whole import WholeParams
@@ -328,7 +329,7 @@ class TrainingLoop:
         return self.update
 
     def _build_update(self, optimizer: ShardedOptimizer, optimizer_groups: Sequence[int]) -> Update:
-        sharded = self._sharded
+        sharded, scratch = self._sharded, Scratch()
         sub_groups = [
             SubGroup(
                 chunk_id,
@@ -336,6 +337,7 @@ class TrainingLoop:
                 rule=optimizer.rule,
                 precision=sharded.precision,
                 group_of=optimizer_groups,
+                scratch=scratch,
                 weights_of=None if sharded.precision.keeps_weights else sharded.weights_of,
             )
             for chunk_id, chunk in enumerate(sharded.chunks)

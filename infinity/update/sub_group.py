@@ -15,6 +15,7 @@ from infinity.plan.precision import Precision
 from infinity.plan.sharding import ALIGNMENT, ChunkPlacement, Run, Segment, runs_of
 from infinity.tiers.base import Lease, spans
 from infinity.update.rule import Call, History, Options, UpdateRule
+from infinity.update.scratch import Scratch
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind, kinds_of
 
@@ -55,11 +56,13 @@ class SubGroup:
         rule: UpdateRule,
         precision: Precision,
         group_of: Sequence[int],
+        scratch: Scratch,
         weights_of: WeightsOf | None = None,
     ) -> None:
         """
         Args:
             group_of: parameter index -> index of its optimizer group.
+            scratch: shared by all that are stepped one after the other.
             weights_of: where weights are that the store does not have.
         """
         self.chunk = chunk
@@ -72,7 +75,7 @@ class SubGroup:
         """Gradient, master weights and states; 16-bit weights beside masters are only written, so never swapped in."""
         dtypes = precision.dtypes(trainable=True)
         self.dirty = rule.state_mask | self._stepped.mask | (ObjectKind.WEIGHT in dtypes and ObjectKind.WEIGHT.mask)
-        self._weights_of = weights_of
+        self._weights_of, self._scratch = weights_of, scratch
         self._gradient = dtypes[ObjectKind.GRAD]
         cut_by_frames = [kind for kind in kinds_of(self.read) if not apart or kind != ObjectKind.WEIGHT]
         self._widest = max(cut_by_frames, key=lambda kind: dtypes[kind].itemsize)
@@ -104,7 +107,7 @@ class SubGroup:
 
     def _collected(self, gradient_of: GradientOf, device: torch.device) -> torch.Tensor:
         """The chunk's gradients in the rule's dtype, rounded as the store would round them."""
-        values = torch.empty(self.placement.numel, dtype=self._rule.dtype, device=device)
+        values = self._scratch.take(self.placement.numel, self._rule.dtype, device)
         for segment in self.placement.segments:
             gradient = gradient_of(segment)
             if gradient is not None:
@@ -122,12 +125,25 @@ class SubGroup:
                 at, length = offset + start, widest.numel()
                 target = _view(pieces[self._stepped], at, length)
                 param = target.to(self._rule.dtype)
-                grad = _view(pieces[ObjectKind.GRAD], at, length).to(param.device, param.dtype)
                 batch.targets.append(target)
                 batch.call.params.append(param)
-                batch.call.grads.append(grad if terms.factor is None else grad * terms.factor.to(param.device))
+                batch.call.grads.append(self._gradient_for(param, pieces, at, terms.factor))
                 batch.call.states.append(tuple(_view(pieces[kind], at, length) for kind in self._rule.state_kinds))
         return batches
+
+    def _gradient_for(
+        self, param: torch.Tensor, pieces: _Pieces, offset: int, factor: torch.Tensor | None
+    ) -> torch.Tensor:
+        """What the optimizer takes: the lease's gradient itself where it is the parameter's dtype, and unscaled."""
+        grad = _view(pieces[ObjectKind.GRAD], offset, param.numel())
+        is_alike = (grad.dtype, grad.device) == (param.dtype, param.device)
+        if is_alike and factor is None:
+            return grad
+        values = self._scratch.take(self.placement.numel, param.dtype, param.device)[offset : offset + param.numel()]
+        if is_alike and factor is not None:
+            return torch.mul(grad, factor.to(param.device), out=values)
+        values.copy_(grad)
+        return values if factor is None else values.mul_(factor.to(param.device))
 
     def _ranges(self, terms: Terms) -> Iterator[tuple[list[int], int, int]]:
         """(parameters, chunk offset, numel) of what is stepped alike: whole runs, where all of one are to be stepped

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
-from infinity.plan.memory_plan import DEMAND_SETS_MIN, MemoryPlan, StateShape, plan_memory
+from infinity.plan.memory_plan import DEMAND_SETS_MIN, LARGE_NUMEL, MemoryPlan, StateShape, plan_memory
 from infinity.plan.sharding import NORM_BLOCK
 from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind
 
@@ -88,6 +88,21 @@ def test_a_chunk_never_exceeds_the_sub_group() -> None:
         shape([1 << 26], BF16), budget_bytes=1 << 32, chunk_numel_max=40_000, local_world_size=1, budget_key="k"
     )
     assert made.chunk_numel == 2 * NORM_BLOCK
+
+
+def test_where_everything_fits_chunks_are_large_and_equal_parts_of_a_group() -> None:
+    """Fewer leases on as many bytes; a budget that does not hold them, or that they would fill with empty frames, has
+    those of any other."""
+    layers = shape([12_600_000] * 12, BF16)
+    roomy, tight = plan(layers, 4 << 30), plan(layers, 1 << 30)
+    assert 4 * roomy.chunk_numel >= 12_600_000 > 4 * (roomy.chunk_numel - NORM_BLOCK)
+    assert roomy.chunk_numel <= LARGE_NUMEL
+    assert roomy.num_frames * roomy.frame_bytes < 1.1 * 16 * 12 * 12_600_000
+    assert tight.chunk_numel < roomy.chunk_numel / 2
+    pinned = plan(shape([12_600_000] * 12, BF16, pinned_mask=~0), 4 << 30)
+    assert pinned.chunk_numel == roomy.chunk_numel
+    uneven = plan(shape([12_600_000] + [700_000] * 200, BF16), 4 << 30)
+    assert uneven.chunk_numel < roomy.chunk_numel / 2, "two thirds of most chunks would be empty"
 
 
 def test_a_small_model_has_few_chunks_unless_they_would_stay_empty() -> None:

@@ -11,6 +11,7 @@ import torch
 from infinity.plan.precision import Precision
 from infinity.update.dry_run import options_of as all_options_of
 from infinity.update.rule import History, UpdateRule
+from infinity.update.scratch import Scratch
 from infinity.update.sub_group import SubGroup, Terms
 from infinity.update.torch_rule import rule_of
 from io_daemon.shared.protocol import ObjectKind
@@ -40,7 +41,9 @@ class Fixture:
         self.store = self.shards.store
         (self.placement,) = self.shards.chunks
         self.stepped = precision.stepped
-        self.sub_group = SubGroup(0, self.placement, rule=rule(), precision=precision, group_of=group_of)
+        self.sub_group = SubGroup(
+            0, self.placement, rule=rule(), precision=precision, group_of=group_of, scratch=Scratch()
+        )
         generator = torch.Generator().manual_seed(3)
         self.store.object(0, self.stepped).copy_(torch.randn(self.placement.numel, generator=generator))
         self.store.object(0, ObjectKind.WEIGHT).copy_(self.store.object(0, self.stepped))
