@@ -177,17 +177,22 @@ class Runtime(owners.Owner):
         with self._lock:
             self.live_set.use(group)
             group.num_holds += 1
-            for param in group.params:
-                param.show()
+            group.num_calls += 1
+            if group.num_calls == 1:  # modules that share a group are called within each other
+                for param in group.params:
+                    param.show()
 
     def release(self, groups: Sequence[ParamGroup]) -> None:
         changed: list[ShardedParam] = []
         unseen: list[ShardedParam] = []
         with self._lock:
             for group in reversed(groups):
+                group.num_holds -= 1
+                group.num_calls -= 1
+                if group.num_calls:
+                    continue
                 unseen += [param for param in group.params if param.is_kept_unseen()]
                 spoiled = [param for param in group.params if not param.hide()]
-                group.num_holds -= 1
                 if spoiled:
                     self.live_set.forget(group)
                     changed += spoiled

@@ -94,6 +94,9 @@ class ParamGroup:
         self.state = ShardedState.SHARDED
         self.num_holds = 0
         """Calls of modules and single operations that need the weights now."""
+        self.num_calls = 0
+        """Those of modules: while there are any, all parameters are shown."""
+        self.numel = placement.numel
         self._gradients: dict[int, torch.Tensor] = {}
         """What autograd has accumulated, by parameter index, until it is reduced."""
         self._kept: dict[int, torch.Tensor] = {}
@@ -110,10 +113,6 @@ class ParamGroup:
     @property
     def index(self) -> int:
         return self.placement.index
-
-    @property
-    def numel(self) -> int:
-        return self.placement.numel
 
     @property
     def in_use(self) -> bool:
