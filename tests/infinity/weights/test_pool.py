@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.weights.pool import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, MemoryPool
+from infinity.weights.pool import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, SMALL_BYTES, MemoryPool
+from io_daemon.shared.protocol import align_up
 
 CPU = torch.device("cpu")
 
@@ -22,33 +23,37 @@ def anonymous_bytes() -> int:
 
 def test_blocks_lie_as_asked_beside_each_other() -> None:
     pool = MemoryPool(1 << 20, CPU)
-    a = pool.empty_strided((3, 5), (1, 3), torch.bfloat16)
-    b = pool.empty(7, torch.float32)
-    assert (a.shape, a.stride(), a.dtype, b.shape, b.dtype) == ((3, 5), (1, 3), torch.bfloat16, (7,), torch.float32)
+    a = pool.empty_strided((300, 500), (1, 300), torch.bfloat16)
+    b = pool.empty(70_007, torch.float32)
+    assert (a.shape, a.stride(), a.dtype) == ((300, 500), (1, 300), torch.bfloat16)
+    assert (b.shape, b.dtype) == ((70_007,), torch.float32)
     a.fill_(1.0)
     b.fill_(2.0)
     assert a.eq(1.0).all()
     assert b.eq(2.0).all()
     assert a.data_ptr() % ALIGNMENT_BYTES == b.data_ptr() % ALIGNMENT_BYTES == 0
     assert not a._is_view()
-    assert pool.free_bytes == HUGE_PAGE_BYTES - 2 * ALIGNMENT_BYTES
+    assert pool.free_bytes == HUGE_PAGE_BYTES - sum(
+        align_up(size, ALIGNMENT_BYTES) for size in (2 * 300 * 500, 4 * 70_007)
+    )
 
 
 def test_a_block_goes_back_with_its_last_view_and_is_taken_again() -> None:
     pool = MemoryPool(1 << 20, CPU)
-    block = pool.empty(1000, torch.float32)
+    block = pool.empty(100_000, torch.float32)
     place, view = block.data_ptr(), block[10:].fill_(3.0)
     del block
-    other = pool.empty(1000, torch.float32)
+    other = pool.empty(100_000, torch.float32)
     assert other.data_ptr() != place
     assert view.eq(3.0).all()
     del view
-    assert pool.empty(1000, torch.float32).data_ptr() == place
+    assert pool.empty(100_000, torch.float32).data_ptr() == place
 
 
 def test_a_block_may_end_in_another_thread() -> None:
     pool = MemoryPool(1 << 20, CPU)
-    held = [pool.empty(1000, torch.float32)]
+    held = [pool.empty(100_000, torch.float32)]
+    assert pool.free_bytes < HUGE_PAGE_BYTES
     thread = threading.Thread(target=held.clear)
     thread.start()
     thread.join()
@@ -88,8 +93,20 @@ def test_poisoned_memory_reads_as_nan(dtype: torch.dtype) -> None:
 
 def test_without_poison_contents_are_left_alone() -> None:
     pool = MemoryPool(1 << 20, CPU)
-    pool.empty(1000, torch.float32).fill_(1.0)
-    assert pool.empty(1000, torch.float32).eq(1.0).all()
+    pool.empty(100_000, torch.float32).fill_(1.0)
+    assert pool.empty(100_000, torch.float32).eq(1.0).all()
+
+
+def test_small_blocks_are_the_heaps_unless_they_are_to_be_poisoned() -> None:
+    pool, poisoning = MemoryPool(1 << 20, CPU), MemoryPool(1 << 20, CPU, poison=True)
+    shape, strides = (SMALL_BYTES // 4 - 1, 1), (1, 1)
+    small = pool.empty_strided(shape, strides, torch.float32).fill_(1.0)
+    assert (small.shape, small.stride()) == (shape, strides)
+    assert small.sum() == SMALL_BYTES // 4 - 1
+    assert pool.free_bytes == HUGE_PAGE_BYTES
+    kept = poisoning.empty_strided(shape, strides, torch.float32)
+    assert kept.shape == shape
+    assert poisoning.free_bytes < HUGE_PAGE_BYTES
 
 
 def test_no_memory_to_reserve_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
