@@ -19,6 +19,7 @@
 #include "engine.hpp"
 #include "error.hpp"
 #include "file_space.hpp"
+#include "halves.hpp"
 #include "region.hpp"
 #include "ring.hpp"
 #include "wire_layout.hpp"
@@ -33,6 +34,15 @@ using ReleaseGil = nb::call_guard<nb::gil_scoped_release>;
 using Bytes = nb::ndarray<const std::uint8_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Headers = nb::ndarray<const std::uint8_t, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Words = nb::ndarray<const std::uint64_t, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename Item>
+using Column = nb::ndarray<Item, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+template <typename Item>
+std::span<Item> as_span(const Column<Item>& items, std::size_t count) {
+  if (items.size() != count) throw std::invalid_argument("the arrays differ in length");
+  return {items.data(), count};
+}
 
 std::span<const std::byte> as_span(const Bytes& bytes) {
   return {reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()};
@@ -411,6 +421,36 @@ NB_MODULE(_native, module) {
         return crc32c_portable(bytes);
       },
       "buffer"_a.noconvert());
+  module.def(
+      "join_halves",
+      [](const Column<const std::int16_t>& uppers, const Column<const std::int16_t>& rests,
+         const Column<const std::int32_t>& markers, const Column<std::int32_t>& values) {
+        const std::size_t count = values.size();
+        const auto upper = as_span(uppers, count), rest = as_span(rests, count);
+        const auto marker = as_span(markers, count);
+        const auto value = as_span(values, count);
+        const nb::gil_scoped_release release;
+        return join_halves(upper, rest, marker, value);
+      },
+      "uppers"_a.noconvert(), "rests"_a.noconvert(), "markers"_a.noconvert(),
+      "values"_a.noconvert());
+  module.def(
+      "cut_halves",
+      [](const Column<const std::int32_t>& values, const Column<const std::int16_t>& uppers,
+         const Column<std::int16_t>& rests, const Column<const std::int32_t>& markers) {
+        const std::size_t count = values.size();
+        const auto value = as_span(values, count), marker = as_span(markers, count);
+        const auto upper = as_span(uppers, count);
+        const auto rest = as_span(rests, count);
+        CutPlaces places;
+        {
+          const nb::gil_scoped_release release;
+          places = cut_halves(value, upper, rest, marker);
+        }
+        return std::make_tuple(std::move(places.misfits), std::move(places.negative));
+      },
+      "values"_a.noconvert(), "uppers"_a.noconvert(), "rests"_a.noconvert(),
+      "markers"_a.noconvert());
   bind_region(module);
   bind_rings(module);
   bind_reactor(module);

@@ -30,6 +30,18 @@ def checksum(buffer: NDArray[np.uint8]) -> int:
 def checksum_portable(buffer: NDArray[np.uint8]) -> int:
     """The same by tables alone, as on a CPU without such instructions; equal on every input. GIL released."""
 
+def join_halves(
+    uppers: NDArray[np.int16], rests: NDArray[np.int16], markers: NDArray[np.int32], values: NDArray[np.int32]
+) -> list[int]:
+    """Write values, upper halves shifted up by 16 plus signed rests. Arrays are 1-D, contiguous and of one length.
+    Returns the places of negative markers, in order. GIL released."""
+
+def cut_halves(
+    values: NDArray[np.int32], uppers: NDArray[np.int16], rests: NDArray[np.int16], markers: NDArray[np.int32]
+) -> tuple[list[int], list[int]]:
+    """Write rests, values less upper halves shifted up by 16. Returns the places where those take more than 16 bits,
+    and those of negative markers, both in order. GIL released."""
+
 @final
 class Region:
     """A shared mapping of a memfd (or any mappable fd). Raises OSError. Unmapped when the last user is gone."""

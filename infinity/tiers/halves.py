@@ -19,20 +19,17 @@ so that a moment that has become NaN, whose sign is any, keeps it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Final
 
 import torch
 
 from infinity.plan.precision import REST
+from io_daemon import _native
 
-BLOCK_NUMEL: Final = 1 << 16
-"""So many elements at a time: what is made of them on the way stays in a core's cache."""
 _UNIT: Final = 1 << 16
 _TIE: Final = -(1 << 15)
 _INFINITY, _FIRST_NAN, _LAST_NAN = 0x7F80, 0x7F81, 0x7FFF
 _POSITIVE: Final = 0x7FFF
-_BITS: Final = {4: torch.int32, 2: torch.int16}
 
 
 def join(numbers: torch.Tensor, rests: torch.Tensor, markers: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -41,7 +38,7 @@ def join(numbers: torch.Tensor, rests: torch.Tensor, markers: torch.Tensor, out:
     Args:
         numbers: bf16.
         rests: ``REST``.
-        markers: floating-point values, whose signs are marks: these are taken away.
+        markers: fp32 values, whose signs are marks: these are taken away.
         out: fp32; the values.
 
     Returns:
@@ -49,20 +46,15 @@ def join(numbers: torch.Tensor, rests: torch.Tensor, markers: torch.Tensor, out:
     """
     if out.device.type == "meta":
         return torch.empty(0, dtype=torch.int64)
-    bits, signs = out.view(torch.int32), _bits_of(markers)
-    places = []
-    for block in _blocks(out.numel()):
-        bits[block].copy_(_bits_of(numbers[block]))
-        bits[block].bitwise_left_shift_(16).add_(rests[block])
-        if int(signs[block].min()) >= 0:
-            continue
-        signed = block.start + (signs[block] < 0).nonzero().view(-1)
-        change = _meaning(_taken(_bits_of(numbers), signed), rests[signed])
-        marked = signed[change != 0]
-        bits[marked] += change[change != 0]
-        _flip(signs, marked)
-        places.append(marked)
-    return torch.cat(places) if places else torch.empty(0, dtype=torch.int64, device=out.device)
+    bits, uppers, signs = out.view(torch.int32), numbers.view(torch.int16), markers.view(torch.int32)
+    negative = _join_here(uppers, rests, signs, bits) if _are_here(numbers, out) else _join(uppers, rests, signs, bits)
+    if not negative.numel():
+        return negative
+    change = _meaning(_taken(uppers, negative), rests[negative])
+    marked = negative[change != 0]
+    bits[marked] += change[change != 0]
+    _flip(signs, marked)
+    return marked
 
 
 def cut(values: torch.Tensor, numbers: torch.Tensor, rests: torch.Tensor, markers: torch.Tensor) -> torch.Tensor:
@@ -82,28 +74,51 @@ def cut(values: torch.Tensor, numbers: torch.Tensor, rests: torch.Tensor, marker
     """
     if values.device.type == "meta":
         return torch.empty(0, dtype=torch.int64)
-    bits, signs = values.view(torch.int32), _bits_of(markers)
-    marks = []
-    for block in _blocks(values.numel()):
-        differences = _bits_of(numbers[block]).to(values.device, torch.int32)
-        differences = torch.sub(bits[block], differences.bitwise_left_shift_(16), out=differences)
-        rests[block].copy_(differences)
-        differences.add_(-_TIE).bitwise_right_shift_(16)
-        places = block.start + differences.nonzero().view(-1)
-        if places.numel():
-            marks.append(_cut_by_hand(places, bits, _bits_of(numbers), rests))
-        if int(signs[block].min()) < 0:
-            signed = block.start + (signs[block] < 0).nonzero().view(-1)
-            if bool(_meaning(_taken(_bits_of(numbers), signed), rests[signed]).any()):
-                raise ValueError("a value whose sign is needed is negative")
-    found = torch.cat(marks) if marks else torch.empty(0, dtype=torch.int64, device=values.device)
-    _flip(signs, found)
-    return found
+    bits, uppers, signs = values.view(torch.int32), numbers.view(torch.int16), markers.view(torch.int32)
+    cuts = _cut_here if _are_here(numbers, values) else _cut
+    misfits, negative = cuts(bits, uppers, rests, signs)
+    marks = _cut_by_hand(misfits, bits, uppers, rests) if misfits.numel() else misfits
+    if negative.numel() and bool(_meaning(_taken(uppers, negative), rests[negative]).any()):
+        raise ValueError("a value whose sign is needed is negative")
+    _flip(signs, marks)
+    return marks
 
 
 def unmark(markers: torch.Tensor, places: torch.Tensor) -> None:
     """Take marks away, or put those back that were taken away."""
-    _flip(_bits_of(markers), places)
+    _flip(markers.view(torch.int32), places)
+
+
+def _are_here(*tensors: torch.Tensor) -> bool:
+    """Whether the core can reach them."""
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _join_here(uppers: torch.Tensor, rests: torch.Tensor, signs: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    negative = _native.join_halves(uppers.numpy(), rests.numpy(), signs.numpy(), bits.numpy())
+    return torch.tensor(negative, dtype=torch.int64, device="cpu")
+
+
+def _join(uppers: torch.Tensor, rests: torch.Tensor, signs: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
+    bits.copy_(uppers).bitwise_left_shift_(16).add_(rests)
+    return (signs < 0).nonzero().view(-1)
+
+
+def _cut_here(
+    bits: torch.Tensor, uppers: torch.Tensor, rests: torch.Tensor, signs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    places = _native.cut_halves(bits.numpy(), uppers.numpy(), rests.numpy(), signs.numpy())
+    misfits, negative = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in places)
+    return misfits, negative
+
+
+def _cut(
+    bits: torch.Tensor, uppers: torch.Tensor, rests: torch.Tensor, signs: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    differences = bits - uppers.to(bits.device, torch.int32).bitwise_left_shift_(16)
+    rests.copy_(differences)
+    beyond = differences.add_(-_TIE).bitwise_right_shift_(16)
+    return beyond.nonzero().view(-1), (signs < 0).nonzero().view(-1)
 
 
 def _cut_by_hand(places: torch.Tensor, bits: torch.Tensor, numbers: torch.Tensor, rests: torch.Tensor) -> torch.Tensor:
@@ -135,7 +150,7 @@ def _meaning(numbers: torch.Tensor, rests: torch.Tensor) -> torch.Tensor:
 
 def _flip(signs: torch.Tensor, places: torch.Tensor) -> None:
     if places.numel():
-        signs[places] ^= torch.iinfo(signs.dtype).min
+        signs[places] ^= torch.iinfo(torch.int32).min
 
 
 def _taken(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -145,11 +160,3 @@ def _taken(values: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
 def _wrapped(values: torch.Tensor) -> torch.Tensor:
     """Unsigned 16-bit integers as signed ones of the same bits."""
     return torch.where(values >= 1 << 15, values - _UNIT, values).to(torch.int16)
-
-
-def _bits_of(values: torch.Tensor) -> torch.Tensor:
-    return values.view(_BITS[values.element_size()])
-
-
-def _blocks(numel: int) -> Iterator[slice]:
-    return (slice(start, min(start + BLOCK_NUMEL, numel)) for start in range(0, numel, BLOCK_NUMEL))

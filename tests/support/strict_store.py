@@ -13,6 +13,10 @@ from infinity.tiers.base import ChunkLayout, Lease, ShardStore
 from io_daemon.shared.protocol import Access, kinds_of
 
 
+def _spoiled(values: torch.Tensor) -> torch.Tensor:
+    return values.fill_(torch.nan if values.is_floating_point() else -1)
+
+
 class StrictLease(Lease):
     def __init__(self, store: StrictStore, chunk: int, read: int, write: int) -> None:
         self.chunk, self.read, self.write = chunk, read, write
@@ -27,7 +31,7 @@ class StrictLease(Lease):
         self.waited = True
         for kind in kinds_of(self.read | self.write):
             held = self._store.object(self.chunk, kind).clone()
-            self._whole[kind] = held if self.read >> kind & 1 else held.fill_(torch.nan)
+            self._whole[kind] = held if self.read >> kind & 1 else _spoiled(held)
 
     def pieces(self, kind: int) -> list[torch.Tensor]:
         if not self.waited or self.released:
@@ -47,7 +51,7 @@ class StrictLease(Lease):
         for kind in kinds_of(dead):
             self._store.object(self.chunk, kind).zero_()
         for whole in self._whole.values():
-            whole.fill_(torch.nan)
+            _spoiled(whole)
 
 
 class StrictStore(ShardStore):

@@ -36,6 +36,13 @@ def markers_for(numel: int) -> torch.Tensor:
     return CLEAR.repeat(-(-numel // len(CLEAR)))[:numel]
 
 
+def marks_of(values: torch.Tensor) -> torch.Tensor:
+    """The places where a marker may not be negative."""
+    numbers, rests = values.bfloat16(), torch.empty(values.numel(), dtype=torch.int16)
+    cut(values, numbers, rests, torch.ones_like(values))
+    return halves._meaning(numbers.view(torch.int16), rests).nonzero().view(-1)
+
+
 def there_and_back(values: torch.Tensor, markers: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(numbers, places of the marks), after the checks that hold of any values."""
     numbers, rests, kept = values.to(torch.bfloat16), torch.empty(values.numel(), dtype=torch.int16), markers.clone()
@@ -121,9 +128,15 @@ def test_marks_can_be_put_back() -> None:
     assert differing_bits(markers, marked) == 0
 
 
-def test_blocks_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(halves, "BLOCK_NUMEL", 1000)
-    values = values_above([0x3F80, 0x7F80])
-    numbers, marks = there_and_back(values, torch.ones(values.numel()))
-    assert marks.numel() == 1 + 0x7FFF
-    assert bool(numbers[1 << 16 :][1:].isnan().all())
+def test_the_core_and_torch_do_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = values_above([0x0000, 0x3F80, 0x3F81, 0x7F7F, 0x7F80, 0x7F81, 0x7FFF, 0x8000, 0xFF80, 0xFFFF])
+    found = []
+    for is_here in (True, False):
+        monkeypatch.setattr(halves, "_are_here", lambda *_tensors, is_here=is_here: is_here)
+        numbers, rests = values.bfloat16(), torch.empty(values.numel(), dtype=torch.int16)
+        markers = torch.where(torch.arange(values.numel()) % 3 == 1, -torch.nan, 1.0)
+        markers[marks_of(values)] = 1.0
+        marks = cut(values, numbers, rests, markers)
+        there_and_back(values, markers.abs())
+        found.append((numbers.view(torch.int16), rests, markers.view(torch.int32), marks))
+    assert all(torch.equal(here, there) for here, there in zip(*found, strict=True))
