@@ -6,6 +6,7 @@ is between (see ``halves``); so does one on the markers, which are shown without
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -87,8 +88,10 @@ class HalvedStore(ShardStore):
 
     def take(self, device: torch.device) -> torch.Tensor:
         """Memory for the values of the largest chunk, fp32, of undefined contents."""
-        if self._spare and self._spare[-1].device == device:
-            return self._spare.pop()
+        with contextlib.suppress(IndexError):  # another thread may take the last
+            spare = self._spare.pop()
+            if spare.device == device:
+                return spare
         return torch.empty(max(self._halved.values()), dtype=torch.float32, device=device)
 
     def give_back(self, values: torch.Tensor) -> None:

@@ -203,9 +203,10 @@ def test_a_negative_second_moment_is_refused_and_nothing_is_written(tmp_path: Pa
 def test_checkpoints_know_nothing_of_it(source: str, target: str, tmp_path: Path) -> None:
     with engine_of(tmp_path, source) as engine:
         train(engine, range(2))
-        engine.save_checkpoint(str(tmp_path / "checkpoint"))
         saved = everything(engine)
+        engine.save_checkpoint(str(tmp_path / "checkpoint"), asynchronous=source == "split")
         losses = train(engine, range(2, 4))
+        engine.wait_for_checkpoint()
         expected = everything(engine)
     with engine_of(tmp_path, target) as engine:
         train(engine, range(7, 8))
@@ -219,13 +220,16 @@ def test_fewer_bytes_are_kept_read_and_written(tmp_path: Path) -> None:
     moved, kept = {}, {}
     for masters in ("split", "fp32"):
         with engine_of(tmp_path, masters) as engine:
-            train(engine, range(6))
+            train(engine, range(4))
+            before = engine.io_report().nvme_total
+            train(engine, range(4, 12))
             report = engine.io_report()
-            assert report.nvme is not None
-            moved[masters], kept[masters] = report.nvme, report.swap_bytes
+            assert before is not None
+            assert report.nvme_total is not None
+            moved[masters], kept[masters] = report.nvme_total.since(before), report.swap_bytes
     assert kept["fp32"] / kept["split"] == pytest.approx(16 / 14, rel=0.02)
     assert moved["split"].total_bytes < 0.95 * moved["fp32"].total_bytes
-    assert moved["split"].bytes_written["master"] <= moved["fp32"].bytes_written["master"] / 2
+    assert moved["split"].bytes_written["master"] < 0.6 * moved["fp32"].bytes_written["master"]
 
 
 def test_masters_without_ties_leave_the_moments_unwritten_at_first(tmp_path: Path) -> None:
@@ -289,6 +293,8 @@ def test_other_optimizers_with_a_state_that_is_never_negative(name: str, tmp_pat
     for masters in ("split", "fp32"):
         with engine_of(tmp_path, masters, "none", optimizer=OPTIMIZERS[name]) as engine:
             losses = train(engine, range(3))
+            engine.offload_states()
+            engine.reload_states()
             runs.append({"losses": torch.stack(losses), **engine.full_master_state_dict()})
     assert same(*runs)
 
