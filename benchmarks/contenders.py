@@ -5,7 +5,8 @@
 ``deepspeed-nvme``        the same, both on NVMe
 ``none``, ``cpu``         this engine, everything in memory; parameters and optimizer in host memory
 ``nvme-512``              this engine, both on NVMe, at a host budget of 512 MiB
-``nvme-512+KEY=VALUE``    the same with a key of the section ``io_daemon``, as ``update=in_step``; several may follow
+``nvme-512+KEY=VALUE``    the same with a key of the section ``io_daemon``, as ``update=in_step`` or
+                          ``master_weights=split``; several may follow
 """
 
 from __future__ import annotations
