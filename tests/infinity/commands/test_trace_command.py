@@ -79,13 +79,14 @@ def requests(trace: StepTrace) -> tuple[object, ...]:
     )
 
 
+SPLIT: dict[str, Any] = {"io_daemon": {"host_budget_bytes": 4 << 20, "master_weights": "split"}}
 MODEL = ("--model", "tests.infinity.commands.test_trace_command:tiny_gpt")
 
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"gradient_accumulation_steps": 3}, {"gradient_clipping": 1.0}, {"optimizer": {"type": "Muon"}}],
-    ids=["plain", "accumulation", "clipping", "Muon"],
+    [{}, {"gradient_accumulation_steps": 3}, {"gradient_clipping": 1.0}, {"optimizer": {"type": "Muon"}}, SPLIT],
+    ids=["plain", "accumulation", "clipping", "Muon", "split"],
 )
 def test_the_derived_requests_are_the_recorded_ones(tmp_path: Path, changes: dict[str, Any]) -> None:
     recorded, derived = traced(tmp_path, *MODEL, **changes), traced(tmp_path, *MODEL, "--meta", **changes)
@@ -97,8 +98,9 @@ def test_the_derived_requests_are_the_recorded_ones(tmp_path: Path, changes: dic
     assert NUM_FLOPS * num_steps <= total <= 1.1 * NUM_FLOPS * num_steps
 
 
+@pytest.mark.parametrize("changes", [{}, SPLIT], ids=["plain", "split"])
 def test_the_recorded_order_is_what_a_daemon_is_told_in_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    changes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[list[Access]] = []
     upload = Client.upload_trace
@@ -111,13 +113,14 @@ def test_the_recorded_order_is_what_a_daemon_is_told_in_training(
     swap_dir = tmp_path / "swap"
     swap_dir.mkdir()
     model, batch = tiny_gpt()
-    engine, *_ = infinity.initialize(model=model, model_parameters=model.parameters(), config=config(swap_dir))
+    told_config = config(swap_dir, **changes)
+    engine, *_ = infinity.initialize(model=model, model_parameters=model.parameters(), config=told_config)
     with engine:
         for _ in range(2):  # the first begins with no update due
             engine.backward(engine(batch))
             engine.step()
         stats = engine.io_report()
-    trace = traced(tmp_path, *MODEL, "--meta", "--no-init")
+    trace = traced(tmp_path, *MODEL, "--meta", "--no-init", **changes)
     assert told[1:] == [[Access(*row) for row in trace.accesses]]
     assert trace.num_frames * trace.frame_bytes == stats.arena_bytes
 
