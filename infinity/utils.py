@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, EngineStateError
-from infinity.plan.leaves import ModuleKind, get_leaf_modules, set_leaf_modules, unset_leaf_modules
+from infinity.plan.leaves import ModuleKind, get_leaf_modules, is_meant, set_leaf_modules, unset_leaf_modules
 from infinity.weights.ended import Ended
 from infinity.weights.owners import owner_of
 from io_daemon.shared.protocol import ObjectKind
@@ -40,6 +40,7 @@ __all__ = [
     "set_z3_leaf_modules_by_suffix",
     "unset_z3_leaf_modules",
     "z3_leaf_module",
+    "z3_leaf_parameter",
 ]
 
 
@@ -113,31 +114,35 @@ def safe_update_full_grad_vectorized(
             safe_set_full_grad(param, update_func(gradient, param))
 
 
-def set_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[ModuleKind]) -> list[nn.Module]:
-    """See ``infinity.zero.set_leaf_modules``."""
-    return set_leaf_modules(model, leaf_module_classes)
+def set_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[ModuleKind], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """See ``infinity.zero.set_leaf_modules``. ``raise_if_not_found`` False: nothing need be meant."""
+    return (
+        set_leaf_modules(model, leaf_module_classes) if raise_if_not_found or _any(model, leaf_module_classes) else []
+    )
 
 
 def set_z3_leaf_modules_by_name(
-    model: nn.Module, leaf_module_names: Iterable[str], raise_if_not_found: bool = True
+    model: nn.Module, module_names: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules that ``model.named_modules()`` has under these names.
+    """Mark the modules that ``model.named_modules()`` has under these names; ``flag`` False: take their marks away.
 
     Returns:
         The modules, and the names that were not found.
     """
-    return _mark(model, list(leaf_module_names), lambda name, wanted: name == wanted, raise_if_not_found)
+    return _mark(model, list(module_names), lambda name, wanted: name == wanted, flag, raise_if_not_found)
 
 
 def set_z3_leaf_modules_by_suffix(
-    model: nn.Module, leaf_module_name_suffixes: Iterable[str], raise_if_not_found: bool = True
+    model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules whose name in ``model.named_modules()`` ends so.
+    """Mark the modules whose name in ``model.named_modules()`` ends so; ``flag`` False: take their marks away.
 
     Returns:
         The modules, and the suffixes that were not found.
     """
-    return _mark(model, list(leaf_module_name_suffixes), str.endswith, raise_if_not_found)
+    return _mark(model, list(module_name_suffixes), str.endswith, flag, raise_if_not_found)
 
 
 def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
@@ -148,9 +153,12 @@ def set_z3_leaf_module(model: nn.Module, flag: bool) -> None:
         unset_leaf_modules(model, [model])
 
 
-def unset_z3_leaf_modules(model: nn.Module, leaf_module_classes: Sequence[ModuleKind]) -> list[nn.Module]:
-    """See ``infinity.zero.unset_leaf_modules``."""
-    return unset_leaf_modules(model, leaf_module_classes)
+def unset_z3_leaf_modules(
+    model: nn.Module, leaf_module_classes: Sequence[ModuleKind], raise_if_not_found: bool = True
+) -> list[nn.Module]:
+    """See ``infinity.zero.unset_leaf_modules``. ``raise_if_not_found`` False: nothing need be meant."""
+    may = raise_if_not_found or _any(model, leaf_module_classes)
+    return unset_leaf_modules(model, leaf_module_classes) if may else []
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
@@ -163,15 +171,27 @@ def z3_leaf_module(model: nn.Module) -> bool:
     return model in get_leaf_modules(model)
 
 
+def z3_leaf_parameter(model: nn.Parameter) -> bool:
+    """Whether the parameter, of an engine's model, belongs to a marked module."""
+    owner = _runtime_of(model)
+    return owner is not None and any(own is model for leaf in owner.sharded.leaves for own in leaf.parameters())
+
+
+def _any(model: nn.Module, kinds: Sequence[ModuleKind]) -> bool:
+    """Whether any of the kinds means a module of the model."""
+    return any(is_meant(module, kind) for kind in kinds for module in model.modules())
+
+
 def _mark(
-    model: nn.Module, wanted: list[str], fits: Callable[[str, str], bool], raise_if_not_found: bool
+    model: nn.Module, wanted: list[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
     found = {name: module for name, module in model.named_modules() if any(fits(name, want) for want in wanted)}
     missing = [want for want in wanted if not any(fits(name, want) for name in found)]
     if missing and raise_if_not_found:
         names = ", ".join(name for name, _ in model.named_modules() if name)
         raise ConfigError("leaf modules", missing, f"no module is named so: there are {names}")
-    return (set_leaf_modules(model, list(found.values())) if found else []), missing
+    change = set_leaf_modules if flag else unset_leaf_modules
+    return (change(model, list(found.values())) if found else []), missing
 
 
 def _read(param: torch.Tensor, state: ObjectKind | str | None, *, whole: bool) -> torch.Tensor | None:

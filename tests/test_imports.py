@@ -38,7 +38,7 @@ LADDERS = {
         "update",
         "checkpoint loader report",
         "engine",
-        "zero utils deepspeed_config checkpointing",
+        "zero utils checkpointing",
         "entry pretrained",
         "deepspeed",
         "as_deepspeed",

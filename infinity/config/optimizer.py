@@ -8,9 +8,12 @@ from pydantic import BeforeValidator, Field
 
 from infinity.config.section import Beta, Betas, Fraction, NonNegative, Pair, Section
 
+TORCH_WEIGHT_DECAY: Final = 0.01
+"""The default of ``torch.optim.AdamW``."""
+
 
 class AdamParams(Section):
-    """Defaults are those of DeepSpeed's Adam (weight decay 0, not torch's 0.01)."""
+    """Defaults are those of DeepSpeed's Adam: weight decay 0, with ``torch_adam`` torch's own, 0.01 of AdamW."""
 
     lr: NonNegative = 1e-3
     betas: Betas = (0.9, 0.999)
@@ -19,6 +22,8 @@ class AdamParams(Section):
     amsgrad: bool = False
     bias_correction: bool = True
     adam_w_mode: bool = True
+    torch_adam: bool = False
+    """Torch's arithmetic always runs; this takes torch's default of the weight decay, too."""
 
 
 class AdamOptimizer(Section):
@@ -29,6 +34,12 @@ class AdamOptimizer(Section):
     def decoupled_weight_decay(self) -> bool:
         """AdamW's decay. As in DeepSpeed, "Adam" means AdamW unless ``adam_w_mode`` is false."""
         return self.type == "AdamW" or self.params.adam_w_mode
+
+    @property
+    def weight_decay(self) -> float:
+        """What is written, or the default that goes with ``torch_adam``."""
+        is_torchs = self.params.torch_adam and "weight_decay" not in self.params.model_fields_set
+        return TORCH_WEIGHT_DECAY if is_torchs and self.decoupled_weight_decay else self.params.weight_decay
 
 
 class AdagradParams(Section):

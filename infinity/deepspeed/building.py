@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from itertools import pairwise
 from types import TracebackType
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 
+from infinity.weights.ds_names import GatheredParameter
 from infinity.weights.owners import owner_of
 
 Call = TypeVar("Call", bound=Callable[..., Any])
@@ -40,6 +40,8 @@ class OnDevice:
 
 def is_zero_param(parameter: object) -> bool:
     """Whether weights of the parameter are sharded: staged under ``Init``, or an engine's at stage 3."""
+    if isinstance(parameter, GatheredParameter):
+        return True
     owner = owner_of(parameter) if isinstance(parameter, nn.Parameter) else None
     return owner is not None and bool(owner.shards_weights)
 
@@ -58,9 +60,8 @@ def recursive_setattr(model: nn.Module, module_name: str, module: Any) -> None:
 def split_tensor_along_last_dim(
     tensor: torch.Tensor, partitions: list[int], contiguous_split_chunks: bool = False
 ) -> list[torch.Tensor]:
-    """Parts of the last dimension. ``partitions``: where each begins, and the end of the last."""
-    sizes = [stop - start for start, stop in pairwise(partitions)]
-    parts = torch.split(tensor, sizes, dim=-1)
+    """Parts of the last dimension. ``partitions``: how long each is."""
+    parts = torch.split(tensor, partitions, dim=-1)
     return [part.contiguous() for part in parts] if contiguous_split_chunks else list(parts)
 
 

@@ -15,3 +15,7 @@ ROUTE_EVAL: Final = "eval"
 ROUTE_PREDICT: Final = "predict"
 ROUTE_ENCODE: Final = "encode"
 MEMORY_OPT_ALLREDUCE_SIZE: Final = 500_000_000
+OPTIMIZER_STATE_DICT: Final = "optimizer_state_dict"
+FP32_GROUPS: Final = "fp32_groups"
+ZERO_STAGE: Final = "zero_stage"
+LOSS_SCALER: Final = "loss_scaler"

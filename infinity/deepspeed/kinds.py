@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from enum import Enum, IntEnum, StrEnum
 from typing import Any, Final
 
-from infinity.config import parse_config
-from infinity.deepspeed_config import DeepSpeedZeroConfig, View
+from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 
 ZERO_OPTIMIZATION: Final = "zero_optimization"
 
@@ -36,16 +35,6 @@ class ZeroParamType(Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
-
-
-class DeepSpeedZeroLeafModuleConfig(View):
-    """The section ``zero_optimization.leaf_module``, its defaults filled in."""
-
-    def __init__(self, **section: Any) -> None:
-        parsed = parse_config(
-            {"zero_optimization": {"stage": 3, "leaf_module": section}}, check_paths=False, before_trainer=True
-        )
-        super().__init__(parsed.zero_optimization.leaf_module.model_dump())
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:

@@ -7,11 +7,19 @@ from typing import Any, Final
 
 import torch
 
+from infinity.errors import LossScaleError
 from infinity.update.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 
 _ARGUMENTS: Final = {
     "init_scale": 2.0**32, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1, "consecutive_hysteresis": False,
 }  # fmt: skip
+
+
+_SHOWN: Final = (
+    "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_factor", "scale_window", "min_scale", "delayed_shift",
+    "consecutive_hysteresis",
+)  # fmt: skip
+"""What DeepSpeed's dynamic scaler shows of itself."""
 
 
 class LossScalerBase:
@@ -20,14 +28,18 @@ class LossScalerBase:
     dynamic = False
 
     def __init__(self, scale: LossScale) -> None:
-        self._scale = scale
+        self._scale: Any = scale
 
     @property
     def loss_scale(self) -> float:
         """The scale now."""
-        return self._scale.value
+        return float(self._scale.value)
 
     cur_scale = loss_scale
+
+    def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the scale."""
+        return loss * self.loss_scale
 
     def scale_gradient(self, module: Any, grad_in: tuple[Any, ...], grad_out: Any) -> tuple[Any, ...]:
         """Gradients times the scale, as a backward hook returns them."""
@@ -61,7 +73,11 @@ class DynamicLossScaler(LossScalerBase):
         min_scale: float = 1.0,
         delayed_shift: int = 1,
         consecutive_hysteresis: bool = False,
+        raise_error_at_min_scale: bool = True,
+        dtype: torch.dtype = torch.half,
     ) -> None:
+        """``raise_error_at_min_scale`` False: an overflow at the least scale leaves it as it is. ``dtype`` is shown."""
+        self.raise_error_at_min_scale, self.dtype = raise_error_at_min_scale, dtype
         super().__init__(
             DynamicLossScale(
                 initial=float(init_scale),
@@ -71,6 +87,20 @@ class DynamicLossScaler(LossScalerBase):
                 least=float(min_scale),
             )
         )
+
+    def update_scale(self, overflow: bool) -> None:
+        """A step was applied, or overflowed. Raises LossScaleError where no smaller scale is allowed."""
+        try:
+            super().update_scale(overflow)
+        except LossScaleError:
+            if self.raise_error_at_min_scale:
+                raise
+            self._scale.cur_iter += 1
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _SHOWN:
+            raise AttributeError(f"{type(self).__name__} has no {name}")
+        return getattr(self._scale, name)
 
 
 def CreateLossScaler(  # noqa: N802

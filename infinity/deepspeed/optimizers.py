@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim import Adagrad, Adam, Optimizer
+from torch.optim import Adagrad, Adam, AdamW
 
 from infinity.errors import ConfigError
 from infinity.update.algorithms import Lion, begin_uncorrected
@@ -144,8 +144,11 @@ class DeepSpeedCPULion(Lion):
 
 
 def is_zero_supported_optimizer(optimizer: object) -> bool:
-    """Whether it is a torch optimizer, which ``initialize`` then takes or refuses by name."""
-    return isinstance(optimizer, Optimizer)
+    """Whether DeepSpeed takes it with ZeRO without ``zero_allow_untested_optimizer``."""
+    return type(optimizer) in TESTED_KINDS
+
+
+TESTED_KINDS = (Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, FusedLion, DeepSpeedCPULion)
 
 
 def _refuse_narrow_states(fp32_optimizer_states: bool) -> None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 import torch
 
 from infinity.config import Config
-from infinity.deepspeed_config import DeepSpeedZeroConfig
+from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.plan.precision import DTYPES
 
 OfZero = Callable[[DeepSpeedZeroConfig], Any]
@@ -61,6 +61,11 @@ OF_ZERO: Final[Mapping[str, OfZero]] = {
     "zero_quantized_nontrainable_weights": _field("zero_quantized_nontrainable_weights"),
     "zero_quantized_gradients": _field("zero_quantized_gradients"),
     "zero_log_trace_cache_warnings": _field("log_trace_cache_warnings"),
+    "zero_compute_grad_norm": _field("compute_grad_norm"),
+    "zero_parameter_alignment": _field("parameter_alignment"),
+    "is_sanity_checks_enabled": _field("enable_sanity_checks"),
+    "super_offload": lambda zero: False,
+    "is_first_weights_partition_group": lambda zero: zero.stage >= 3,
     "zero_allgather_sequential": _field("allgather_sequential"),
 }
 """Calls without arguments, answered by the section ``zero_optimization``."""
@@ -101,6 +106,18 @@ OF_CONFIG: Final[Mapping[str, OfConfig]] = {
     "sparse_gradients_enabled": lambda config: False,
     "prescale_gradients": _field("prescale_gradients"),
     "zero_allow_untested_optimizer": lambda config: True,
+    "checkpoint_tag_validation_enabled": lambda config: True,
+    "checkpoint_tag_validation_fail": lambda config: False,
+    "dynamic_loss_scale_args": lambda config: {
+        "init_scale": int(2**config.fp16.initial_scale_power),
+        "scale_window": config.fp16.loss_scale_window,
+        "delayed_shift": config.fp16.hysteresis,
+        "consecutive_hysteresis": config.fp16.consecutive_hysteresis,
+        "min_scale": config.fp16.min_loss_scale,
+    },
+    "optimizer_legacy_fusion": lambda config: False,
+    "zero_force_ds_cpu_optimizer": lambda config: True,
+    "autotp_size": lambda config: 0,
     "tensorboard_enabled": _field("tensorboard.enabled"),
     "use_node_local_storage": lambda config: False,
     "is_deepcompile_enabled": lambda config: False,
@@ -108,10 +125,8 @@ OF_CONFIG: Final[Mapping[str, OfConfig]] = {
 """Calls without arguments, answered by the whole configuration; what is always False is refused in it."""
 
 ABSENT: Final[Mapping[str, str]] = {
-    "scale": "call engine.backward(loss), which multiplies the loss by its scale",
     "allreduce_gradients": "gradients are reduced while engine.backward() goes on: leave the call out",
     "buffered_allreduce_fallback": "gradients are reduced while engine.backward() goes on: leave the call out",
-    "coalesce_grad_reduction": "write gradient_accumulation_steps into the configuration",
     "load_module_state_dict": "use infinity.load_pretrained(engine, file), or load_checkpoint",
     "load_moe_state_dict": "there is no expert parallelism: load_checkpoint loads whole models",
     "get_sequence_parallel_group": "there is no sequence parallelism",

@@ -35,6 +35,8 @@ WARMUP_NUM_STEPS: Final = "warmup_num_steps"
 WARMUP_TYPE: Final = "warmup_type"
 WARMUP_LOG_RATE: Final = "log"
 WARMUP_LINEAR_RATE: Final = "linear"
+EDGE_VALUE: Final = "edge_value"
+MID_VALUE: Final = "mid_value"
 WARMUP_MIN_RATIO: Final = "warmup_min_ratio"
 COS_MIN_RATIO: Final = "cos_min_ratio"
 TOTAL_NUM_STEPS: Final = "total_num_steps"
@@ -59,6 +61,8 @@ _OPTIONS: Final = {
     WARMUP_MAX_LR: (float, 0.001),
     WARMUP_NUM_STEPS: (int, 1000),
     WARMUP_TYPE: (str, WARMUP_LOG_RATE),
+    WARMUP_MIN_RATIO: (float, 0.01),
+    COS_MIN_RATIO: (float, 0.01),
 }
 
 

@@ -6,6 +6,7 @@ import argparse
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Final
 
 import torch
@@ -14,6 +15,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
+from infinity.deepspeed import optimizer_kinds
+from infinity.deepspeed.asserted import asserted
+from infinity.deepspeed.config_classes import CLIPPING
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed
 from infinity.deepspeed.raw_config import raw_config, section_of
@@ -21,6 +25,7 @@ from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
 from infinity.errors import ConfigError
 from infinity.update.optimizer import ShardedOptimizer
+from infinity.update.schedules import SCHEDULES
 
 DeepSpeedOptimizerCallable = Callable[[Any], Optimizer]
 DeepSpeedSchedulerCallable = Callable[[Optimizer], LRScheduler]
@@ -51,6 +56,7 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
 }
 
 
+@asserted
 def initialize(
     args: Any = None,
     model: nn.Module | None = None,
@@ -104,7 +110,7 @@ def initialize(
     for former in [each for each in _engines if each.holds(model)]:
         _log.info("the model goes over from an engine that it had")
         former.destroy()
-    with_schedule = dict(raw)
+    with_schedule = {"gradient_clipping": CLIPPING, **raw}
     if optimizer is not None and section_of(raw, "optimizer"):
         _log.info("the optimizer that was passed goes before the configuration's section")
         with_schedule.pop("optimizer")
@@ -113,6 +119,11 @@ def initialize(
         with_schedule.pop("scheduler")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         optimizer = _made(optimizer, model, model_parameters)
+    if lr_scheduler is None and (torchs := _torchs_scheduler(section_of(raw, "scheduler"))) is not None:
+        lr_scheduler = torchs
+        with_schedule.pop("scheduler")
+    if not section_of(raw, "optimizer"):
+        with_schedule.pop("optimizer", None)
     engine, made, loader, schedule = initialize_engine(
         model=model,
         config=with_schedule,
@@ -127,6 +138,8 @@ def initialize(
     if not isinstance(engine, DeepSpeedEngine):
         raise AssertionError("another engine than asked for")
     engine.speak(raw)
+    if made is not None:
+        optimizer_kinds.speak(made, engine, engine.settings)
     _engines.add(engine)
     return engine, made, loader, schedule
 
@@ -173,6 +186,15 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
         group.add_argument(f"--{name}", action="store_true", help=flag)
         group.add_argument(f"--{name}_config", type=str, help=file)
     return parser
+
+
+def _torchs_scheduler(section: Mapping[str, Any]) -> DeepSpeedSchedulerCallable | None:
+    """What makes the scheduler of a section that names one of torch's."""
+    name = section.get("type")
+    kind = getattr(torch.optim.lr_scheduler, name, None) if isinstance(name, str) and name not in SCHEDULES else None
+    if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
+        return None
+    return partial(kind, **(section.get("params") or {}))
 
 
 def _made(make: DeepSpeedOptimizerCallable, model: nn.Module, model_parameters: Iterable[Any] | None) -> Optimizer:

@@ -14,6 +14,7 @@ from torch import nn
 
 from infinity.deepspeed.logs import logger
 from infinity.errors import ConfigError
+from infinity.zero import ZeroParamStatus
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -75,6 +76,11 @@ def see_memory_usage(message: str, force: bool = False) -> None:
         "0",
     )
     logger.log(logging.INFO, "%s: device %.2f GB, process %.2f GB", message, allocated / 2**30, int(resident) / 2**20)
+
+
+def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
+    """Those sharded parameters whose weights are not in memory."""
+    return [each for each in param_list if getattr(each, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
 
 
 def set_random_seed(seed: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -12,12 +13,16 @@ import torch
 from torch import nn
 
 from infinity.config import Config, read_environment
+from infinity.deepspeed.asserted import asserted, asserting
+from infinity.deepspeed.config_classes import DeepSpeedConfig
 from infinity.deepspeed.distributed import get_world_group
 from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO, data_types
 from infinity.deepspeed.raw_config import section_of
-from infinity.deepspeed_config import DeepSpeedConfig, DeepSpeedZeroConfig
+from infinity.deepspeed.users_backward import UsersBackward
+from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.engine import Engine
 from infinity.engine.handing_back import hand_back
+from infinity.errors import EngineStateError
 from infinity.plan.precision import DTYPES
 from infinity.states import StepPhase
 from infinity.weights.owners import owner_of
@@ -30,11 +35,17 @@ class DeepSpeedEngine(Engine):
 
     _raw: Mapping[str, Any]
     _num_micro_steps: int
+    _users_backward: UsersBackward
+    gradient_average = enable_backward_allreduce = warn_unscaled_loss = True
+    has_moe_layers = False
 
     def speak(self, raw: Mapping[str, Any]) -> None:
         """``raw``: what the user gave as configuration."""
         self._raw = raw
         self._num_micro_steps = 0
+        self._users_backward = UsersBackward(self._loop)
+        self.loaded_checkpoint_dp_world_size: int | None = None
+        self.loaded_checkpoint_mp_world_size: int | None = None
 
     def __getattr__(self, name: str) -> Any:
         if name in OF_ZERO:
@@ -131,10 +142,64 @@ class DeepSpeedEngine(Engine):
 
     # The loop
 
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The model's own forward; a backward that reaches its outputs is seen, whoever runs it."""
+        self._users_backward.settle()
+        outputs = super().forward(*args, **kwargs)
+        self._users_backward.watch(outputs)
+        return outputs
+
+    @asserted
+    def backward(
+        self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **infinitys: Any
+    ) -> torch.Tensor:
+        """Accumulate the gradients of a scalar loss, as ``infinity.Engine.backward`` does."""
+        self._users_backward.settle()
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise EngineStateError(
+                f"backward() takes a scalar tensor, not {type(loss).__name__}: reduce the loss first"
+            )
+        return super().backward(loss, retain_graph, scale_wrt_gas, **infinitys)
+
+    @asserted
+    def scale(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss times the loss scale, for a ``loss.backward()`` of one's own; without fp16 the loss itself."""
+        return self._users_backward.scale(loss)
+
+    @asserted
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch, as ``infinity.Engine.step`` does."""
+        self._users_backward.settle()
         super().step(lr_kwargs)
         self._num_micro_steps += 1
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop what the running step has accumulated."""
+        self._users_backward.settle()
+        super().zero_grad(set_to_none)
+
+    def no_sync(self) -> AbstractContextManager[None]:
+        """Inside, gradients stay whole on their rank, as in ``infinity.Engine.no_sync``: at stages 0 and 1 alone."""
+        with asserting():
+            return super().no_sync()
+
+    @contextmanager
+    def coalesce_grad_reduction(self) -> Iterator[None]:
+        """Inside, several backwards belong to one step, which comes after the block. What is reduced when is the
+        stage's own."""
+        boundary, self._loop.boundary = self._loop.boundary, False
+        before = self._num_micro_steps
+        try:
+            yield
+        finally:
+            self._loop.boundary = boundary
+        if self._num_micro_steps != before:
+            raise EngineStateError("step() belongs behind the block of coalesce_grad_reduction()")
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the steps of accumulation, as ``infinity.Engine.set_train_batch_size`` does."""
+        with asserting():
+            super().set_train_batch_size(train_batch_size)
 
     @property
     def micro_steps(self) -> int:
@@ -148,7 +213,7 @@ class DeepSpeedEngine(Engine):
 
     def get_type(self) -> list[Any]:
         """What each param group calls its type, if it does."""
-        return [group.get("type") for group in (self.optimizer.param_groups if self.optimizer is not None else ())]
+        return [group.get("type", 0.0) for group in (self.optimizer.param_groups if self.optimizer is not None else ())]
 
     @property
     def basic_optimizer(self) -> Any:
@@ -163,6 +228,7 @@ class DeepSpeedEngine(Engine):
         Args:
             keep_weights: False, as in ``infinity.Engine.destroy``: they go with the engine, and nothing is read.
         """
+        self._users_backward.settle()
         if keep_weights and self._loop.phases.phase is StepPhase.IDLE:
             hand_back(self._runtime, self._loop.config)
         super().destroy()
@@ -227,6 +293,8 @@ class DeepSpeedEngine(Engine):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
         """Go on as ``infinity.Engine.load_checkpoint`` does."""
-        path, state = super().load_checkpoint(*args, **kwargs)
-        self._num_micro_steps = self.global_steps * self.gradient_accumulation_steps()
+        self._users_backward.settle()
+        with asserting():
+            path, state = super().load_checkpoint(*args, **kwargs)
+        self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = self.world_size, 1
         return path, state

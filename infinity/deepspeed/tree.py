@@ -24,15 +24,15 @@ _OURS: Final = "infinity.deepspeed"
 _STARTING = _of(f"{_OURS}.starting", "initialize init_inference add_config_arguments")
 _DISTRIBUTED = _of(f"{_OURS}.distributed", "init_distributed")
 _ENGINE = _of(f"{_OURS}.training_engine", "DeepSpeedEngine")
-_OPTIMIZER = _renamed("infinity.update.optimizer", DeepSpeedOptimizer="ShardedOptimizer")
+_OPTIMIZER = _of(f"{_OURS}.optimizer_kinds", "DeepSpeedOptimizer")
 _CALLABLES = _of(f"{_OURS}.starting", "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable")
 _LOADERS = _renamed("infinity.loader", DeepSpeedDataLoader="PlacedLoader") | _of(f"{_OURS}.loaders", "RepeatingLoader")
-_CONFIG = _of("infinity.deepspeed_config", "DeepSpeedConfig") | _renamed(
+_CONFIG = _of("infinity.deepspeed.config_classes", "DeepSpeedConfig") | _renamed(
     "infinity.errors", DeepSpeedConfigError="ConfigError"
 )
-_ZERO_CONFIG = _of("infinity.deepspeed_config", "DeepSpeedZeroConfig")
+_ZERO_CONFIG = _of("infinity.deepspeed.zero_config_classes", "DeepSpeedZeroConfig")
 _OFFLOAD_CONFIG = _of(
-    "infinity.deepspeed_config", "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
+    "infinity.deepspeed.zero_config_classes", "DeepSpeedZeroOffloadParamConfig DeepSpeedZeroOffloadOptimizerConfig"
 ) | _of(f"{_OURS}.kinds", "OffloadDeviceEnum")
 _STATES = _of("infinity.zero", "OffloadStateTypeEnum")
 _ACCELERATOR = _of(f"{_OURS}.accelerators", "get_accelerator")
@@ -79,7 +79,8 @@ _SCHEDULE_NAMES = _of(
     "LR_RANGE_TEST_MIN_LR LR_RANGE_TEST_STEP_RATE LR_RANGE_TEST_STEP_SIZE LR_RANGE_TEST_STAIRCASE "
     "CYCLE_FIRST_STEP_SIZE CYCLE_SECOND_STEP_SIZE CYCLE_FIRST_STAIR_COUNT CYCLE_SECOND_STAIR_COUNT DECAY_STEP_SIZE "
     "CYCLE_MIN_LR CYCLE_MAX_LR DECAY_LR_RATE CYCLE_MIN_MOM CYCLE_MAX_MOM DECAY_MOM_RATE WARMUP_MIN_LR WARMUP_MAX_LR "
-    "WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS",
+    "WARMUP_NUM_STEPS WARMUP_TYPE WARMUP_LOG_RATE WARMUP_LINEAR_RATE WARMUP_MIN_RATIO COS_MIN_RATIO TOTAL_NUM_STEPS "
+    "EDGE_VALUE MID_VALUE",
 )
 _STATE_ACCESS = _of(
     "infinity.utils",
@@ -90,7 +91,7 @@ _STATE_ACCESS = _of(
 )
 _LEAVES = _of(
     "infinity.utils",
-    "get_z3_leaf_modules set_z3_leaf_module set_z3_leaf_modules set_z3_leaf_modules_by_name "
+    "get_z3_leaf_modules set_z3_leaf_module z3_leaf_parameter set_z3_leaf_modules set_z3_leaf_modules_by_name "
     "set_z3_leaf_modules_by_suffix unset_z3_leaf_modules z3_leaf_module",
 )
 _FP32_WEIGHTS = _of(
@@ -150,12 +151,14 @@ TREE: Final[Mapping[str, Names]] = {
     "accelerator": _ACCELERATOR | _of(f"{_OURS}.accelerators", "DeepSpeedAccelerator is_current_accelerator_supported"),
     "accelerator.real_accelerator": _ACCELERATOR,
     "checkpoint": {},
+    "checkpoint.constants": _of(f"{_OURS}.constants", "OPTIMIZER_STATE_DICT FP32_GROUPS ZERO_STAGE LOSS_SCALER"),
     "checkpoint.utils": _of(f"{_OURS}.tensors", "clone_tensors_for_torch_save"),
     "comm": _COMM,
     "comm.comm": _COMM,
     "constants": _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"),
     "git_version_info": _of(f"{_OURS}.version", "version git_hash git_branch torch_info") | _OPS,
     "launcher": {},
+    "launcher.launch": {},
     "launcher.runner": _of(f"{_OURS}.constants", "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE"),
     "ops": _renamed(f"{_OURS}.op_builders", __compatible_ops__="compatible_ops", __installed_ops__="installed_ops"),
     "ops.adagrad": _ADAGRAD,
@@ -168,13 +171,16 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
-    "runtime.base_optimizer": _OPTIMIZER | _renamed("infinity.update.optimizer", ZeROOptimizer="ShardedOptimizer"),
+    "runtime.base_optimizer": _OPTIMIZER | _of(f"{_OURS}.optimizer_kinds", "ZeROOptimizer"),
+    "runtime.bf16_optimizer": _of(f"{_OURS}.optimizer_kinds", "BF16_Optimizer"),
     "runtime.config": _CONFIG | _ZERO_CONFIG,
     "runtime.config_utils": _of(f"{_OURS}.kinds", "get_scalar_param get_list_param get_dict_param"),
     "runtime.constants": _of(f"{_OURS}.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE"),
     "runtime.dataloader": _LOADERS,
     "runtime.engine": _ENGINE | _CALLABLES | _LOADERS | _of(f"{_OURS}.constants", "MEMORY_OPT_ALLREDUCE_SIZE"),
     "runtime.fp16": {},
+    "runtime.fp16.fused_optimizer": _of(f"{_OURS}.optimizer_kinds", "FP16_Optimizer"),
+    "runtime.fp16.unfused_optimizer": _of(f"{_OURS}.optimizer_kinds", "FP16_UnfusedOptimizer"),
     "runtime.fp16.loss_scaler": _of(
         f"{_OURS}.loss_scalers", "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler"
     ),
@@ -182,13 +188,19 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.utils": _of(
         f"{_OURS}.tensors",
         "clip_grad_norm_ get_global_norm_of_tensors move_to_device copy_to_device "
-        "see_memory_usage set_random_seed empty_cache ensure_directory_exists call_to_str",
+        "see_memory_usage get_inactive_params set_random_seed empty_cache ensure_directory_exists call_to_str",
+    )
+    | _of(
+        f"{_OURS}.numbers",
+        "prefix_sum_inc partition_uniform partition_balanced get_only_unique_item get_global_norm get_weight_norm "
+        "get_flattened_grad_norm clip_tensors_by_global_norm align_dense_tensors is_model_parallel_parameter "
+        "noop_decorator noop_context CheckOverflow",
     ),
     "runtime.zero": _PARAMETERS | _TILING | _GENERATION,
     "runtime.zero.config": _ZERO_CONFIG
     | _OFFLOAD_CONFIG
     | _of(f"{_OURS}.kinds", "ZeroStageEnum get_zero_config ZERO_OPTIMIZATION"),
-    "runtime.zero.leaf_module_config": _of(f"{_OURS}.kinds", "DeepSpeedZeroLeafModuleConfig"),
+    "runtime.zero.leaf_module_config": _of("infinity.deepspeed.zero_config_classes", "DeepSpeedZeroLeafModuleConfig"),
     "runtime.zero.linear": _of(
         f"{_OURS}.linear_layers", "LinearModuleForZeroStage3 LinearFunctionForZeroStage3 zero3_linear_wrap"
     ),
@@ -199,10 +211,14 @@ TREE: Final[Mapping[str, Names]] = {
     | _CONSTRUCTORS
     | _ACCELERATOR
     | _of(f"{_OURS}.building", "is_zero_param"),
-    "runtime.zero.stage3": _ZERO_3_NEEDS | _GENERATION,
-    "runtime.zero.stage_1_and_2": _ZERO_2_NEEDS,
+    "runtime.zero.stage3": _ZERO_3_NEEDS
+    | _GENERATION
+    | _of(f"{_OURS}.optimizer_kinds", "DeepSpeedZeroOptimizer_Stage3"),
+    "runtime.zero.stage_1_and_2": _ZERO_2_NEEDS | _of(f"{_OURS}.optimizer_kinds", "DeepSpeedZeroOptimizer"),
     "runtime.zero.tiling": _TILING | _of(f"{_OURS}.building", "split_tensor_along_last_dim"),
-    "runtime.zero.utils": _ZERO_SUPPORTED | _of(f"{_OURS}.building", "is_zero_param"),
+    "runtime.zero.utils": _ZERO_SUPPORTED
+    | _of(f"{_OURS}.building", "is_zero_param")
+    | _of(f"{_OURS}.asserted", "ZeRORuntimeException"),
     "utils": _LOGS
     | _ON_DEVICE
     | _STATE_ACCESS

@@ -15,7 +15,6 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.config import Config
 from infinity.engine.background import Background
-from infinity.engine.build_update import build_update
 from infinity.engine.casting import Casting
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
@@ -26,8 +25,13 @@ from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
 from infinity.update.in_backward import InBackward, refuse_before_step, refuse_norm
+from infinity.update.loss_scale import loss_scale_of
 from infinity.update.optimizer import ShardedOptimizer
+from infinity.update.rule import UpdateRule
+from infinity.update.scratch import Scratch
+from infinity.update.sub_group import SubGroup
 from infinity.update.update import Outcome, Update
+from infinity.update.whole import WholeParams
 from infinity.weights.buffers import FollowedBuffers
 from infinity.weights.saved_tensors import stale_graphs_named
 from infinity.weights.sharded_model import ShardedModel
@@ -78,7 +82,7 @@ class TrainingLoop:
         self.update: Update | None = None
         """None where nothing trains."""
         if optimizer is not None:
-            self.update = build_update(runtime, optimizer, optimizer_groups, config)
+            self.update = self._build_update(optimizer, optimizer_groups)
             optimizer.bind(self.run_update, self.update.scale)
             runtime.states.keeps_states = self.update.keeps_states
         self._in_backward: InBackward | None = None
@@ -97,30 +101,36 @@ class TrainingLoop:
                 return module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, scale: bool, create_graph: bool) -> torch.Tensor:
+        loss_scale = self._trained("backward").scale.value
+        with self.around_backward("backward()", may_be_last=not (retain_graph or create_graph)):
+            accumulated = self.config.gradient_accumulation_steps
+            scaled = loss / accumulated if scale and accumulated > 1 else loss
+            differentiated = scaled if loss_scale == 1.0 else scaled.float() * loss_scale
+            with stale_graphs_named(type(self.runtime.module).__name__):
+                differentiated.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
+            self._observers.after_backward(loss)
+        return scaled.detach()
+
+    @contextmanager
+    def around_backward(self, call: str, *, may_be_last: bool) -> Iterator[None]:
+        """One backward through the model, whoever runs it. ``may_be_last``: no other one may follow in this graph."""
         update = self._trained("backward")
-        self._refuse_before_step("backward()")
+        self._refuse_before_step(call)
         with self._phase_of(StepPhase.BACKWARD):
             self.runtime.collectives.agree("begin a backward").wait()
             reducer = self.runtime.reducer
             reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
             reducer.puts_off = self._num_without_reduction > 0 or not reduces
             reducer.norms = update.wants_norms and self.is_boundary()
-            is_last = self.is_boundary() and not (reducer.puts_off or retain_graph or create_graph)
+            is_last = self.is_boundary() and may_be_last and not reducer.puts_off
             reducer.in_backward = self._in_backward if is_last else None
             if reducer.in_backward is not None:
                 reducer.in_backward.begin()
-            accumulated = self.config.gradient_accumulation_steps
-            scaled = loss / accumulated if scale and accumulated > 1 else loss
-            loss_scale = update.scale.value
-            differentiated = scaled if loss_scale == 1.0 else scaled.float() * loss_scale
-            with stale_graphs_named(type(self.runtime.module).__name__):
-                differentiated.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
+            yield
             reducer.finish()
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()
-            self._observers.after_backward(loss)
         self._num_backwards += 1
-        return scaled.detach()
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
@@ -323,6 +333,41 @@ class TrainingLoop:
         if self.update is None:
             raise WeightsError("the model", "has nothing to train", f"{call}() needs a parameter that requires_grad")
         return self.update
+
+    def _build_update(self, optimizer: ShardedOptimizer, optimizer_groups: Sequence[int]) -> Update:
+        sharded, scratch = self._sharded, Scratch()
+        sub_groups = [
+            SubGroup(
+                chunk_id,
+                chunk,
+                rule=optimizer.rule,
+                precision=sharded.precision,
+                group_of=optimizer_groups,
+                scratch=scratch,
+                weights_of=None if sharded.precision.keeps_weights else sharded.weights_of,
+            )
+            for chunk_id, chunk in enumerate(sharded.chunks)
+            if sharded.layout.placements[chunk.group].trainable
+        ]
+        return Update(
+            # last chunks first: the first ones, which the next forward needs first, are the ones left resident
+            sub_groups[::-1],
+            optimizer,
+            self.runtime.gradients,
+            store=sharded.store,
+            collectives=sharded.sharers,
+            scale=loss_scale_of(self.config),
+            num_params=len(sharded.params),
+            max_norm=self.config.gradient_clipping,
+            whole=self._whole_params(optimizer.rule, optimizer_groups),
+        )
+
+    def _whole_params(self, rule: UpdateRule, optimizer_groups: Sequence[int]) -> WholeParams | None:
+        if not rule.whole_groups:
+            return None
+        sharded = self._sharded
+        io, precision = self.runtime.io, sharded.precision
+        return WholeParams(sharded.params, io, rule=rule, precision=precision, group_of=optimizer_groups)
 
     def _log_skipped(self, scale: float) -> None:
         if self.runtime.collectives.rank == 0:

@@ -88,7 +88,7 @@ def lay_out(model: nn.Module) -> None:
 def _change(function: str, model: nn.Module, kinds: Sequence[ModuleKind], *, leaf: bool) -> list[nn.Module]:
     if isinstance(kinds, (str, type, nn.Module)):
         kinds = [kinds]
-    found = [module for module in model.modules() if any(_is(module, kind) for kind in kinds)]
+    found = [module for module in model.modules() if any(is_meant(module, kind) for kind in kinds)]
     if not found:
         raise ConfigError(
             function,
@@ -109,11 +109,12 @@ def _change(function: str, model: nn.Module, kinds: Sequence[ModuleKind], *, lea
 
 def _is_meant(name: str, module: nn.Module, kind: str, word: str) -> bool:
     if kind == "classes":
-        return _is(module, word)
+        return is_meant(module, word)
     return name == word if kind == "names" else name.endswith(word)
 
 
-def _is(module: nn.Module, kind: ModuleKind) -> bool:
+def is_meant(module: nn.Module, kind: ModuleKind) -> bool:
+    """Whether the kind means this module."""
     if isinstance(kind, nn.Module):
         return module is kind
     if isinstance(kind, str):

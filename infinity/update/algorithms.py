@@ -91,7 +91,8 @@ def make_optimizer(config: OptimizerConfig, groups: Sequence[Mapping[str, Any]])
             corrected = options.pop("bias_correction")
             kind = plain[0] if corrected else plain[1]
             options = {**options, "fused": None if corrected else True}
-            del options["adam_w_mode"]
+            del options["adam_w_mode"], options["torch_adam"]
+            options["weight_decay"] = config.weight_decay
         case SgdOptimizer():
             kind = SGD
         case AdagradOptimizer():

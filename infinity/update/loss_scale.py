@@ -62,6 +62,7 @@ class FixedLossScale(LossScale):
 
 class DynamicLossScale(LossScale):
     checks_overflow = dynamic = True
+    scale_factor = FACTOR
 
     def __init__(
         self, *, initial: float, window: int, hysteresis: int, consecutive_hysteresis: bool, least: float
@@ -82,12 +83,21 @@ class DynamicLossScale(LossScale):
         """Overflows until the scale is halved."""
         self._good_steps = 0
         """Since the last overflow, or since the start."""
+        self.cur_iter = 0
+        """Steps that were applied or skipped."""
+
+    @property
+    def last_overflow_iter(self) -> int:
+        """The step that overflowed last, -1 if none did."""
+        return self.cur_iter - self._good_steps - 1
 
     def update(self, *, overflow: bool) -> None:
         if overflow:
-            self._good_steps = 0
             self._fall()
+            self._good_steps = 0
+            self.cur_iter += 1
             return
+        self.cur_iter += 1
         self._good_steps += 1
         if self.consecutive_hysteresis:
             self.cur_hysteresis = self.delayed_shift
@@ -96,12 +106,15 @@ class DynamicLossScale(LossScale):
             self.value *= FACTOR
 
     def state_dict(self) -> dict[str, float]:
-        return {"value": self.value, "patience": self.cur_hysteresis, "good_steps": self._good_steps}
+        return {
+            "value": self.value, "patience": self.cur_hysteresis, "good_steps": self._good_steps, "steps": self.cur_iter
+        }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         if state:
             self.value = float(state["value"])
             self.cur_hysteresis, self._good_steps = int(state["patience"]), int(state["good_steps"])
+            self.cur_iter = int(state.get("steps", self._good_steps))
 
     def _fall(self) -> None:
         if self.cur_hysteresis > 1:

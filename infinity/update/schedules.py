@@ -36,6 +36,7 @@ class Schedule(LRScheduler):
     ``last_batch_iteration`` above -1 resumes: the optimizer keeps the rates that it has until the first ``step``."""
 
     def __init__(self, optimizer: Optimizer, *, last_batch_iteration: int = -1) -> None:
+        _check_optimizer(optimizer)
         self.last_batch_iteration = last_batch_iteration
         super().__init__(optimizer)
 
@@ -46,9 +47,13 @@ class Schedule(LRScheduler):
     def get_lr(self) -> list[float | Tensor]:
         return list(self.rates(self.last_batch_iteration))
 
-    def step(self, epoch: int | None = None) -> None:
-        """Go on to the next iteration, or to ``epoch``, and set the optimizer's rates."""
-        self.last_batch_iteration = self.last_batch_iteration + 1 if epoch is None else epoch
+    def step(
+        self, epoch: int | None = None, *, last_batch_iteration: int | None = None, batch_iteration: int | None = None
+    ) -> None:
+        """Go on to the next iteration, or to ``epoch``, and set the optimizer's rates. The other two are what DeepSpeed
+        calls ``epoch``."""
+        asked = next((each for each in (epoch, last_batch_iteration, batch_iteration) if each is not None), None)
+        self.last_batch_iteration = self.last_batch_iteration + 1 if asked is None else asked
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
@@ -95,6 +100,11 @@ class Schedule(LRScheduler):
                 f"scheduler.params.{name}", list(value), f"must be one rate, or one for each of {num_groups} groups"
             )
         return [float(rate) for rate in value]
+
+
+def _check_optimizer(optimizer: object) -> None:
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"a schedule needs an optimizer, not a {type(optimizer).__name__}")
 
 
 def warmup_progress(iteration: int, warmup_num_steps: int, warmup_type: WarmupType) -> float:
@@ -255,6 +265,7 @@ class OneCycle(Schedule):
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
+        _check_optimizer(optimizer)
         first, stairs = cycle_first_step_size, cycle_first_stair_count
         self.cycle_min_lr, self.cycle_max_lr = cycle_min_lr, cycle_max_lr
         self.cycle_min_mom, self.cycle_max_mom = cycle_min_mom, cycle_max_mom

@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from infinity.errors import WeightsError
 from infinity.weights.owners import Owner, known_owner_of
 
 
@@ -42,10 +41,13 @@ def partitioning_owner_of(param: nn.Parameter) -> Owner:
 class DsNames(nn.Parameter):
     """A parameter with the dialect's attributes, which its owner answers."""
 
+    def _owner(self) -> Owner:
+        return partitioning_owner_of(self)
+
     @property
     def ds_id(self) -> int:
         """A number of this parameter's own."""
-        partitioning_owner_of(self)
+        self._owner()
         if self not in _ids:
             _ids[self] = next(_next_id)
         return int(_ids[self])
@@ -53,30 +55,30 @@ class DsNames(nn.Parameter):
     @property
     def ds_numel(self) -> int:
         """Elements of the whole parameter."""
-        partitioning_owner_of(self)
+        self._owner()
         return self.numel()
 
     @property
     def ds_shape(self) -> torch.Size:
         """Shape of the whole parameter."""
-        partitioning_owner_of(self)
+        self._owner()
         return self.shape
 
     @property
     def ds_status(self) -> ZeroParamStatus:
         """Whether the weights are in memory now."""
-        partitioning_owner_of(self)
+        self._owner()
         return ZeroParamStatus.NOT_AVAILABLE
 
     @property
     def ds_tensor(self) -> torch.Tensor:
         """This rank's part of the weights, 1-D, on the CPU; a copy, read from the store."""
-        return partitioning_owner_of(self).shard_of(self)
+        return self._owner().shard_of(self)
 
     @property
     def ds_persist(self) -> bool:
         """Whether the weights stay in memory between uses."""
-        return partitioning_owner_of(self).is_persistent(self)
+        return self._owner().is_persistent(self)
 
     def ds_summary(self, slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
         """The above in one dict; the arguments are the dialect's and change nothing."""
@@ -98,21 +100,12 @@ class DsNames(nn.Parameter):
             param_list: the parameters; by default this one.
             async_op: taken for the dialect's sake, the weights are there on return.
             hierarchy: taken for the dialect's sake.
-
-        Raises:
-            WeightsError: the parameter is still being made, under ``Init``.
         """
         for param in _these(self, param_list):
             if isinstance(param, DsNames):
                 opened = ExitStack()
-                opened.enter_context(known_owner_of(param).gathered([param], 0))
-                if type(param) is nn.Parameter:  # what Init has staged is the user's own while it is here
-                    opened.close()
-                    raise WeightsError(
-                        f"a parameter of shape {tuple(param.shape)}",
-                        "is no engine's yet, and all_gather() holds what an engine shards",
-                        "use infinity.zero.GatheredParameters between Init and initialize",
-                    )
+                if not isinstance(param, GatheredParameter):
+                    opened.enter_context(known_owner_of(param).gathered([param], 0))
                 _held.setdefault(param, []).append(opened)  # type: ignore[no-untyped-call]
 
     def partition(
@@ -134,6 +127,39 @@ class DsNames(nn.Parameter):
                 if not _held[param]:
                     del _held[param]
                 stack.close()
+
+
+class GatheredParameter(DsNames):
+    """What ``Init`` has staged, while it is gathered: the user's own weights, and the names of a sharded parameter."""
+
+    def _owner(self) -> Owner:
+        owner: Owner = _lenders[self]
+        return owner
+
+    @property
+    def ds_status(self) -> ZeroParamStatus:
+        """The weights are in memory now."""
+        return ZeroParamStatus.AVAILABLE
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad))
+
+
+_lenders: WeakIdKeyDictionary = WeakIdKeyDictionary()
+"""The owner whose shards a gathered parameter has."""
+
+
+def lend(param: nn.Parameter, owner: Owner) -> None:
+    """The parameter, which is the user's own for a while, shows the names that ``owner`` answers."""
+    if type(param) is nn.Parameter:
+        _lenders[param] = owner
+        param.__class__ = GatheredParameter
+
+
+def end_loan(param: nn.Parameter) -> None:
+    """The counterpart of ``lend``."""
+    if type(param) is GatheredParameter:
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 def _these(param: nn.Parameter, params: Sequence[nn.Parameter] | None) -> Sequence[nn.Parameter]:

@@ -22,6 +22,7 @@ from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.tiers.memory import MemoryStore
 from infinity.weights import access, owners
+from infinity.weights.ds_names import end_loan, lend
 from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.weights.mapped_files import page_out_mapped_weights
 from infinity.weights.param import ShardedParam, flattened, memory_order
@@ -120,7 +121,13 @@ class StagingArea(owners.Owner):
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
         """What is written is kept: that of ``modifier_rank``, by default of rank 0."""
         with self.borrow(params):
-            yield
+            for param in params:
+                lend(param, self)
+            try:
+                yield
+            finally:
+                for param in params:
+                    end_loan(param)
             for param in params if modifier_rank else ():
                 values = flattened(param.detach(), memory_order(param))
                 what = f"share the changes of {self.staged(param).name}"

@@ -133,9 +133,13 @@ def test_staged_parameters_have_them_too(tmp_path: Path) -> None:
     assert isinstance(weight, DsNames)
     assert torch.equal(weight.ds_tensor, build().get_parameter("0.weight").detach().flatten())
     assert (weight.ds_status, weight.ds_persist) == (ZeroParamStatus.NOT_AVAILABLE, False)
-    with pytest.raises(WeightsError, match="GatheredParameters"):
-        weight.all_gather()
-    assert torch.equal(weight.ds_tensor, build().get_parameter("0.weight").detach().flatten())
+    weight.all_gather()
+    assert (weight.ds_status, weight.ds_numel) == (ZeroParamStatus.AVAILABLE, 24 * 50)
+    with torch.no_grad():
+        weight.mul_(2)
+    weight.partition(has_been_updated=True)
+    assert weight.ds_status is ZeroParamStatus.NOT_AVAILABLE
+    assert torch.equal(weight.ds_tensor, 2 * build().get_parameter("0.weight").detach().flatten())
     assert not hasattr(nn.Linear(1, 1).weight, "ds_numel")
 
 

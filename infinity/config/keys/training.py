@@ -118,7 +118,7 @@ OPTIMIZER: tuple[Key, ...] = (
     ),
     works("optimizer.params.lr_decay", "Adagrad: decay of the learning rate"),
     works("optimizer.params.initial_accumulator_value", "Adagrad: first sum of squares"),
-    subsumed("optimizer.params.torch_adam", "boolean", "torch's own implementation always runs"),
+    works("optimizer.params.torch_adam", "true: the default of weight_decay is torch's, 0.01 of AdamW"),
     refused(
         "optimizer.params.fp32_optimizer_states",
         "moments have the dtype of what is stepped",

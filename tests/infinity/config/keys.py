@@ -110,6 +110,7 @@ _TOP = {
         for name, value in {
             "amsgrad": True,
             "bias_correction": False,
+            "torch_adam": True,
             "momentum": 0.9,
             "dampening": 0.1,
             "nesterov": True,

@@ -58,9 +58,9 @@ SCRIPTS: dict[str, str] = {
     "Curriculum learning": 'start(curriculum_learning={"enabled": True})',
     "DeepCompile": 'start(compile={"deepcompile": True})',
     "ZenFlow": 'start(zero_optimization={"stage": 2, "zenflow": {"topk_ratio": 0.1}})',
-    "fp16's own optimizer class": "from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer",
+    "Sparse gradients": "from deepspeed.runtime.sparse_tensor import SparseTensor",
     "Ranks that keep gradients of their own at stage 3": "start().no_sync()",
-    "A backward that the engine does not see": "engine = start()\nengine(torch.ones(4, 8)).sum().backward()",
+    "A backward that the engine does not see": "engine = start()\nmodel(torch.ones(4, 8)).sum().backward()",
     "Gradients by `.grad`": (
         "engine = start()\nengine.backward(engine(torch.ones(4, 8)).sum())\nprint(model[0].weight.grad)"
     ),

@@ -141,6 +141,7 @@ NAMED: list[tuple[str, dict[str, Any], Make]] = [
         {"lr": 0.01, "weight_decay": 0.1, "adam_w_mode": False, "torch_adam": True},
         lambda g: optim.Adam(g, lr=0.01, weight_decay=0.1, fused=True),
     ),
+    ("Adam", {"lr": 0.01, "torch_adam": True}, lambda g: optim.AdamW(g, lr=0.01, fused=True)),
     ("AdamW", {"lr": 0.01, "amsgrad": True}, lambda g: optim.AdamW(g, 0.01, weight_decay=0, amsgrad=True, fused=True)),
     (
         "SGD",

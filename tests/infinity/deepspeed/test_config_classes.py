@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
-from infinity.deepspeed_config import (
-    DeepSpeedConfig,
-    DeepSpeedZeroConfig,
-    DeepSpeedZeroOffloadOptimizerConfig,
-    DeepSpeedZeroOffloadParamConfig,
-)
+from infinity.deepspeed import config_classes, zero_config_classes
 from infinity.errors import CombinedConfigError, ConfigError
 
+DeepSpeedConfig = config_classes.DeepSpeedConfig
+DeepSpeedZeroConfig: Any = zero_config_classes.DeepSpeedZeroConfig
+DeepSpeedZeroOffloadParamConfig: Any = zero_config_classes.DeepSpeedZeroOffloadParamConfig
+DeepSpeedZeroOffloadOptimizerConfig: Any = zero_config_classes.DeepSpeedZeroOffloadOptimizerConfig
 FILE: dict[str, Any] = {
     "train_batch_size": 8,
     "gradient_accumulation_steps": 2,
@@ -117,9 +117,14 @@ def test_offload_sections_alone() -> None:
     assert section.offload_param.device == "none"
     assert section.offload_optimizer is None
     weights = DeepSpeedZeroOffloadParamConfig(device="nvme", nvme_path="/nvme", max_in_cpu=7)
-    assert (weights.device, weights.nvme_path, weights.max_in_cpu, weights.buffer_count) == ("nvme", "/nvme", 7, 5)
+    assert (weights.device, weights.nvme_path, weights.max_in_cpu, weights.buffer_count) == (
+        "nvme",
+        Path("/nvme"),
+        7,
+        5,
+    )
     for read, write in ((True, False), (False, True), (False, False)):
         states = DeepSpeedZeroOffloadOptimizerConfig(pipeline_read=read, pipeline_write=write)
         assert states.pipeline is (read or write)
-    with pytest.raises(ConfigError, match=r"did you mean zero_optimization\.offload_optimizer\.nvme_path"):
+    with pytest.raises(ValidationError, match=r"did you mean zero_optimization\.offload_optimizer\.nvme_path"):
         DeepSpeedZeroOffloadOptimizerConfig(nvmepath="/nvme")

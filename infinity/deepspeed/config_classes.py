@@ -1,0 +1,124 @@
+"""``DeepSpeedConfig`` with its field names: a view of a configuration that ``parse_config`` has checked.
+
+For scripts that read their own JSON through it. Unknown and refused keys are refused here as by ``initialize``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch.distributed as dist
+
+from infinity.config import parse_config
+from infinity.config.complaints import Complaints
+from infinity.config.load import load
+from infinity.config.old_names import modernise
+from infinity.deepspeed.asserted import asserted
+from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
+from infinity.errors import ConfigError
+
+CLIPPING: Final = 1.0
+"""What DeepSpeed clips the norm of gradients to where ``gradient_clipping`` is not written; infinity does not clip."""
+TOP_DEFAULTS: Final[Mapping[str, Any]] = {
+    "prescale_gradients": False,
+    "gradient_predivide_factor": 1.0,
+    "gradient_allreduce_op": "mean",
+    "disable_allgather": False,
+    "zero_allow_untested_optimizer": False,
+    "zero_force_ds_cpu_optimizer": True,
+    "use_node_local_storage": False,
+    "load_universal_checkpoint": False,
+}
+NAMED_OTHERWISE: Final = {
+    "fp16": "float16_config",
+    "bf16": "bfloat16_config",
+    "comms_logger": "comms_config",
+    "activation_checkpointing": "activation_checkpointing_config",
+}
+MONITORS: Final = ("tensorboard", "wandb", "csv_monitor")
+
+
+class View:
+    """Values under the dialect's names."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        vars(self).update(values)
+
+    def __getattr__(self, name: str) -> Any:
+        known = ", ".join(sorted(name for name in vars(self) if not name.startswith("_")))
+        raise AttributeError(f"infinity's {type(self).__name__} has no {name}; it has {known}")
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
+
+
+class DeepSpeedConfig(View):
+    """A whole configuration.
+
+    Args:
+        config: the JSON as a dict, or the path of a file.
+        mpu: whose ``get_data_parallel_world_size()`` is the number of ranks that share the model; without one it is
+            torch.distributed's.
+        mesh_device: must be None.
+
+    Raises:
+        ConfigError: as ``initialize`` raises it.
+    """
+
+    @asserted
+    def __init__(
+        self, config: Mapping[str, Any] | str | os.PathLike[str], mpu: Any = None, mesh_device: Any = None
+    ) -> None:
+        if mesh_device is not None:
+            raise ConfigError(
+                "mesh_device", type(mesh_device).__name__, "there is no sequence parallelism: leave it out"
+            )
+        is_distributed = dist.is_available() and dist.is_initialized()
+        world_size = dist.get_world_size() if is_distributed else 1
+        if mpu is not None:
+            world_size = int(mpu.get_data_parallel_world_size())
+        complaints = Complaints()
+        given = load(config, complaints)
+        complaints.raise_all()
+        parsed = parse_config({"gradient_clipping": CLIPPING, **given}, world_size=world_size, check_paths=False)
+        raw = modernise(given, Complaints()).raw
+        sections = {field: getattr(parsed, field) for field in type(parsed).model_fields}
+        values = {field: value for field, value in sections.items() if field not in ("subsumed", "old_names")}
+        for name in [
+            *NAMED_OTHERWISE,
+            *MONITORS,
+            "aio",
+            "flops_profiler",
+            "zero_optimization",
+            "optimizer",
+            "scheduler",
+        ]:
+            del values[name]
+        values |= {name: raw.get(name, default) for name, default in TOP_DEFAULTS.items() if name not in values}
+        values |= {ours: sections[name] for name, ours in NAMED_OTHERWISE.items()}
+        values |= {f"{name}_config": sections[name] for name in ("aio", "flops_profiler")}
+        values["bfloat16_config"] = View({**dict(parsed.bf16), "immediate_grad_update": immediate(raw)})
+        log = {f"comms_logger_{name}" if name == "enabled" else name: value for name, value in sections["comms_logger"]}
+        values["comms_config"] = View(log | {"enabled": sections["comms_logger"].enabled})
+        values["monitor_config"] = View({name: sections[name] for name in MONITORS})
+        zero = DeepSpeedZeroConfig(**(raw.get("zero_optimization") or {}))
+        values |= {"zero_config": zero, "zero_optimization_stage": zero.stage, "zero_enabled": zero.stage > 0}
+        for section in ("optimizer", "scheduler"):
+            written = raw.get(section) or {}
+            values |= {f"{section}_name": written.get("type"), f"{section}_params": written.get("params")}
+        if parsed.optimizer is not None and parsed.optimizer.type != "SGD":
+            values["optimizer_name"] = values["optimizer_name"].lower()
+        values |= {"fp16_enabled": parsed.fp16.enabled, "bfloat16_enabled": parsed.bf16.enabled}
+        autocast = values.pop("torch_autocast")
+        values |= {"torch_autocast_enabled": autocast.enabled, "torch_autocast_dtype": autocast.dtype}
+        values |= {"grad_accum_dtype": parsed.data_types.grad_accum_dtype, "world_size": world_size}
+        values |= {"global_rank": dist.get_rank() if is_distributed else 0, "_param_dict": config}
+        super().__init__(values)
+
+
+def immediate(raw: Mapping[str, Any]) -> bool:
+    """``bf16.immediate_grad_update``, by default true: gradients are added up in the backward that makes them."""
+    section = raw.get("bf16")
+    return bool(section.get("immediate_grad_update", True)) if isinstance(section, Mapping) else True

@@ -1,0 +1,144 @@
+"""DeepSpeed's classes of optimizers, by which scripts ask what they have: one of infinity's under their names.
+
+An engine's optimizer becomes of the class that DeepSpeed would have made for its stage and precision, and answers what
+scripts read of that one. What it does stays the same.
+"""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from infinity.config import Config
+from infinity.engine import Engine
+from infinity.update.optimizer import ShardedOptimizer
+
+
+class DeepSpeedOptimizer(ShardedOptimizer):
+    """What all of them have."""
+
+    _engine: weakref.ref[Engine]
+    _config: Config
+    custom_loss_scaler = False
+    external_loss_scale = None
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that was passed, or this one."""
+        return self if self.taken_over is None else self.taken_over
+
+    @property
+    def clip_grad(self) -> float:
+        """The norm that gradients are clipped to; 0: they are not."""
+        return self._config.gradient_clipping
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the weights in forward."""
+        dtype: torch.dtype = self.param_groups[0]["params"][0].dtype
+        return dtype
+
+    @property
+    def fp16_groups(self) -> list[list[nn.Parameter]]:
+        """The parameters of each group."""
+        return [list(group["params"]) for group in self.param_groups]
+
+    bit16_groups = fp16_groups
+
+    def override_loss_scale(self, loss_scale: float) -> None:
+        """Multiply losses by ``loss_scale`` from now on; a dynamic scale goes on from there."""
+        self.scale.value = float(loss_scale)
+
+    def backward(self, loss: torch.Tensor, retain_graph: bool = False, **others: Any) -> None:
+        """``engine.backward`` of a loss that is not to be divided by the number of micro-batches."""
+        engine = self._engine()
+        if engine is None:
+            raise RuntimeError("the optimizer's engine is gone")
+        engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+
+class FP16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
+    """The optimizer of fp16 at stage 0."""
+
+
+class FP16_UnfusedOptimizer(DeepSpeedOptimizer):  # noqa: N801
+    """The same for what DeepSpeed does not fuse; here an engine's is FP16_Optimizer."""
+
+
+class ZeROOptimizer(DeepSpeedOptimizer):
+    """What shards, or keeps masters."""
+
+    @property
+    def reduce_scatter(self) -> bool:
+        """Whether gradients are reduced to the ranks that need them."""
+        return self._config.zero_optimization.reduce_scatter
+
+    @property
+    def contiguous_gradients(self) -> bool:
+        """True: gradients are reduced by groups."""
+        return True
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Micro-batches of a step."""
+        return self._config.gradient_accumulation_steps
+
+    @property
+    def sub_group_size(self) -> int:
+        """Elements that are stepped at once, at most."""
+        return self._config.zero_optimization.sub_group_size
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next ``step`` updates."""
+        engine = self._engine()
+        return engine is not None and engine.is_gradient_accumulation_boundary()
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """See ``engine.set_gradient_accumulation_boundary``."""
+        if (engine := self._engine()) is not None:
+            engine.set_gradient_accumulation_boundary(is_boundary)
+
+    def needs_scaler(self) -> bool:
+        """Whether losses are scaled before their backward."""
+        return self.scale.dynamic or self.scale.value != 1.0
+
+
+class BF16_Optimizer(ZeROOptimizer):  # noqa: N801
+    """bf16 at stage 0."""
+
+
+class DeepSpeedZeroOptimizer(ZeROOptimizer):
+    """Stages 1 and 2."""
+
+    @property
+    def partition_gradients(self) -> bool:
+        """Whether gradients are sharded, as states are."""
+        return self._config.zero_optimization.stage == 2
+
+    @property
+    def cpu_offload(self) -> bool:
+        """Whether states lie in host memory or on NVMe."""
+        return self._config.zero_optimization.offload_optimizer.device != "none"
+
+
+class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
+    """Stage 3."""
+
+    @property
+    def persistent_parameters(self) -> list[nn.Parameter]:
+        """Those whose weights stay in memory."""
+        return [param for group in self.fp16_groups for param in group if getattr(param, "ds_persist", False)]
+
+
+def speak(optimizer: ShardedOptimizer, engine: Engine, config: Config) -> None:
+    """Make the engine's optimizer one of DeepSpeed's classes."""
+    kind: type[DeepSpeedOptimizer] = DeepSpeedOptimizer
+    if config.zero_optimization.stage:
+        kind = DeepSpeedZeroOptimizer_Stage3 if config.zero_optimization.stage == 3 else DeepSpeedZeroOptimizer
+    elif config.fp16.enabled or config.bf16.enabled:
+        kind = FP16_Optimizer if config.fp16.enabled else BF16_Optimizer
+    optimizer.__class__ = kind
+    vars(optimizer).update(_engine=weakref.ref(engine), _config=config)

@@ -1,0 +1,80 @@
+"""What a real DeepSpeed returned, kept beside the cases, and what differs from it.
+
+``python -m tests.infinity.deepspeed.differential.facts record FOUND.json`` keeps what ``run`` found under a real one;
+``… facts compare FOUND.json`` holds what it found here against that.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from tests.infinity.deepspeed.differential.case import CASES, differences
+from tests.infinity.deepspeed.differential.decided import reason
+from tests.infinity.deepspeed.differential.run import load_cases
+
+FACTS: Final = Path(__file__).with_name("facts.json")
+DIGITS: Final = 9
+"""Significant ones; the closest comparison takes 6."""
+
+
+def record(found: Mapping[str, Any]) -> str:
+    """Keep the answers of those cases that the real one has passed; how many, in words."""
+    load_cases()
+    kept = {name: fact for name, fact in read().items() if name in CASES and name not in found}
+    kept |= {name: _rounded(each["value"]) for name, each in found.items() if "value" in each and name in CASES}
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(kept[name])}" for name in sorted(kept))
+    FACTS.write_text(f"{{\n{lines}\n}}\n")
+    return f"{len(kept)} of {len(CASES)} cases pass on the real one"
+
+
+def read() -> dict[str, Any]:
+    """The answers by the names of their cases."""
+    facts: dict[str, Any] = json.loads(FACTS.read_text()) if FACTS.exists() else {}
+    return facts
+
+
+def compare(found: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Of every case that was run and has a fact, where its answer differs; an empty list where it does not."""
+    load_cases()
+    return {
+        name: [found[name]["error"].strip().splitlines()[-1]]
+        if "error" in found[name]
+        else differences(fact, found[name]["value"], CASES[name].relative)
+        for name, fact in read().items()
+        if name in found
+    }
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(f"{value:.{DIGITS}g}")
+    if isinstance(value, list):
+        return [_rounded(each) for each in value]
+    return {key: _rounded(each) for key, each in value.items()} if isinstance(value, dict) else value
+
+
+def main(words: list[str]) -> None:
+    """The command."""
+    what, path, *others = words
+    found = json.loads(Path(path).read_text())
+    if what == "record":
+        print(record(found))
+        return
+    answers = compare(found)
+    if "--json" in others:
+        print(json.dumps(answers))
+        return
+    for name, lines in answers.items():
+        for line in lines[:3]:
+            print(f"{name}: {line[:400]}{'' if reason(name) is None else f' (decided: {reason(name)})'}")
+    agree = sum(not lines for lines in answers.values())
+    decided = sum(bool(lines) and reason(name) is not None for name, lines in answers.items())
+    print(f"{agree} of {len(answers)} cases agree with the real one, {decided} differ as decided")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

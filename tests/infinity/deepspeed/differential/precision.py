@@ -1,0 +1,184 @@
+"""fp16 with its loss scales, bf16, autocast, dtypes of reductions."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import deepspeed  # type: ignore[import-not-found]
+import torch
+
+from tests.infinity.deepspeed.differential.case import case, cases_over, raised
+from tests.infinity.deepspeed.differential.nets import batches, config, stack, start, sums, train
+
+ALL = {str(stage): stage for stage in range(4)}
+ZERO = {"1": 1, "2": 2, "3": 3}
+LOOSE = 2e-2
+
+
+@cases_over(ALL, relative=LOOSE)
+def bf16(_directory: Path, stage: int) -> Any:
+    engine = start(stack(), config(stage, bf16={"enabled": True}))
+    losses = train(engine, 3, dtype=torch.bfloat16)
+    return losses, str(next(engine.module.parameters()).dtype), engine.bfloat16_enabled(), engine.fp16_enabled()
+
+
+@cases_over(ZERO, relative=LOOSE)
+def fp16_static(_directory: Path, stage: int) -> Any:
+    given = config(stage, fp16={"enabled": True, "loss_scale": 8.0})
+    engine = start(stack(), given)
+    losses = train(engine, 3, dtype=torch.float16)
+    facts = [engine.loss_scale(), engine.dynamic_loss_scale(), engine.optimizer.cur_scale, engine.optimizer.loss_scale]
+    return losses, str(next(engine.module.parameters()).dtype), facts
+
+
+@cases_over(ZERO)
+def fp16_dynamic_scale_of_good_steps(_directory: Path, stage: int) -> Any:
+    fp16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 2}
+    engine = start(stack(), config(stage, fp16=fp16))
+    scales = []
+    for x, y in batches(7, dtype=torch.float16):
+        engine.backward(engine(x, y))
+        engine.step()
+        scaler = engine.optimizer.loss_scaler
+        scales.append((engine.optimizer.cur_scale, scaler.cur_iter, scaler.cur_hysteresis, engine.optimizer.overflow))
+    return scales, engine.skipped_steps, engine.optimizer.dynamic_loss_scale
+
+
+@cases_over({f"{stage}-{h}{'c' if c else ''}": (stage, h, c) for stage in (1, 2, 3) for h in (1, 2) for c in (0, 1)})
+def fp16_dynamic_scale_of_overflows(_directory: Path, given: tuple[int, int, int]) -> Any:
+    stage, hysteresis, consecutive = given
+    fp16 = {
+        "enabled": True, "loss_scale": 0, "initial_scale_power": 10, "loss_scale_window": 2, "hysteresis": hysteresis,
+        "consecutive_hysteresis": bool(consecutive), "min_loss_scale": 1,
+    }  # fmt: skip
+    engine = start(stack(), config(stage, fp16=fp16))
+    seen = []
+    for number, (x, y) in enumerate(batches(9, dtype=torch.float16)):
+        if number in (1, 2, 5):
+            x = torch.full_like(x, torch.inf)
+        engine.backward(engine(x, y))
+        engine.step()
+        scaler = engine.optimizer.loss_scaler
+        seen.append([engine.optimizer.cur_scale, scaler.cur_hysteresis, scaler.cur_iter, engine.optimizer.overflow])
+    return seen, engine.skipped_steps, engine.global_steps
+
+
+@cases_over(ZERO)
+def fp16_least_scale(_directory: Path, stage: int) -> Any:
+    fp16 = {"enabled": True, "initial_scale_power": 2, "loss_scale_window": 2, "hysteresis": 1, "min_loss_scale": 2}
+    engine = start(stack(), config(stage, fp16=fp16))
+    x, y = batches(1, dtype=torch.float16)[0]
+    x = torch.full_like(x, torch.inf)
+    engine.backward(engine(x, y))
+    engine.step()
+    engine.backward(engine(x, y))
+    return engine.optimizer.cur_scale, raised(engine.step)
+
+
+@cases_over(ZERO)
+def scheduler_waits_for_skipped_steps(_directory: Path, stage: int) -> Any:
+    scheduler = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.1, "warmup_num_steps": 4}}
+    fp16 = {"enabled": True, "initial_scale_power": 4, "hysteresis": 1}
+    engine = start(stack(), config(stage, fp16=fp16, scheduler=scheduler))
+    rates = []
+    for number, (x, y) in enumerate(batches(5, dtype=torch.float16)):
+        x = torch.full_like(x, torch.inf) if number in (1, 2) else x
+        engine.backward(engine(x, y))
+        engine.step()
+        rates.append((engine.get_lr(), engine.lr_scheduler.get_last_lr(), engine.was_step_applied()))
+    return rates
+
+
+@cases_over(ALL, relative=LOOSE)
+def torch_autocast(_directory: Path, stage: int) -> Any:
+    given = config(stage, torch_autocast={"enabled": True, "dtype": "bfloat16"})
+    engine = start(stack(), given)
+    losses = train(engine, 3)
+    return losses, str(next(engine.module.parameters()).dtype), engine.torch_autocast_enabled()
+
+
+@cases_over({"1": 1, "2": 2, "3": 3}, relative=LOOSE)
+def bf16_with_gradients_in(_directory: Path, stage: int) -> Any:
+    out = []
+    for dtype in ("fp32", "bf16"):
+        given = config(stage, bf16={"enabled": True}, data_types={"grad_accum_dtype": dtype})
+        out.append(train(start(stack(), given), 2, dtype=torch.bfloat16))
+    return out
+
+
+@cases_over({"1": 1, "2": 2, "3": 3}, ranks=2)
+def communication_data_type(_directory: Path, stage: int) -> Any:
+    engine = start(stack(), config(stage, communication_data_type="fp32", bf16={"enabled": True}))
+    train(engine, 1, dtype=torch.bfloat16)
+    return str(engine.communication_data_type)
+
+
+@cases_over(ALL)
+def data_types(_directory: Path, stage: int) -> Any:
+    out = []
+    for section in ({}, {"bf16": {"enabled": True}}):
+        engine = start(stack(), config(stage, **section))
+        out.append([str(each) for each in engine.get_data_types()])
+    return out
+
+
+@case()
+def both_at_once_are_refused(_directory: Path) -> Any:
+    both = config(2, fp16={"enabled": True}, bf16={"enabled": True})
+    return raised(lambda: start(stack(), both))
+
+
+@cases_over(ZERO, relative=LOOSE)
+def fp16_auto_cast(_directory: Path, stage: int) -> Any:
+    engine = start(stack(), config(stage, fp16={"enabled": True, "auto_cast": True, "loss_scale": 4}))
+    return train(engine, 2), engine.fp16_auto_cast()
+
+
+@cases_over(ALL)
+def inputs_of_another_dtype(_directory: Path, stage: int) -> Any:
+    engine = start(stack(), config(stage, bf16={"enabled": True}))
+    x, y = batches(1)[0]
+    return raised(lambda: engine(x, y)) != "nothing"
+
+
+@cases_over(ZERO, relative=LOOSE)
+def master_weights_in_bf16(_directory: Path, stage: int) -> Any:
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    engine = start(stack(), config(stage, bf16=bf16))
+    return train(engine, 2, dtype=torch.bfloat16)
+
+
+@cases_over(ZERO)
+def scale_set_by_hand(_directory: Path, stage: int) -> Any:
+    engine = start(stack(), config(stage, fp16={"enabled": True, "initial_scale_power": 4}))
+    before = engine.optimizer.loss_scale
+    engine.optimizer.override_loss_scale(32.0)
+    return before, engine.optimizer.loss_scale, engine.optimizer.cur_scale
+
+
+@cases_over(ZERO, relative=LOOSE)
+def fp16_norm(_directory: Path, stage: int) -> Any:
+    engine = start(stack(), config(stage, fp16={"enabled": True, "loss_scale": 64.0}, gradient_clipping=1.0))
+    train(engine, 1, dtype=torch.float16)
+    return float(engine.get_global_grad_norm()), engine.gradient_clipping()
+
+
+@case(relative=LOOSE)
+def fp16_weights_sum(_directory: Path) -> Any:
+    out = []
+    for stage in (1, 2, 3):
+        engine = start(stack(), config(stage, fp16={"enabled": True, "loss_scale": 64.0}))
+        train(engine, 2, dtype=torch.float16)
+        out.append({name: round(value, 1) + 0.0 for name, value in sums(engine).items()})
+    return [out[0] == each for each in out] and deepspeed.comm.get_rank()
+
+
+@cases_over({"adam": "Adam", "adamw": "AdamW", "sgd": "SGD", "adagrad": "Adagrad"}, relative=LOOSE)
+def fp16_optimizers_by_name(_directory: Path, name: str) -> Any:
+    params: dict[str, Any] = {"lr": 0.01} | ({"torch_adam": True} if "Adam" in name else {})
+    if name == "Adagrad":  # a kernel of DeepSpeed's, built on the spot
+        return "not compared"
+    given = config(2, fp16={"enabled": True, "loss_scale": 8.0}, optimizer={"type": name, "params": params})
+    return train(start(stack(), given | {"zero_allow_untested_optimizer": True}), 3, dtype=torch.float16)
