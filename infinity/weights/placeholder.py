@@ -6,7 +6,8 @@ dispatcher. So a placeholder carries the dispatch key ``Fake``, which torch keep
 and has no kernels for; the one fallback registered for it (``dispatcher``) refuses by name. What reads memory without
 the dispatcher (``torch.save``, dlpack, ``tolist``) finds none, and torch raises a RuntimeError.
 
-``param.data = placeholder`` takes keys and memory over, ``param.data = weights`` the ordinary ones.
+``param.data = placeholder`` takes keys and memory over, ``param.data = weights`` the ordinary ones. Torch allows that
+on the devices of ``_DEVICES``; elsewhere (on the meta device nothing can be read anyway) it is one NaN expanded.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, Final, NoReturn
 import torch
 
 KEY: Final = "Fake"
+_DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 _KEYS: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY))
 
 
@@ -31,6 +33,8 @@ class _Wrapper(torch.Tensor):
 
 def make(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = "cpu") -> torch.Tensor:
     """A tensor of that shape, dtype and device, without memory."""
+    if torch.device(device).type not in _DEVICES:
+        return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
     make_wrapper: Any = torch.Tensor._make_wrapper_subclass
     with torch.inference_mode(mode=False):
         wrapper = make_wrapper(_Wrapper, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS)

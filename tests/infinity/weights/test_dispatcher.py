@@ -170,3 +170,11 @@ def test_a_placeholder_has_every_dtype_and_no_memory() -> None:
         made = placeholder.make((1 << 40,), dtype)
         assert (made.shape, made.dtype, made.device.type) == ((1 << 40,), dtype, "cpu")
     assert not placeholder.is_held_by(torch.zeros(1))
+
+
+def test_on_the_meta_device_a_parameter_takes_it_and_gives_it_back() -> None:
+    param = nn.Parameter(torch.empty(4, 3, device="meta"))
+    param.data = placeholder.make(param.shape, param.dtype, "meta")
+    assert (param.shape, param.device.type) == ((4, 3), "meta")
+    param.data = torch.empty(4, 3, device="meta")
+    assert param.is_contiguous()
