@@ -13,11 +13,11 @@ from collections.abc import Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Final
 
 from infinity.deepspeed.absent import refusal
-from infinity.deepspeed.tree import ALIASES, TREE
+from infinity.deepspeed.tree import ALIASES, RUNNABLE, TREE
 
 OWN: Final = "infinity.deepspeed"
 _roots: list[str] = []
@@ -41,8 +41,10 @@ class _Finder(MetaPathFinder):
         if root is None or (root == OWN and _is_own(fullname)):
             return None
         place = fullname[len(root) + 1 :]
+        above, _, name = place.rpartition(".")
+        if name == "__main__" and above in RUNNABLE:
+            return ModuleSpec(fullname, _Main(above))
         if place not in TREE:
-            above, _, name = place.rpartition(".")
             if name in TREE.get(above, ()):
                 raise ModuleNotFoundError(f"{fullname} is no module, but a name in {root}.{above}", name=fullname)
             # no ModuleNotFoundError: of that Python keeps its name alone in `from package import name`
@@ -56,6 +58,22 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         _fill(module, self._root, self._place)
+
+
+class _Main(Loader):
+    """The code of ``python -m deepspeed.launcher.runner`` and its like."""
+
+    def __init__(self, place: str) -> None:
+        self._runs = RUNNABLE[place]
+
+    def get_code(self, fullname: str) -> CodeType:
+        module, *words = self._runs
+        lines = (
+            "import runpy, sys",
+            f"sys.argv[1:1] = {words!r}",
+            f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)",
+        )
+        return compile("\n".join(lines), f"<{fullname}>", "exec")
 
 
 _finder = _Finder()

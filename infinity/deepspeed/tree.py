@@ -156,6 +156,7 @@ TREE: Final[Mapping[str, Names]] = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "constants": _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"),
+    "env_report": {},
     "git_version_info": _of(f"{_OURS}.version", "version git_hash git_branch torch_info") | _OPS,
     "launcher": {},
     "launcher.launch": {},
@@ -236,6 +237,12 @@ TREE: Final[Mapping[str, Names]] = {
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": _FP32_WEIGHTS,
 }
+RUNNABLE: Final[Mapping[str, tuple[str, ...]]] = {
+    "env_report": ("infinity", "doctor"),
+    "launcher.runner": ("infinity", "deepspeed"),
+    "utils.zero_to_fp32": (f"{_OURS}.recovery",),
+}
+"""What ``python -m`` runs for a place: a module of ours, and words before the user's."""
 ALIASES: Final[Mapping[str, str]] = {
     "zero": "runtime.zero",
     "checkpointing": "runtime.activation_checkpointing.checkpointing",

@@ -61,6 +61,25 @@ def _infinity(*words: str | Path, cwd: Path | None = None, **variables: str) -> 
     )
 
 
+@pytest.mark.parametrize(
+    ("words", "printed"),
+    [
+        (("deepspeed.launcher.runner", "--help"), "--num_gpus"),
+        (("deepspeed.utils.zero_to_fp32", "--help"), "--exclude_frozen_parameters"),
+        (("deepspeed.env_report",), "infinity doctor"),
+    ],
+)
+def test_modules_run_as_programs(words: tuple[str, ...], printed: str) -> None:
+    ran = _infinity("as-deepspeed", "python", "-m", *words)
+    assert printed in ran.stdout, ran.stderr
+
+
+def test_a_module_that_is_no_program_says_so() -> None:
+    ran = _infinity("as-deepspeed", "python", "-m", "deepspeed.runtime.zero")
+    assert ran.returncode != 0
+    assert "cannot be directly executed" in ran.stderr
+
+
 def _plain_weights(tmp_path: Path, world_size: int) -> dict[str, Tensor]:
     for ended in run_ranks(PLAIN, tmp_path, num_ranks=world_size, words=[str(tmp_path)]):
         assert ended.code == 0, ended.errors
