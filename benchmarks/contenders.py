@@ -5,7 +5,8 @@
 ``deepspeed-nvme``        the same, both on NVMe
 ``none``, ``cpu``         this engine, everything in memory; parameters and optimizer in host memory
 ``nvme-512``              this engine, both on NVMe, at a host budget of 512 MiB
-``nvme-512+KEY=VALUE``    the same with a key of the section ``io_daemon``, as ``update=in_step``; several may follow
+``nvme-512+KEY=VALUE``    the same with a key of the section ``io_daemon``, as ``update=in_step`` or
+                          ``master_weights=split``; several may follow
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from benchmarks.deepspeed_venv import prepare_venv
+from benchmarks.gpt import GPTShape
 from benchmarks.machine import free_port
 from benchmarks.side import Side
 
@@ -68,7 +70,7 @@ def start(
     """The contender's process, with a swap directory of its own under ``directory``. ``sampled``: its memory is."""
     swap_dir = directory / word
     swap_dir.mkdir(exist_ok=True)
-    python, module, own, environment = sys.executable, "benchmarks.engine_worker", _ours(word), {}
+    python, module, own, environment = sys.executable, "benchmarks.engine_worker", _ours(word, arguments), {}
     threads = arguments.threads
     if word == PLAIN:
         module, own = "benchmarks.torch_worker", []
@@ -101,13 +103,17 @@ def _common(arguments: argparse.Namespace, swap_dir: Path) -> Sequence[str]:
     return [str(word) for pair in pairs for word in pair]
 
 
-def _ours(word: str) -> list[str]:
+def _ours(word: str, arguments: argparse.Namespace) -> list[str]:
     found = _OURS.fullmatch(word)
     if found is None:
         return []
-    budget = found["budget"]
-    device = "nvme" if budget else word.partition("+")[0]
-    words = ["--device", device] + (["--host-budget-bytes", str(int(budget) * MIB)] if budget else [])
+    device = "nvme" if found["budget"] else word.partition("+")[0].partition("-")[0]
+    words = ["--device", device]
+    if device == "nvme":
+        words += ["--host-budget-bytes", str(int(found["budget"]) * MIB)]
+    elif device == "cpu":  # with gradients, and room for frames that are not full
+        shape = GPTShape(d_model=arguments.d_model, num_layers=arguments.num_layers, sequence=arguments.sequence)
+        words += ["--host-budget-bytes", str(20 * shape.numel)]
     for pair in found["keys"].split("+")[1:]:
         words += ["--io-daemon", pair]
     return words

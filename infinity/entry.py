@@ -115,6 +115,8 @@ def initialize(
         if connection is None and parsed.offloads:
             connection = DaemonConnection(parsed, environment, collectives, place)
             cleanup.callback(connection.close)
+        if connection is not None and device.type == "cpu" and place.local_rank == 0:
+            _note_threads(place.local_world_size)
         observers = _observers(parsed, model, device, collectives)
         cleanup.callback(observers.close)
         engine = build_engine(
@@ -141,6 +143,21 @@ def initialize(
         loader = None if training_data is None else engine.make_training_loader(training_data, collate_fn)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler
+
+
+def _note_threads(num_ranks: int) -> None:
+    """Say that no core is left for the daemon. The number of threads stays the user's: bits of sums depend on it."""
+    threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    if threads * num_ranks >= cores > 1:
+        _log.info(
+            "%d ranks of %d threads compute on %d cores, one of which the I/O daemon needs: threads that wait for each "
+            "other spin; torch.set_num_threads(%d) leaves it one, and gives other bits than %d threads do",
+            num_ranks,
+            threads,
+            cores,
+            max(1, (cores - 1) // num_ranks),
+            threads,
+        )
 
 
 def _optimizer(

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from infinity.config import Config
 from infinity.engine.background import Background
+from infinity.engine.build_update import build_update
 from infinity.engine.casting import Casting
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
@@ -25,13 +26,8 @@ from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
 from infinity.update.in_backward import InBackward, refuse_before_step, refuse_norm
-from infinity.update.loss_scale import loss_scale_of
 from infinity.update.optimizer import ShardedOptimizer
-from infinity.update.rule import UpdateRule
-from infinity.update.scratch import Scratch
-from infinity.update.sub_group import SubGroup
 from infinity.update.update import Outcome, Update
-from infinity.update.whole import WholeParams
 from infinity.weights.buffers import FollowedBuffers
 from infinity.weights.saved_tensors import stale_graphs_named
 from infinity.weights.sharded_model import ShardedModel
@@ -82,7 +78,7 @@ class TrainingLoop:
         self.update: Update | None = None
         """None where nothing trains."""
         if optimizer is not None:
-            self.update = self._build_update(optimizer, optimizer_groups)
+            self.update = build_update(runtime, optimizer, optimizer_groups, config)
             optimizer.bind(self.run_update, self.update.scale)
             runtime.states.keeps_states = self.update.keeps_states
         self._in_backward: InBackward | None = None
@@ -333,41 +329,6 @@ class TrainingLoop:
         if self.update is None:
             raise WeightsError("the model", "has nothing to train", f"{call}() needs a parameter that requires_grad")
         return self.update
-
-    def _build_update(self, optimizer: ShardedOptimizer, optimizer_groups: Sequence[int]) -> Update:
-        sharded, scratch = self._sharded, Scratch()
-        sub_groups = [
-            SubGroup(
-                chunk_id,
-                chunk,
-                rule=optimizer.rule,
-                precision=sharded.precision,
-                group_of=optimizer_groups,
-                scratch=scratch,
-                weights_of=None if sharded.precision.keeps_weights else sharded.weights_of,
-            )
-            for chunk_id, chunk in enumerate(sharded.chunks)
-            if sharded.layout.placements[chunk.group].trainable
-        ]
-        return Update(
-            # last chunks first: the first ones, which the next forward needs first, are the ones left resident
-            sub_groups[::-1],
-            optimizer,
-            self.runtime.gradients,
-            store=sharded.store,
-            collectives=sharded.sharers,
-            scale=loss_scale_of(self.config),
-            num_params=len(sharded.params),
-            max_norm=self.config.gradient_clipping,
-            whole=self._whole_params(optimizer.rule, optimizer_groups),
-        )
-
-    def _whole_params(self, rule: UpdateRule, optimizer_groups: Sequence[int]) -> WholeParams | None:
-        if not rule.whole_groups:
-            return None
-        sharded = self._sharded
-        io, precision = self.runtime.io, sharded.precision
-        return WholeParams(sharded.params, io, rule=rule, precision=precision, group_of=optimizer_groups)
 
     def _log_skipped(self, scale: float) -> None:
         if self.runtime.collectives.rank == 0:

@@ -8,11 +8,11 @@ shards, is lost in its rounding to fp32.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
-from infinity.plan.sharding import ChunkPlacement, Segment, runs_of
+from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, Segment, runs_of
 from infinity.tiers.base import Lease, ShardStore, spans, stream
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
@@ -20,6 +20,8 @@ from io_daemon.shared.protocol import ObjectKind
 LEASES_AHEAD = 2
 TOGETHER_NUMEL = 1 << 15
 """Gradients that are smaller on average are put together first: that costs less than a call for each."""
+BLOCKS_TOGETHER = 4
+"""Norms of so many blocks are taken by one call: in fp64 they lie in a core's own cache."""
 
 
 class GradientChunks:
@@ -29,7 +31,8 @@ class GradientChunks:
         self._runs = [runs_of(chunk.segments) for chunk in chunks]
         self._written = [False] * num_params
         """The parameters whose segments hold something in this step: the next micro-batch adds, where not it copies."""
-        self._block_norms: dict[int, list[torch.Tensor]] = {}
+        self._block_norms: dict[int, torch.Tensor] = {}
+        """By chunk, fp64, in the order of its elements."""
 
     def holds_any(self, params: Sequence[int]) -> bool:
         """Whether an earlier micro-batch has left a gradient of one of the parameters."""
@@ -90,35 +93,48 @@ class GradientChunks:
             held = [s for s in segments if self._written[s.param] or gradient_of(s) is not None]
             self._block_norms[chunk] = self._norms(pieces, held)
 
-    def _norms(self, pieces: Sequence[torch.Tensor], segments: Sequence[Segment]) -> list[torch.Tensor]:
-        blocks = [
-            torch.cat([part.float() for _, part in parts]) if len(parts) > 1 else parts[0][1].float()
-            for segment in segments
-            for offset, numel in segment.norm_ranges()
-            for parts in [list(spans(pieces, offset, numel))]
-        ]
-        return list(torch._foreach_norm(blocks, 2, torch.float64)) if blocks else []
+    def _norms(self, pieces: Sequence[torch.Tensor], segments: Sequence[Segment]) -> torch.Tensor:
+        norms = []
+        for offset, numel, count in (blocks for segment in segments for blocks in _norm_blocks(segment)):
+            parts = [part for _, part in spans(pieces, offset, count * numel)]
+            values = torch.cat(parts) if len(parts) > 1 else parts[0]
+            norms.append(torch.linalg.vector_norm(values.view(count, numel), dim=1, dtype=torch.float64))
+        return torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64)
 
     def square_sum(self) -> torch.Tensor:
         """Sum of squares of this rank's gradients, 0-D fp64 on the CPU."""
-        total = torch.zeros((), dtype=torch.float64)
+        total = 0.0
         for chunk, placement in enumerate(self._chunks):
             held = [s for s in placement.segments if self._written[s.param]]
             if not held:
                 continue
             if chunk not in self._block_norms:
                 self._block_norms[chunk] = self._read_norms(chunk, held)
-            norms = torch.stack(self._block_norms[chunk]).to("cpu", torch.float64)
+            norms = self._block_norms[chunk]
             for square in (norms * norms).tolist():
                 total += square
-        return total
+        return torch.tensor(total, dtype=torch.float64)
 
-    def _read_norms(self, chunk: int, segments: Sequence[Segment]) -> list[torch.Tensor]:
+    def _read_norms(self, chunk: int, segments: Sequence[Segment]) -> torch.Tensor:
         lease = self._store.acquire(chunk, read=ObjectKind.GRAD.mask)
         lease.wait()
         norms = self._norms(lease.pieces(ObjectKind.GRAD), segments)
         lease.release()
         return norms
+
+
+def _norm_blocks(segment: Segment) -> Iterator[tuple[int, int, int]]:
+    """(chunk offset, numel, how many) of the segment's norm blocks that are taken together: only whole ones are."""
+    first = numel = count = 0
+    for offset, length in segment.norm_ranges():
+        if count and numel == length == NORM_BLOCK and count < BLOCKS_TOGETHER:
+            count += 1
+            continue
+        if count:
+            yield first, numel, count
+        first, numel, count = offset, length, 1
+    if count:
+        yield first, numel, count
 
 
 def _store(pieces: Sequence[torch.Tensor], offset: int, gradient: torch.Tensor, *, add: bool) -> None:

@@ -496,6 +496,13 @@ class Root(nn.Module):
 # What scripts call
 
 
+def another(seed: int, *, trains: bool) -> Root:
+    """The model of a second engine."""
+    torch.manual_seed(seed + 1)
+    model = Root(Chain(Linear(), Residual(Wide())))
+    return model if trains else model.requires_grad_(False).eval()
+
+
 def loss_of(output: Any) -> Tensor:
     """A scalar from whatever a Root gave."""
     if isinstance(output, Report):

@@ -88,6 +88,25 @@ RARE = (
 )
 """What may well be refused: one program in ten has one."""
 
+BESIDE = {
+    "teacher": (
+        "with torch.no_grad(): lesson = loss_of(beside(x))",
+        "loss = loss + 1e-2 * lesson",
+        "world.observe('lesson', lesson)",
+    ),
+    "pupil": (
+        "with torch.no_grad(): lesson = loss_of(engine(x))",
+        "world.backward(beside, (loss_of(beside(x)) - lesson).square())",
+        "beside.step()",
+    ),
+    "rival": (
+        "world.backward(beside, loss_of(beside(x)) * 0.5)",
+        "beside.step()",
+        "world.observe('rival', loss_of(beside(x * 0.5)).detach())",
+    ),
+}
+"""Another engine in the program, of another model, and what is done with it after the first one's forward or step."""
+
 WRITES = re.compile(r"mul_\(0\.9\)|load_state_dict|\.data = ")
 PART = re.compile(r"\bp(\d+)\b")
 
@@ -109,6 +128,10 @@ class Program:
     after_backward: tuple[str, ...]
     after_step: tuple[str, ...]
     setting: Setting
+    beside: str = ""
+    """One of ``BESIDE``, or no second engine."""
+    beside_within: bool = False
+    """Whether the second engine is used between the first one's forward and backward, else after its step."""
 
     @property
     def writes(self) -> bool:
@@ -123,21 +146,29 @@ class Program:
         build += [f"p{number} = {text}" for number, text in enumerate(self.parts) if number in used]
         build += [mark for mark in self.marks if {int(n) for n in PART.findall(mark)} <= used]
         build += [f"return Root(p{len(self.parts) - 1}, {self.output!r})"]
+        others = BESIDE[self.beside] if self.beside else ()
         step = [
             "x = world.randn(ROWS, WIDTH, seed=step)",
             *self.before,
             *self.forward,
             *(["loss = loss + 1e-2 * penalty"] if any("penalty =" in line for line in self.before) else []),
             *self.after_forward,
+            *(others if self.beside_within else ()),
             *self.backward,
             *self.after_backward,
             "engine.step()",
+            *(() if self.beside_within else others),
             *self.after_step,
         ]
         make = "world.build(build)" if self.under_init else "build()"
         script = [
             f"model = {make}",
             f"engine = world.initialize(model, accumulation={self.accumulation})",
+            *(
+                [f"beside = world.initialize(another({self.seed}, trains={self.beside != 'teacher'}))"]
+                if others
+                else []
+            ),
             "average = {}",
             f"for step in range({self.num_steps * self.accumulation}):",
             *_indented(step),
@@ -179,6 +210,7 @@ class Program:
             "under_init": False,
             "accumulation": 1,
             "num_steps": 1,
+            "beside": "",
         }
         for field, value in plain.items():
             if getattr(self, field) != value:
@@ -255,6 +287,9 @@ def program(seed: int, *, nvme_share: float = 0.01) -> Program:
         after_backward=after_backward,
         after_step=after_step,
         setting=_setting(draw, nvme_share),
+        # drawn last: what a seed gave before stays what it is
+        beside=draw.choice(tuple(BESIDE)) if draw.random() < 0.1 else "",
+        beside_within=draw.random() < 0.5,
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import infinity
+from infinity import entry
 from infinity.config import parse_config
 from infinity.errors import ConfigError, WeightsError
 from infinity.plan.leaves import get_leaf_modules
@@ -377,3 +379,14 @@ def test_a_last_batch_that_is_not_full(drop_last: bool, sizes: list[int]) -> Non
     assert loader is not None
     assert [len(batch) for (batch,) in loader] == sizes
     engine.destroy()
+
+
+@pytest.mark.parametrize(("threads", "ranks", "is_said"), [(4, 1, True), (2, 2, True), (3, 1, False), (1, 3, False)])
+def test_threads_that_leave_the_daemon_no_core_are_named(
+    threads: int, ranks: int, is_said: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(4)))
+    with caplog.at_level(logging.INFO, logger="infinity.entry"):
+        entry._note_threads(ranks)
+    assert ("torch.set_num_threads" in caplog.text) == is_said

@@ -91,6 +91,8 @@ CSRC: Final = Room(
         "engine.hpp": ENGINES,
         "file_space.cpp": ["tests/io_daemon/disk/test_swap_file.py"],
         "file_space.hpp": ["tests/io_daemon/disk/test_swap_file.py"],
+        "halves.cpp": [C + "test_halves.py"],
+        "halves.hpp": [C + "test_halves.py"],
         "latency.hpp": [C + "test_blocks.py", "tests/io_daemon/bench/test_latency.py"],
         "libaio_engine.cpp": ENGINES,
         "posix_engine.cpp": ENGINES,

@@ -111,6 +111,22 @@ def test_what_is_not_dirty_leaves_marks_as_they_were() -> None:
     assert fixture.read(V) == [0.5] * NUMEL
 
 
+def test_two_may_read_at_a_time() -> None:
+    store = HalvedStore(MemoryStore(torch.device("cpu")), V)
+    store.register([ChunkLayout(numel=NUMEL, dtypes=TRAINED)])
+    fixture = Fixture()
+    fixture.store = store
+    fixture.write(M, TIE)
+    leases = [store.acquire(0, read=M.mask | V.mask) for _ in range(2)]
+    for lease in leases:
+        lease.wait()
+    for lease in leases:
+        assert lease.pieces(M)[0].tolist() == [TIE] * NUMEL
+        assert not lease.pieces(V)[0].signbit().any()
+        lease.release()
+    assert fixture.read(M) == [TIE] * NUMEL
+
+
 def test_between_parameters_is_zero_where_all_is_new() -> None:
     fixture = Fixture()
     lease = fixture.store.acquire(0, write=HALVES)

@@ -1,0 +1,50 @@
+"""The update of an engine's chunks: one sub-group a trainable chunk, over the runtime's store and gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from infinity.config import Config
+from infinity.engine.runtime import Runtime
+from infinity.update.loss_scale import loss_scale_of
+from infinity.update.optimizer import ShardedOptimizer
+from infinity.update.scratch import Scratch
+from infinity.update.sub_group import SubGroup
+from infinity.update.update import Update
+from infinity.update.whole import WholeParams
+
+
+def build_update(
+    runtime: Runtime, optimizer: ShardedOptimizer, optimizer_groups: Sequence[int], config: Config
+) -> Update:
+    """``optimizer_groups``: the optimizer's group of each parameter."""
+    sharded, rule, scratch = runtime.sharded, optimizer.rule, Scratch()
+    precision = sharded.precision
+    sub_groups = [
+        SubGroup(
+            chunk_id,
+            chunk,
+            rule=rule,
+            precision=precision,
+            group_of=optimizer_groups,
+            scratch=scratch,
+            weights_of=None if precision.keeps_weights else sharded.weights_of,
+        )
+        for chunk_id, chunk in enumerate(sharded.chunks)
+        if sharded.layout.placements[chunk.group].trainable
+    ]
+    whole = None
+    if rule.whole_groups:
+        whole = WholeParams(sharded.params, runtime.io, rule=rule, precision=precision, group_of=optimizer_groups)
+    return Update(
+        # last chunks first: the first ones, which the next forward needs first, are the ones left resident
+        sub_groups[::-1],
+        optimizer,
+        runtime.gradients,
+        store=sharded.store,
+        collectives=sharded.sharers,
+        scale=loss_scale_of(config),
+        num_params=len(sharded.params),
+        max_norm=config.gradient_clipping,
+        whole=whole,
+    )
