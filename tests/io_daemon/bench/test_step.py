@@ -52,8 +52,9 @@ def replay(directory: Path, trace: Path | str, **settings: object) -> StepResult
 
 
 def test_a_step_is_replayed_and_nothing_is_left(directory: Path, trace: Path) -> None:
-    result = replay(directory, trace, tbw=100.0)
-    assert (result.scale, result.num_steps, len(result.steps_s)) == (1.0, 3, 3)
+    # until the plan comes, an object may be written twice in a step: the figures are those of the median step
+    result = replay(directory, trace, tbw=100.0, steps=7)
+    assert (result.scale, result.num_steps, len(result.steps_s)) == (1.0, 7, 7)
     assert (result.engine, result.bs, result.iodepth) == ("posix", 65536, 4)
     total_s = result.compute_s + result.update_s + result.stall_s
     assert total_s == pytest.approx(result.step_s, rel=1e-6)
