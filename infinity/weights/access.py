@@ -232,11 +232,10 @@ def lend(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     params: dict[int, nn.Parameter] = {}
     aliases: dict[int, ShardedAlias] = {}
     for leaf in leaves:
-        if isinstance(leaf, ShardedParameter):
-            params[id(leaf)] = leaf
-        elif isinstance(leaf, ShardedAlias):
-            aliases[id(leaf)] = leaf
-            params[id(leaf.param)] = leaf.param
+        if (param := param_behind(leaf)) is not None:
+            params[id(param)] = param
+            if leaf is not param:
+                aliases[id(leaf)] = leaf
     by_owner: dict[int, tuple[Owner, list[nn.Parameter]]] = {}
     for param in params.values():
         owner = known_owner_of(param)
@@ -291,9 +290,7 @@ def _name(func: Any) -> str:
 
 def param_behind(tensor: torch.Tensor) -> nn.Parameter | None:
     """The parameter that a tensor is, or is an alias of, as the classes here know it."""
-    if isinstance(tensor, ShardedAlias):
-        return tensor.param
-    return tensor if isinstance(tensor, ShardedParameter) else None
+    return _param_of(tensor) if isinstance(tensor, _Elsewhere) else None
 
 
 def _replaced(structure: Any, lent: Mapping[int, torch.Tensor]) -> Any:

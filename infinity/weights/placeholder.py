@@ -20,7 +20,8 @@ import torch
 
 KEY: Final = "Fake"
 _DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
-_KEYS: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(KEY))
+_KEY: Any = torch._C._dispatch_key_parse(KEY)
+_KEYS: Any = torch._C.DispatchKeySet(_KEY)
 
 
 class _Wrapper(torch.Tensor):
@@ -46,7 +47,7 @@ def make(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = 
 
 def is_held_by(tensor: torch.Tensor) -> bool:
     """Whether what the tensor holds is a placeholder."""
-    return bool(torch._C._dispatch_keys(tensor).has(torch._C._dispatch_key_parse(KEY)))
+    return bool(torch._C._dispatch_keys(tensor).has(_KEY))
 
 
 def identity_of(tensor: torch.Tensor) -> int:
