@@ -35,6 +35,17 @@ def own_state_dir(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         os.environ["INFINITY_STATE_DIR"] = before
 
 
+@pytest.fixture(scope="module")
+def one_thread() -> Iterator[None]:
+    """One thread computes: models are tiny, and threads that spin at barriers would take the cores from the daemon."""
+    import torch  # tests of the daemon need none
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture
 def mount_tmpfs(tmp_path: Path) -> Iterator[MountTmpfs]:
     """Mount a small tmpfs of so many bytes, to be filled or remounted; gone after the test. Skips where none may be."""

@@ -5,7 +5,7 @@ Each runs in memory and streaming from NVMe in the least budget, always with rel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,13 +35,12 @@ from tests.support.reference import Recipe, Run, differing_bits, train_reference
 TIERS = ("none", "nvme")
 
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 @pytest.fixture(autouse=True)
-def _poisoned(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("INFINITY_DEBUG", "poison")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def tower() -> nn.Module:

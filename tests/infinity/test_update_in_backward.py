@@ -24,13 +24,7 @@ WIDTH = 128
 NUM_STEPS = 4
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More of them spin at barriers, which takes a busy machine minutes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class Net(nn.Module):

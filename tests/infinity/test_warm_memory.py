@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import resource
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,13 +22,7 @@ NOISE_BYTES = 8 << 20
 """Of Python, torch and the C heap, beside 17 MB of weights."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More of them spin at barriers, which takes a busy machine minutes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def engine_of(tier: str, directory: Path, live_numel: int = 0) -> Engine:

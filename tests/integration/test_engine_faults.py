@@ -7,12 +7,10 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 import infinity
 from infinity.commands.demo.footprint import process_name, process_tree
@@ -29,12 +27,7 @@ DESTROYED_S = 20.0
 """A minute and a half where each call waits for the hung daemon anew."""
 
 
-@pytest.fixture(autouse=True)
-def _single_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def nvme_config(swap_dir: Path, *, param_tier: str = "nvme", optimizer_tier: str = "nvme") -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,13 +17,7 @@ CLEAR = torch.tensor([0.0, 1.0, 2.0**-149, 3e38, torch.inf, torch.nan])
 """Markers whose sign is free: zero, one, the least denormal, nearly the largest, infinity, NaN."""
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    """More of them spin at barriers, which takes a busy machine minutes."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def values_above(upper: Sequence[int]) -> torch.Tensor:

@@ -111,6 +111,13 @@ def zero_old_names(_directory: Path, given: dict[str, Any]) -> Any:
     return [None if part is None else part.device for part in (made.offload_param, made.offload_optimizer)]
 
 
+PARAM = ["device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"]
+OPTIMIZER = [
+    "device", "nvme_path", "buffer_count", "pin_memory", "pipeline_read", "pipeline_write", "pipeline", "fast_init",
+    "ratio",
+]  # fmt: skip
+
+
 @cases_over({
     "param": {"offload_param": {"device": "cpu", "pin_memory": False, "buffer_count": 7}},
     "optimizer": {"offload_optimizer": {"device": "cpu", "ratio": 0.4, "pipeline_read": True}},
@@ -122,21 +129,9 @@ def zero_old_names(_directory: Path, given: dict[str, Any]) -> Any:
 })  # fmt: skip
 def zero_offload_sections(_directory: Path, given: dict[str, Any]) -> Any:
     made = DeepSpeedZeroConfig(stage=3, **given)
-    param = ["device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"]
-    optimizer = [
-        "device",
-        "nvme_path",
-        "buffer_count",
-        "pin_memory",
-        "pipeline_read",
-        "pipeline_write",
-        "pipeline",
-        "fast_init",
-        "ratio",
-    ]
     return [
         None if section is None else _fields(section, names)
-        for section, names in ((made.offload_param, param), (made.offload_optimizer, optimizer))
+        for section, names in ((made.offload_param, PARAM), (made.offload_optimizer, OPTIMIZER))
     ]
 
 
@@ -144,22 +139,10 @@ def zero_offload_sections(_directory: Path, given: dict[str, Any]) -> Any:
 def offload_defaults(_directory: Path) -> Any:
     param, optimizer = DeepSpeedZeroOffloadParamConfig(), DeepSpeedZeroOffloadOptimizerConfig()
     return (
-        _fields(param, ["device", "nvme_path", "buffer_count", "buffer_size", "max_in_cpu", "pin_memory"]),
+        _fields(param, PARAM),
         _fields(
             optimizer,
-            [
-                "device",
-                "nvme_path",
-                "buffer_count",
-                "pin_memory",
-                "pipeline_read",
-                "pipeline_write",
-                "pipeline",
-                "fast_init",
-                "ratio",
-                "super_offload",
-                "cpuadam_cores_perc",
-            ],
+            [*OPTIMIZER, "super_offload", "cpuadam_cores_perc"],
         ),
         [param.device == OffloadDeviceEnum.none, param.device == "none", optimizer.pipeline],
     )

@@ -11,7 +11,7 @@ from deepspeed import utils  # type: ignore[import-not-found]
 from torch import nn
 
 from tests.infinity.deepspeed.differential.case import case, cases_over, raised
-from tests.infinity.deepspeed.differential.nets import config, start
+from tests.infinity.deepspeed.differential.nets import config, start, train_on
 
 
 class Expert(nn.Module):
@@ -55,13 +55,7 @@ def _names(model: nn.Module) -> list[str]:
 
 
 def _train(engine: Any) -> list[float]:
-    losses = []
-    for number in range(4):
-        loss = engine(torch.full((2, 6), 0.1 * (number + 1)))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_on(engine, [(torch.full((2, 6), 0.1 * (number + 1)),) for number in range(4)])
 
 
 @case()

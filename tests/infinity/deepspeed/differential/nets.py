@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import deepspeed  # type: ignore[import-not-found]
@@ -62,9 +63,14 @@ def start(model: nn.Module, given: Config, **others: Any) -> Any:
 
 def train(engine: Any, steps: int = 3, dtype: torch.dtype = torch.float32) -> list[float]:
     """The loss of each micro-batch."""
+    return train_on(engine, batches(steps, dtype=dtype))
+
+
+def train_on(engine: Any, inputs: Iterable[tuple[Tensor, ...]]) -> list[float]:
+    """The loss of each input, which the model returns."""
     losses = []
-    for x, y in batches(steps, dtype=dtype):
-        loss = engine(x, y)
+    for each in inputs:
+        loss = engine(*each)
         engine.backward(loss)
         engine.step()
         losses.append(loss.item())

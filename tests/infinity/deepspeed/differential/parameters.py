@@ -12,7 +12,17 @@ from deepspeed.runtime.zero.partition_parameters import ZeroParamStatus  # type:
 from torch import nn
 
 from tests.infinity.deepspeed.differential.case import case, cases_over, raised
-from tests.infinity.deepspeed.differential.nets import Stack, batches, config, stack, start, sums, train, weights
+from tests.infinity.deepspeed.differential.nets import (
+    Stack,
+    batches,
+    config,
+    stack,
+    start,
+    sums,
+    train,
+    train_on,
+    weights,
+)  # fmt: skip
 
 FULL = {"dtype": torch.float32}
 INIT: dict[str, Any] = {
@@ -109,13 +119,12 @@ def parameters_outside_of_modules(_directory: Path) -> Any:
     with deepspeed.zero.Init(**FULL):
         model = Own()
     engine = start(model, config(3))
-    losses = []
-    for _ in range(3):
-        loss = engine(torch.ones(4, 8))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses, list(model.scale.ds_shape), list(model.shift.shape), hasattr(model.shift, "ds_id")
+    return (
+        train_on(engine, [(torch.ones(4, 8),)] * 3),
+        list(model.scale.ds_shape),
+        list(model.shift.shape),
+        hasattr(model.shift, "ds_id"),
+    )
 
 
 @case()
@@ -202,13 +211,7 @@ def external_parameters(_directory: Path) -> Any:
     with deepspeed.zero.Init(**FULL):
         model = Tied()
     engine = start(model, config(3))
-    losses = []
-    for _ in range(3):
-        loss = engine(torch.ones(2, 6))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_on(engine, [(torch.ones(2, 6),)] * 3)
 
 
 @case()
@@ -233,13 +236,7 @@ def external_parameters_without_a_word(_directory: Path) -> Any:
     with deepspeed.zero.Init(**FULL):
         model = Outer()
     engine = start(model, config(3))
-    losses = []
-    for _ in range(3):
-        loss = engine(torch.ones(2, 6))
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses
+    return train_on(engine, [(torch.ones(2, 6),)] * 3)
 
 
 @case()
