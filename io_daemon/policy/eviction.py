@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from heapq import heapify, heappop, heappush
 from typing import Final
 
-from io_daemon.policy.cursor import UNKNOWN_USE
+from io_daemon.policy.cursor import UNKNOWN_USE, Cursor
 from io_daemon.policy.swap_object import SwapObject
 from io_daemon.shared.states import ObjectFlags
 
@@ -14,6 +13,11 @@ STREAMING: Final = 1 << 59
 """This is added to the next use of what the plan does not keep: it leaves before all that is kept, farthest first."""
 WORTHLESS: Final = 1 << 61
 """Stands for the next use of clean contents that will be overwritten unread."""
+SLICE: Final = 1024
+"""Objects ranked anew at a time: two milliseconds of the loop that all tenants share."""
+
+_Entry = tuple[int, int, int, SwapObject]
+"""Rank, negated; object id; stamp; object."""
 
 
 def rank_of(item: SwapObject, now: int) -> int:
@@ -31,12 +35,19 @@ def rank_of(item: SwapObject, now: int) -> int:
     return item.next_use
 
 
+def _live(entries: list[_Entry]) -> list[_Entry]:
+    return [entry for entry in entries if entry[2] == entry[3].stamp]
+
+
 class EvictionOrder:
     """The object of the highest rank on top. A heap in which an entry dies when its object's stamp moves on; the
-    stamp is odd while the object is in the order."""
+    stamp is odd while the object is in the order. Ranking all anew would take long where much is resident: what
+    ``rank_anew`` leaves in ``_unranked`` is ranked a slice at a time, as victims are asked for."""
 
-    def __init__(self) -> None:
-        self._heap: list[tuple[int, int, int, SwapObject]] = []
+    def __init__(self, cursor: Cursor) -> None:
+        self._cursor = cursor
+        self._heap: list[_Entry] = []
+        self._unranked: list[_Entry] = []
         self._num_live = 0
 
     def __len__(self) -> int:
@@ -45,16 +56,16 @@ class EvictionOrder:
     def __contains__(self, item: SwapObject) -> bool:
         return bool(item.stamp & 1)
 
-    def push(self, item: SwapObject, rank: int) -> None:
-        """Enter ``item``, or change its rank."""
+    def push(self, item: SwapObject) -> None:
+        """Enter ``item``, or rank it anew."""
         if item.stamp & 1:
             item.stamp += 2
         else:
             item.stamp += 1
             self._num_live += 1
-        heappush(self._heap, (-rank, item.object_id, item.stamp, item))
-        if len(self._heap) > 2 * self._num_live + 64:
-            self._heap = [entry for entry in self._heap if entry[2] == entry[3].stamp]
+        heappush(self._heap, self._entry(item))
+        if self._is_mostly_dead(self._heap):
+            self._heap = _live(self._heap)
             heapify(self._heap)
 
     def discard(self, item: SwapObject) -> None:
@@ -63,7 +74,37 @@ class EvictionOrder:
             self._num_live -= 1
 
     def pop_above(self, rank: int) -> SwapObject | None:
-        """Take out the object of the highest rank, if that is above ``rank``."""
+        """Take out the object of the highest rank, if that is above ``rank``; the highest of those that have been
+        ranked, while the others are not."""
+        self._rank_slice()
+        while not (item := self._pop_ranked(rank)) and self._unranked:
+            self._rank_slice()
+        return item
+
+    def rank_anew(self) -> None:
+        """What objects rank by has changed."""
+        if not self._unranked:
+            self._unranked, self._heap = self._heap, self._unranked
+        else:  # the plan has changed twice before all were ranked
+            self._unranked += self._heap
+            self._heap = []
+            if self._is_mostly_dead(self._unranked):
+                self._unranked = _live(self._unranked)
+
+    def dismantle(self) -> None:
+        """Let go of all objects, one by one: in one go a large arena's would hold up all threads."""
+        for entries in (self._heap, self._unranked):
+            while entries:
+                entries.pop()
+
+    def _is_mostly_dead(self, entries: list[_Entry]) -> bool:
+        return len(entries) > 2 * self._num_live + 64
+
+    def _entry(self, item: SwapObject) -> _Entry:
+        self._cursor.refresh(item)
+        return -rank_of(item, self._cursor.tick), item.object_id, item.stamp, item
+
+    def _pop_ranked(self, rank: int) -> SwapObject | None:
         heap = self._heap
         while heap and heap[0][2] != heap[0][3].stamp:
             heappop(heap)
@@ -74,13 +115,8 @@ class EvictionOrder:
         self._num_live -= 1
         return item
 
-    def rebuild(self, rank_of: Callable[[SwapObject], int]) -> None:
-        """Rank every object anew."""
-        live = [entry[3] for entry in self._heap if entry[2] == entry[3].stamp]
-        self._heap = [(-rank_of(item), item.object_id, item.stamp, item) for item in live]
-        heapify(self._heap)
-
-    def dismantle(self) -> None:
-        """Let go of all objects, one by one: in one go a large arena's would hold up all threads."""
-        while self._heap:
-            self._heap.pop()
+    def _rank_slice(self) -> None:
+        taken, self._unranked[-SLICE:] = self._unranked[-SLICE:], ()
+        for entry in taken:
+            if entry[2] == entry[3].stamp:
+                heappush(self._heap, self._entry(entry[3]))

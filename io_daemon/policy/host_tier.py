@@ -21,7 +21,7 @@ from io_daemon.policy.actions import Hurry, StartIo, TableWriter
 from io_daemon.policy.catalog import KINDS_OF, Catalog, Chunk
 from io_daemon.policy.counters import StepCounters
 from io_daemon.policy.cursor import Cursor
-from io_daemon.policy.eviction import STREAMING, EvictionOrder, rank_of
+from io_daemon.policy.eviction import STREAMING, EvictionOrder
 from io_daemon.policy.leases import Lease
 from io_daemon.policy.residency import Plan
 from io_daemon.policy.swap_object import SwapObject
@@ -46,7 +46,7 @@ class HostTier:
         """Prefetch and write-behind are on."""
         self._catalog = catalog
         self._cursor = Cursor()
-        self._order = EvictionOrder()
+        self._order = EvictionOrder(self._cursor)
         self._window_frames = in_flight_frames_max
         self._pointer = 0
         """Tick of the next access to ready; those from the cursor to here have been."""
@@ -63,7 +63,7 @@ class HostTier:
         """The next access is the first of ``plan`` (None: of an unknown order)."""
         if self._cursor.start_pass(plan):
             self._rewind(self._cursor.tick)
-            self._rebuild()
+            self._order.rank_anew()
 
     @property
     def plan(self) -> Plan | None:
@@ -225,8 +225,7 @@ class HostTier:
         if item.flags & _UNFILLED:
             self._transfers.drop(item)
         else:
-            self._cursor.refresh(item)
-            self._order.push(item, rank_of(item, self._cursor.tick))
+            self._order.push(item)
 
     def _make_room(self, num_frames: int, *, after: int, demand: bool) -> bool:
         """Evict what is used after tick ``after`` until ``num_frames`` are free, or will be when writes end.
@@ -326,13 +325,6 @@ class HostTier:
                 clean.append(item)
         for item in clean:
             self._rest(item)
-
-    def _rebuild(self) -> None:
-        def rank(item: SwapObject) -> int:
-            self._cursor.refresh(item)
-            return rank_of(item, self._cursor.tick)
-
-        self._order.rebuild(rank)
 
     def _rewind(self, tick: int) -> None:
         """What was readied from ``tick`` on is to be looked at again."""

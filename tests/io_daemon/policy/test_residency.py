@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from numpy.typing import NDArray
 
 from io_daemon.policy.cursor import RESYNC_LOOK_AHEAD, STRAYS_MAX, UNKNOWN_USE, UNPLANNED, Cursor
-from io_daemon.policy.eviction import STREAMING, WORTHLESS, EvictionOrder, rank_of
+from io_daemon.policy.eviction import SLICE, STREAMING, WORTHLESS, EvictionOrder, rank_of
 from io_daemon.policy.residency import Plan, PlanRequest
 from io_daemon.policy.residency import plan as plan_for
 from io_daemon.policy.swap_object import SwapObject
@@ -292,22 +292,35 @@ def test_ranks() -> None:
     assert rank_of(overwritten_dirty, now) < 300, "its contents may still be asked for: they cost a write"
 
 
+class Predictions(Cursor):
+    """Says of every chunk what the test has put down."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.next_use: dict[int, int] = {}
+
+    def refresh(self, item: SwapObject) -> None:
+        item.next_use = self.next_use[item.chunk]
+
+
 @given(st.lists(st.tuples(st.sampled_from("pdox"), st.integers(0, 9), st.integers(0, 50)), max_size=200))
 @settings(deadline=None)
 def test_the_order_against_a_sorted_list(steps: list[tuple[str, int, int]]) -> None:
-    order = EvictionOrder()
+    cursor = Predictions()
+    order = EvictionOrder(cursor)
     items = [item_of(chunk) for chunk in range(10)]
     ranks: dict[int, int] = {}
     for verb, index, rank in steps:
         if verb == "p":
-            order.push(items[index], rank)
-            ranks[index] = rank
+            cursor.next_use[index] = ranks[index] = rank
+            order.push(items[index])
         elif verb == "d":
             order.discard(items[index])
             ranks.pop(index, None)
         elif verb == "x":
-            order.rebuild(lambda item: (item.chunk * 7 + 3) % 11)
-            ranks = {each: (each * 7 + 3) % 11 for each in ranks}
+            cursor.next_use = {each: (each * 7 + rank) % 11 for each in cursor.next_use}
+            ranks = {each: cursor.next_use[each] for each in ranks}
+            order.rank_anew()
         else:
             popped = order.pop_above(rank)
             above = {each: value for each, value in ranks.items() if value > rank}
@@ -321,11 +334,59 @@ def test_the_order_against_a_sorted_list(steps: list[tuple[str, int, int]]) -> N
         assert [each in order for each in items] == [index in ranks for index in range(10)]
 
 
+def test_a_new_plan_ranks_a_large_arena_a_slice_at_a_time() -> None:
+    """What is found meanwhile is the best of what has been ranked, and nothing is lost or found twice."""
+    cursor = Predictions()
+    order = EvictionOrder(cursor)
+    items = [item_of(chunk) for chunk in range(5 * SLICE)]
+    cursor.next_use = {item.chunk: 1 for item in items}
+    for item in items:
+        order.push(item)
+    refreshed: list[int] = []
+    cursor.next_use = {item.chunk: 10 + item.chunk * 7 % len(items) for item in items}
+    looked_up = cursor.refresh
+
+    def refresh(item: SwapObject) -> None:
+        refreshed.append(item.chunk)
+        looked_up(item)
+
+    cursor.refresh = refresh  # type: ignore[method-assign]
+    order.rank_anew()
+    assert not refreshed
+    popped = order.pop_above(0)
+    assert popped is not None
+    assert len(refreshed) == SLICE
+    assert popped.next_use == max(cursor.next_use[chunk] for chunk in refreshed)
+
+    refreshed.clear()
+    order.rank_anew()  # again, before all were ranked
+    order.discard(items[0] if popped is not items[0] else items[1])
+    found = {popped.chunk}
+    previous, num_before = 1 << 60, 0
+    while (item := order.pop_above(0)) is not None:
+        assert item.chunk not in found
+        if len(refreshed) == num_before:
+            assert item.next_use <= previous
+        found.add(item.chunk)
+        previous, num_before = item.next_use, len(refreshed)
+    assert len(found) == len(items) - 1
+    assert len(order) == 0
+
+    order.push(items[3])
+    order.rank_anew()
+    assert order.pop_above(cursor.next_use[3]) is None, "all are ranked before there is said to be none"
+    assert order.pop_above(cursor.next_use[3] - 1) is items[3]
+
+
 def test_the_order_does_not_grow_with_use() -> None:
-    order, rng = EvictionOrder(), random.Random(1)
+    cursor, rng = Predictions(), random.Random(1)
+    order = EvictionOrder(cursor)
     items = [item_of(chunk) for chunk in range(50)]
     for _ in range(20_000):
         item = rng.choice(items)
         order.discard(item)
-        order.push(item, rng.randrange(1000))
-    assert len(order._heap) <= 2 * len(items) + 65
+        cursor.next_use[item.chunk] = rng.randrange(1000)
+        order.push(item)
+        if rng.random() < 0.1:
+            order.rank_anew()  # passes by turns, of which none is short of frames
+    assert len(order._heap) + len(order._unranked) <= 2 * (2 * len(items) + 65)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from io_daemon.policy import host_tier
+from io_daemon.policy import eviction
 from io_daemon.policy.actions import StartIo
 from io_daemon.policy.counters import Counters
 from io_daemon.policy.eviction import rank_of
@@ -217,7 +217,7 @@ def test_clean_objects_leave_before_dirty_ones_of_about_the_same_use(monkeypatch
     step, specs = training_step(chunks, micro_batches=4), chunk_specs(40, PAGE_BYTES)
     passes = [Pass(accesses=fill(chunks), trace_id=9), *[Pass(accesses=step)] * 4]
     ours, _ = run_steps(120, specs, passes, window=16, leases_ahead=4)
-    monkeypatch.setattr(host_tier, "rank_of", no_nearer_for_the_dirty)
+    monkeypatch.setattr(eviction, "rank_of", no_nearer_for_the_dirty)
     without, _ = run_steps(120, specs, passes, window=16, leases_ahead=4)
     totals = [rank.tenant.scheduler.counters.totals for rank in (ours, without)]
     print(f"{moved_frames(totals[1]) / moved_frames(totals[0]):.3f} {without.stall_us / ours.stall_us:.3f}")
