@@ -22,8 +22,8 @@ from io_daemon.policy.residency import Plan
 from io_daemon.policy.scheduler import TRACES_MAX, TenantScheduler
 from io_daemon.policy.trace import Trace
 from io_daemon.policy.window import ahead_bytes, window_frames
-from io_daemon.serve.busy_clock import BusyClock
 from io_daemon.serve.holdings import NUM_CQES, NUM_SQES, Holdings
+from io_daemon.serve.in_flight import InFlight
 from io_daemon.serve.planner import Planner
 from io_daemon.serve.plans import PlansToCome
 from io_daemon.serve.swap_device import SwapDevice
@@ -78,10 +78,7 @@ class Tenant:
         """A thread has the scheduler."""
         self._ended: list[tuple[StartIo, int, int, int, int, int]] = []
         """I/O that ended meanwhile, as ``on_io_done`` was told."""
-        self._num_in_flight = 0
-        self._quiet = asyncio.Event()
-        self._quiet.set()
-        self._clock = BusyClock()
+        self._in_flight = InFlight()
         self._holdings = holdings
         self.table, self.rings, self.seats = holdings.table, holdings.rings, holdings.seats
         self._extents = [ExtentAllocator(0) for _ in self.seats]
@@ -129,7 +126,7 @@ class Tenant:
     @property
     def num_in_flight(self) -> int:
         """I/O requests queued at or running on the devices."""
-        return self._num_in_flight
+        return self._in_flight.num_requests
 
     # --- control plane
 
@@ -228,7 +225,7 @@ class Tenant:
         if self._is_apart:
             self._ended.append((io, status, error_number, offset, expected, actual))
             return
-        self._count_in_flight(-1)
+        self._in_flight.count(-1)
         if self._listening:
             try:
                 self._perform(self._scheduler.on_io_done(io.io_id, status, error_number, offset, expected, actual))
@@ -237,7 +234,7 @@ class Tenant:
 
     def abandon(self, io: StartIo, error: Exception) -> None:
         """A request of this tenant could not even be submitted."""
-        self._count_in_flight(-1)
+        self._in_flight.count(-1)
         self.fail(error)
 
     def fail(self, error: Exception) -> None:
@@ -287,7 +284,7 @@ class Tenant:
         elif opcode == Opcode.RELEASE:
             self._unanswered.discard(arg)
         elif opcode == Opcode.MARK:
-            self._clock.mark()
+            self._in_flight.mark()
         self._perform(
             self._scheduler.on_sqe(seq, opcode, flags, read_mask, write_mask, chunk, arg, dirty_mask, dead_mask)
         )
@@ -299,7 +296,7 @@ class Tenant:
                 seat = self.seats[action.file]
                 seat.device.enqueue(self.tenant_id, seat.request(action, self.table, self))
                 devices[seat.device] = None
-                self._count_in_flight(+1)
+                self._in_flight.count(+1)
             elif isinstance(action, Hurry):
                 for seat in self.seats:
                     seat.device.hurry(self.tenant_id)
@@ -320,15 +317,6 @@ class Tenant:
             self._retry.cancel()
         self._retry = self._loop.call_later(delay_s, self._on_submissions)
 
-    def _count_in_flight(self, change: int) -> None:
-        self._num_in_flight += change
-        if self._num_in_flight:
-            self._quiet.clear()
-            self._clock.start()
-        else:
-            self._quiet.set()
-            self._clock.stop()
-
     # --- the end
 
     async def drain(self) -> None:
@@ -337,7 +325,7 @@ class Tenant:
             if self.state is TenantState.SERVING:
                 self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.DRAINING)
                 self._perform(self._scheduler.drain())
-        await self._quiet.wait()
+        await self._in_flight.end()
 
     def unlink_files(self) -> None:
         """Remove the names of the swap files; their space follows when the last I/O has let go of them."""
@@ -354,10 +342,10 @@ class Tenant:
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.GONE)
         self._stop_listening()
         for seat in self.seats:
-            self._count_in_flight(-seat.device.forget(self.tenant_id))
+            self._in_flight.count(-seat.device.forget(self.tenant_id))
         await asyncio.to_thread(self.unlink_files)  # a journal may have to be waited for
         await self._plans.end()
-        await self._quiet.wait()
+        await self._in_flight.end()
         async with self._scheduler_turn:  # a plan that was cancelled may still be looked at in a thread
             await asyncio.to_thread(self._give_back)
         self.state = transition(TENANT_TRANSITIONS, self.state, TenantState.RECLAIMED)
@@ -389,11 +377,13 @@ class Tenant:
             num_chunks=self._num_chunks,
             num_plans=self._plans.num_made,
             num_leases=self._scheduler.num_leases,
-            num_in_flight=self._num_in_flight,
+            num_in_flight=self.num_in_flight,
             swap_bytes=self._holdings.swap_bytes,
             swap_files=tuple(str(seat.swap_file.path) for seat in self.seats),
-            total=_totals(counters.totals, self._clock.total_s()),
-            last_step=_totals(counters.last_step, self._clock.last_step_s) if counters.last_step is not None else None,
+            total=_totals(counters.totals, self._in_flight.total_s),
+            last_step=_totals(counters.last_step, self._in_flight.last_step_s)
+            if counters.last_step is not None
+            else None,
         )
 
 

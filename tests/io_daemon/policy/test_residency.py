@@ -363,12 +363,12 @@ def test_a_new_plan_ranks_a_large_arena_a_slice_at_a_time() -> None:
     order.discard(items[0] if popped is not items[0] else items[1])
     found = {popped.chunk}
     previous, num_before = 1 << 60, 0
-    while (item := order.pop_above(0)) is not None:
-        assert item.chunk not in found
+    while (victim := order.pop_above(0)) is not None:
+        assert victim.chunk not in found
         if len(refreshed) == num_before:
-            assert item.next_use <= previous
-        found.add(item.chunk)
-        previous, num_before = item.next_use, len(refreshed)
+            assert victim.next_use <= previous
+        found.add(victim.chunk)
+        previous, num_before = victim.next_use, len(refreshed)
     assert len(found) == len(items) - 1
     assert len(order) == 0
 
