@@ -1,12 +1,17 @@
-"""``loss.backward()`` without the engine: a backward that reaches the engine's outputs is one of its own.
+"""``loss.backward()`` without the engine: a backward that reaches its outputs or parameters is one of its own.
 
 Each output of a forward carries a hook. The first one that a backward reaches opens the phase that ``engine.backward``
-opens, and autograd's callback at the end of that backward closes it. Autograd calls nobody where a backward fails; that
-is noticed at the engine's next call.
+opens, and autograd's callback at the end of that backward closes it; so does the first gradient of a parameter, where
+none of the outputs came before it. ``torch.autograd.grad`` gives parameters nothing, and opens nothing.
+
+The loss is the user's and is not divided by the number of micro-batches, the gradients that arrive at parameters are:
+whatever way they took, through one output, through several in a row, or beside all of them. Autograd calls nobody
+where a backward fails; that is noticed at the engine's next call.
 """
 
 from __future__ import annotations
 
+import weakref
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -16,19 +21,23 @@ from torch.utils._pytree import tree_leaves
 from infinity.engine.loop import TrainingLoop
 from infinity.errors import EngineStateError
 from infinity.states import StepPhase
+from infinity.weights.param import ShardedParam
 
 
 class UsersBackward:
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
         self._open: AbstractContextManager[None] | None = None
+        self._end: weakref.ref[_End] | None = None
+        """What autograd calls at the end of the backward that runs; dead where none does."""
         self._is_scaled = False
+        loop.runtime.meet_backward = self._reach_param
 
     def watch(self, outputs: Any) -> None:
         """``outputs``: what a forward returned, nested."""
         for each in tree_leaves(outputs):
             if isinstance(each, torch.Tensor) and each.grad_fn is not None:
-                each.register_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+                each.register_hook(self._reach_output)  # type: ignore[no-untyped-call]
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """``loss`` times the loss scale; the next backward is of what this returns."""
@@ -42,7 +51,7 @@ class UsersBackward:
 
     def settle(self) -> None:
         """A backward that failed half-way ends now, as one of the engine's would have: the step is unapplied."""
-        if self._open is None or torch._C._current_graph_task_id() != -1:
+        if self._open is None or self._awaits_end:
             return
         error = EngineStateError("a backward that the script ran ended with an error")
         opened, self._open = self._open, None
@@ -52,14 +61,31 @@ class UsersBackward:
             if raised is not error:
                 raise
 
-    def _on_gradient(self, gradient: torch.Tensor) -> torch.Tensor | None:
-        loop = self._loop
-        if self._open is None:
-            if loop.phases.phase is StepPhase.BACKWARD:
-                return None  # the engine's own
+    def _reach_output(self, _gradient: torch.Tensor) -> None:
+        self.settle()
+        if self._loop.phases.phase is StepPhase.BACKWARD or self._awaits_end:
+            return
+        self._await_end()
+        try:
+            reached = any(param.is_reached() for param in self._loop.runtime.sharded.params)
+        except RuntimeError:
+            return  # torch.autograd.grad with respect to parameters
+        if reached:  # else the first gradient opens the phase, if one comes: checkpointing may hide parameters
             self._begin()
-        accumulated = loop.config.gradient_accumulation_steps
-        return gradient / accumulated if accumulated > 1 else None
+
+    def _reach_param(self, _param: ShardedParam) -> None:
+        if not self._awaits_end:
+            self._await_end()
+        self._begin()
+
+    @property
+    def _awaits_end(self) -> bool:
+        return self._end is not None and self._end() is not None
+
+    def _await_end(self) -> None:
+        end = _End(self)
+        self._end = weakref.ref(end)
+        torch.autograd.Variable._execution_engine.queue_callback(end)
 
     def _begin(self) -> None:
         loop = self._loop
@@ -73,12 +99,24 @@ class UsersBackward:
                 "the loss of fp16 is scaled: call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._is_scaled = False
-        opened = loop.around_backward("loss.backward()", may_be_last=False)
+        opened = loop.around_backward(
+            "loss.backward()", may_be_last=False, divisor=loop.config.gradient_accumulation_steps
+        )
         opened.__enter__()
         self._open = opened
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
 
-    def _end(self) -> None:
+    def close(self) -> None:
+        """The backward is over."""
         opened, self._open = self._open, None
         if opened is not None:
             opened.__exit__(None, None, None)
+
+
+class _End:
+    """Belongs to one backward: autograd calls it at the end, or drops it where the backward fails."""
+
+    def __init__(self, backward: UsersBackward) -> None:
+        self._backward = backward
+
+    def __call__(self) -> None:
+        self._backward.close()

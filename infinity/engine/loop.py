@@ -108,8 +108,13 @@ class TrainingLoop:
         return scaled.detach()
 
     @contextmanager
-    def around_backward(self, call: str, *, may_be_last: bool) -> Iterator[None]:
-        """One backward through the model, whoever runs it. ``may_be_last``: no other one may follow in this graph."""
+    def around_backward(self, call: str, *, may_be_last: bool, divisor: int = 1) -> Iterator[None]:
+        """One backward through the model, whoever runs it.
+
+        Args:
+            may_be_last: no other one may follow in this graph.
+            divisor: what every parameter's gradient is divided by; 1 where the loss was divided.
+        """
         update = self._trained("backward")
         self._refuse_before_step(call)
         with self._phase_of(StepPhase.BACKWARD):
@@ -118,6 +123,7 @@ class TrainingLoop:
             reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
             reducer.puts_off = self._num_without_reduction > 0 or not reduces
             reducer.norms = update.wants_norms and self.is_boundary()
+            reducer.divisor = divisor
             is_last = self.is_boundary() and may_be_last and not reducer.puts_off
             reducer.in_backward = self._in_backward if is_last else None
             if reducer.in_backward is not None:

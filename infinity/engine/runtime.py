@@ -53,6 +53,8 @@ class Runtime(owners.Owner):
         self._lock = threading.RLock()
         """Weights come and go under it: modules may be called in several threads, and backward has its own."""
         self._num_calls = 0
+        self.meet_backward: Callable[[ShardedParam], None] = self._refuse_backward
+        """What is called with a gradient that arrives outside of the engine's backward: it begins one, or raises."""
         self._cast_once = CastOnce(module, sharded.params, self.device)
         self._param_of = {id(param.param): param for param in sharded.params}
         self._group_of = {param.index: group for group in sharded.groups for param in group.params}
@@ -333,16 +335,22 @@ class Runtime(owners.Owner):
     def on_gradient(self, group: ParamGroup, param: ShardedParam) -> None:
         """Autograd has accumulated a gradient."""
         if self._phases.phase is not StepPhase.BACKWARD:
-            access.drop_gradient(param.param)
-            self.refuse(
-                param.param,
-                "got a gradient from a backward that its engine does not see",
-                "call engine.backward(loss) instead of loss.backward(); where another engine's loss depends on this "
-                "model, freeze it meanwhile with requires_grad_(False)",
-            )
+            try:
+                self.meet_backward(param)
+            except BaseException:
+                access.drop_gradient(param.param)
+                raise
         with self._lock:
             if self.reducer.take(group, param):
                 self._complete(group)
+
+    def _refuse_backward(self, param: ShardedParam) -> None:
+        self.refuse(
+            param.param,
+            "got a gradient from a backward that its engine does not see",
+            "call engine.backward(loss) instead of loss.backward(); where another engine's loss depends on this "
+            "model, freeze it meanwhile with requires_grad_(False)",
+        )
 
     def _complete(self, group: ParamGroup) -> None:
         with self._lock:

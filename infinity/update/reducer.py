@@ -54,6 +54,8 @@ class Reducer:
         self.puts_off = False
         """The running backward is not reduced: its gradients stay whole, and are reduced with the next one's."""
         self._has_put_off = False
+        self.divisor = 1
+        """What the running backward's gradients are divided by, where its loss was not."""
         self.in_backward: InBackward | None = None
         """Steps groups as their gradients become final, until the running backward is over; None: nothing does."""
 
@@ -74,7 +76,7 @@ class Reducer:
         """
         if self._collectives.world_size == 1 and group.has_gradient_of(param):
             self._add_own(group)
-        return group.take_gradient(param)
+        return group.take_gradient(param, self.divisor)
 
     def take_put(self, group: ParamGroup, param: ShardedParam) -> None:
         """The user has given the parameter a gradient: as that of a backward whose reduction is put off."""

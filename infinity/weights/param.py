@@ -142,6 +142,11 @@ class ShardedParam:
             with access.raw(), placeholder.unasked():
                 self._accumulator = torch.autograd.graph.get_gradient_edge(self.param).node
 
+    def is_reached(self) -> bool:
+        """Whether the backward that runs now accumulates a gradient of the parameter. Raises RuntimeError in
+        ``torch.autograd.grad`` with respect to it."""
+        return self._accumulator is not None and torch._C._will_engine_execute_node(self._accumulator)
+
     def is_kept_unseen(self) -> bool:
         """Whether autograd has come to hold the parameter itself since it was shown.
 

@@ -279,11 +279,15 @@ class ParamGroup:
 
     # Gradients
 
-    def take_gradient(self, param: ShardedParam) -> bool:
-        """Autograd has accumulated a gradient of the parameter: it is the group's now. True if all have theirs."""
+    def take_gradient(self, param: ShardedParam, divisor: int = 1) -> bool:
+        """Autograd has accumulated a gradient of the parameter: divided, it is the group's now. True if all have
+        theirs."""
         gradient = access.take_gradient(param.param)
         if gradient is not None:
             gradient = gradient.detach() if gradient.requires_grad else gradient
+            gradient = (
+                gradient if divisor == 1 else gradient / divisor
+            )  # not in place: its memory may be another's, too
             held = self._gradients.get(param.index)
             self._gradients[param.index] = gradient if held is None else held + gradient
         return len(self._gradients) == len(self.params)
