@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Protocol, TypeVar
 
 import torch
@@ -93,32 +94,47 @@ class HostTier(Protocol):
 
 
 def stream(
-    leases: Iterator[tuple[Lease, Item]], use: Callable[[Lease, Item], tuple[int, int]], *, num_held_max: int
+    leases: Iterator[tuple[Lease, Item]],
+    use: Callable[[Lease, Item], tuple[int, int]],
+    *,
+    num_held_max: int,
+    num_at_once: int = 1,
 ) -> None:
-    """Use leases in the order in which ``leases`` issues them, and release each before the next is issued.
+    """Use leases in the order in which ``leases`` issues them, and release each before more are issued.
 
-    Where something raises, all that are held are released with nothing written.
+    Where something raises, all that were not used are released with nothing written.
 
     Args:
         leases: issues a lease each time it is asked, with what ``use`` needs beside it.
         use: called with a granted lease; gives the masks of what it has made dirty and dead.
         num_held_max: leases at a time: the one at work, and those ahead.
+        num_at_once: so many are released and issued one right behind another, which wakes who grants them once. With
+            more than one, no two of ``leases`` may ask for the same chunk.
     """
     held: deque[tuple[Lease, Item]] = deque()
+    done: list[tuple[Lease, tuple[int, int]]] = []
     try:
         while True:
-            while len(held) < num_held_max and (issued := next(leases, None)) is not None:
-                held.append(issued)
+            if len(done) == num_at_once or not held:
+                _give_back(done)
+                held.extend(islice(leases, num_held_max - len(held)))
             if not held:
                 return
             lease, item = held[0]
             lease.wait()
-            dirty, dead = use(lease, item)
+            done.append((lease, use(lease, item)))
             held.popleft()
-            lease.release(dirty=dirty, dead=dead)
     finally:
+        _give_back(done)
         for lease, _ in held:
             lease.release()
+
+
+def _give_back(done: list[tuple[Lease, tuple[int, int]]]) -> None:
+    """Release those that were used; the list is empty then, whatever happens."""
+    used, done[:] = list(done), []
+    for lease, (dirty, dead) in used:
+        lease.release(dirty=dirty, dead=dead)
 
 
 def spans(pieces: Sequence[torch.Tensor], offset: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:

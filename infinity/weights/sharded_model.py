@@ -47,6 +47,10 @@ LEASE_SHARE = 4
 
 SUB_GROUPS_AHEAD_MAX = 4
 
+AHEAD_CHUNKS_MAX = 32
+"""Chunks read ahead of who goes through all of them: a busy machine lets a process wait for milliseconds, and the
+drive goes on."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Layout:
@@ -202,10 +206,21 @@ class ShardedModel:
     @property
     def sub_groups_ahead(self) -> int:
         """Chunks whose leases the update issues while it steps one, within a quarter of the streamed frames."""
-        if self.plan is None or self.plan.demand_frames == 0:
+        return max(1, min(SUB_GROUPS_AHEAD_MAX, self._demand_sets // LEASE_SHARE))
+
+    @property
+    def chunks_ahead(self) -> int:
+        """Chunks whose leases are issued ahead by who alone goes through all of them: half of the streamed frames."""
+        if self._demand_sets == 0:
             return 1
-        streamed = self.plan.num_frames - self.plan.pinned_frames
-        return max(1, min(SUB_GROUPS_AHEAD_MAX, streamed // LEASE_SHARE // self.plan.demand_frames))
+        return max(1, min(AHEAD_CHUNKS_MAX, self._demand_sets // 2))
+
+    @property
+    def _demand_sets(self) -> int:
+        """How often the streamed frames hold what one chunk may ask for; 0 where nothing is streamed."""
+        if self.plan is None or self.plan.demand_frames == 0:
+            return 0
+        return (self.plan.num_frames - self.plan.pinned_frames) // self.plan.demand_frames
 
     def _pool_bytes(self, config: Config) -> int:
         """The pool holds all weights that are live at a time; with several ranks also what gathers a group."""

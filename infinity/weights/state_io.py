@@ -37,7 +37,7 @@ _Request = tuple[int, int, int, Callable[[Lease], None]]
 class StateIO:
     def __init__(self, sharded: ShardedModel) -> None:
         self._store: ShardStore = sharded.store
-        self._num_ahead = sharded.sub_groups_ahead
+        self._num_ahead = sharded.chunks_ahead
         self._collectives, self._chunks = sharded.sharers, sharded.chunks
         self._weight_dtype = sharded.precision.weight
         self._segments: dict[int, list[tuple[int, Segment]]] = {param.index: [] for param in sharded.params}
@@ -172,7 +172,7 @@ class StateIO:
         def seen(lease: Lease) -> None:
             self.show(lease, params, use, numel_max=numel_max)
 
-        self._stream((chunk, mask, 0, seen) for chunk, mask in self.lasting_chunks(params).items())
+        self._stream(((chunk, mask, 0, seen) for chunk, mask in self.lasting_chunks(params).items()), in_bursts=True)
 
     def lasting_chunks(self, params: Container[int]) -> dict[int, int]:
         """Chunk -> mask of the kinds that ``scan`` goes through."""
@@ -213,7 +213,7 @@ class StateIO:
                     read |= 0 if len(having) == len(chunk.segments) else mask  # written only, it may hold anything
                 yield chunk_id, read, write, partial(put, segments=segments)
 
-        self._stream(requests())
+        self._stream(requests(), in_bursts=True)
 
     def asked_for(self, wanted: Wanted, *, numel_max: int) -> Iterator[tuple[ObjectKind, Segment]]:
         """What ``fill`` will call its source with, in order."""
@@ -233,8 +233,8 @@ class StateIO:
         follows = kind is ObjectKind.MASTER and ObjectKind.WEIGHT in self._dtypes[param]
         return [kind, ObjectKind.WEIGHT] if follows else [kind]
 
-    def _stream(self, requests: Iterable[_Request]) -> None:
-        """Lease the chunks in order, few at a time."""
+    def _stream(self, requests: Iterable[_Request], *, in_bursts: bool = False) -> None:
+        """Lease the chunks in order, few at a time; in bursts, where each comes once."""
 
         def used(lease: Lease, item: tuple[int, Callable[[Lease], None]]) -> tuple[int, int]:
             write, use = item
@@ -244,7 +244,8 @@ class StateIO:
         issued = (
             (self._store.acquire(chunk, read=read, write=write), (write, use)) for chunk, read, write, use in requests
         )
-        stream(issued, used, num_held_max=1 + self._num_ahead)
+        num_held_max = 1 + self._num_ahead
+        stream(issued, used, num_held_max=num_held_max, num_at_once=num_held_max // 2 if in_bursts else 1)
 
 
 def _cut(segment: Segment, numel_max: int) -> Iterable[Segment]:

@@ -49,6 +49,7 @@ class EvictionOrder:
         self._heap: list[_Entry] = []
         self._unranked: list[_Entry] = []
         self._num_live = 0
+        self._dirty: set[SwapObject] = set()
 
     def __len__(self) -> int:
         return self._num_live
@@ -56,8 +57,15 @@ class EvictionOrder:
     def __contains__(self, item: SwapObject) -> bool:
         return bool(item.stamp & 1)
 
+    @property
+    def has_dirty(self) -> bool:
+        """Whether an object in the order has something to write."""
+        return bool(self._dirty)
+
     def push(self, item: SwapObject) -> None:
-        """Enter ``item``, or rank it anew."""
+        """Enter ``item``, or rank it anew. Whether it is dirty stays as it is while it is in the order."""
+        if item.flags & ObjectFlags.DIRTY:
+            self._dirty.add(item)
         if item.stamp & 1:
             item.stamp += 2
         else:
@@ -70,8 +78,7 @@ class EvictionOrder:
 
     def discard(self, item: SwapObject) -> None:
         if item.stamp & 1:
-            item.stamp += 1
-            self._num_live -= 1
+            self._leave(item)
 
     def pop_above(self, rank: int) -> SwapObject | None:
         """Take out the object of the highest rank, if that is above ``rank``; the highest of those that have been
@@ -96,6 +103,8 @@ class EvictionOrder:
         for entries in (self._heap, self._unranked):
             while entries:
                 entries.pop()
+        while self._dirty:
+            self._dirty.pop()
 
     def _is_mostly_dead(self, entries: list[_Entry]) -> bool:
         return len(entries) > 2 * self._num_live + 64
@@ -111,9 +120,13 @@ class EvictionOrder:
         if not heap or -heap[0][0] <= rank:
             return None
         item = heappop(heap)[3]
+        self._leave(item)
+        return item
+
+    def _leave(self, item: SwapObject) -> None:
         item.stamp += 1
         self._num_live -= 1
-        return item
+        self._dirty.discard(item)
 
     def _rank_slice(self) -> None:
         taken, self._unranked[-SLICE:] = self._unranked[-SLICE:], ()

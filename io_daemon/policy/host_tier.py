@@ -206,7 +206,8 @@ class HostTier:
             return
         if prefetch:
             self._look_ahead()
-        self._write_behind()
+        if self._order.has_dirty:
+            self._write_behind()
 
     def stop_working_ahead(self) -> None:
         """Move nothing any more but what leases ask for."""
