@@ -6,7 +6,8 @@
 ``none``, ``cpu``         this engine, everything in memory; parameters and optimizer in host memory
 ``nvme-512``              this engine, both on NVMe, at a host budget of 512 MiB
 ``nvme-512+KEY=VALUE``    the same with a key of the section ``io_daemon``, as ``update=in_step`` or
-                          ``master_weights=split``; several may follow
+                          ``master_weights=split``, or one of ``zero_optimization``, as
+                          ``stage3_max_live_parameters=1000000000``; several may follow
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from benchmarks.side import Side
 
 MIB: Final = 1 << 20
 PLAIN: Final = "torch"
-_OURS: Final = re.compile(r"(none|cpu|nvme-(?P<budget>[1-9][0-9]*))(?P<keys>(\+[a-z_]+=[^+]+)*)")
+_OURS: Final = re.compile(r"(none|cpu|nvme-(?P<budget>[1-9][0-9]*))(?P<keys>(\+[a-z0-9_]+=[^+]+)*)")
 WORDS: Final = (PLAIN, "deepspeed-cpu", "deepspeed-nvme", "none", "cpu", "nvme-MIB", "nvme-MIB+KEY=VALUE")
 
 
@@ -115,5 +116,5 @@ def _ours(word: str, arguments: argparse.Namespace) -> list[str]:
         shape = GPTShape(d_model=arguments.d_model, num_layers=arguments.num_layers, sequence=arguments.sequence)
         words += ["--host-budget-bytes", str(20 * shape.numel)]
     for pair in found["keys"].split("+")[1:]:
-        words += ["--io-daemon", pair]
+        words += ["--zero" if pair.startswith("stage3_") else "--io-daemon", pair]
     return words

@@ -24,8 +24,10 @@ def engine_config(
     batch: int = 1,
     clipping: float = 0.0,
     io_daemon: dict[str, Any] | None = None,
+    zero: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """``device``: "nvme"; or "none" for the same engine with everything in memory, "cpu" with it in host memory."""
+    """``device``: "nvme"; or "none" for the same engine with everything in memory, "cpu" with it in host memory.
+    ``zero``: keys of that section, instead of those that keep few layers live."""
     offload = {"device": device, "nvme_path": swap_dir} if device == "nvme" else {"device": device}
     return {
         "train_micro_batch_size_per_gpu": batch,
@@ -41,6 +43,7 @@ def engine_config(
             "stage3_max_reuse_distance": 2 * layer_numel,
             "offload_param": offload,
             "offload_optimizer": offload,
+            **(zero or {}),
         },
         "io_daemon": {**({"host_budget_bytes": host_budget_bytes} if host_budget_bytes else {}), **(io_daemon or {})},
     }
@@ -54,11 +57,16 @@ def _value(text: str) -> object:
         return text
 
 
+def _section(pairs: list[str]) -> dict[str, object]:
+    return {key: _value(text) for key, _, text in (pair.partition("=") for pair in pairs)}
+
+
 def main() -> None:
     parser = worker_parser(__doc__)
     parser.add_argument("--host-budget-bytes", type=int, help="(default: the engine's)")
     parser.add_argument("--device", choices=("nvme", "cpu", "none"), default="nvme")
     parser.add_argument("--io-daemon", action="append", default=[], metavar="KEY=VALUE", help="of that section")
+    parser.add_argument("--zero", action="append", default=[], metavar="KEY=VALUE", help="of zero_optimization")
     arguments = parser.parse_args()
     answers_fd = claim_stdout()
 
@@ -70,7 +78,6 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     shape = GPTShape(d_model=arguments.d_model, num_layers=arguments.num_layers, sequence=arguments.sequence)
-    keys = (pair.partition("=")[::2] for pair in arguments.io_daemon)
     config = engine_config(
         arguments.swap_dir,
         host_budget_bytes=arguments.host_budget_bytes,
@@ -79,7 +86,8 @@ def main() -> None:
         layer_numel=max(LAYER_NUMEL, round(1.03 * shape.layer_numel)),
         batch=arguments.batch,
         clipping=arguments.clipping,
-        io_daemon={key: _value(text) for key, text in keys},
+        io_daemon=_section(arguments.io_daemon),
+        zero=_section(arguments.zero),
     )
     with infinity.Init(config_dict_or_path=config):
         model = GPT(shape)

@@ -8,6 +8,7 @@ import torch
 
 from infinity.errors import EngineStateError
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore
+from infinity.tiers.pool import MemoryPool
 from io_daemon.shared.protocol import Access, kinds_of
 
 Views = Callable[[], list[torch.Tensor]]
@@ -41,8 +42,10 @@ class MemoryStore(ShardStore):
     """Every object a plain tensor on ``device``, made when first needed, dropped when dead; but for those that lie in
     memory of somebody else's."""
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, pool: MemoryPool | None = None) -> None:
+        """``pool``: where the tensors come from; None: torch."""
         self._device = device
+        self._pool = pool if pool is not None else MemoryPool(0, device)
         self._layouts: dict[int, ChunkLayout] = {}
         self._objects: dict[tuple[int, int], torch.Tensor] = {}
         self._elsewhere: dict[tuple[int, int], Views] = {}
@@ -87,9 +90,8 @@ class MemoryStore(ShardStore):
         tensor = self._objects.get((chunk, kind))
         if tensor is None:
             layout = self._layouts[chunk]
-            make = torch.zeros if read else torch.empty
-            tensor = make(layout.numel, dtype=layout.dtypes[kind], device=self._device)
-            self._objects[chunk, kind] = tensor
+            tensor = self._pool.empty(layout.numel, layout.dtypes[kind])
+            self._objects[chunk, kind] = tensor.zero_() if read else tensor
         return [tensor]
 
     def discard(self, chunk: int, kind: int) -> None:

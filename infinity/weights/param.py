@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.multiprocessing import reductions
 
+from infinity.tiers.pool import MemoryPool
 from infinity.weights import access, dispatcher, placeholder
-from infinity.weights.pool import MemoryPool
 
 _storage_reference: Any = reductions.StorageWeakRef
 

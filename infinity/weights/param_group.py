@@ -17,10 +17,10 @@ from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.memory import MemoryStore, Views
+from infinity.tiers.pool import MemoryPool
 from infinity.tiers.reductions import Reducing
 from infinity.weights import access
 from infinity.weights.param import ShardedParam
-from infinity.weights.pool import MemoryPool
 from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 

@@ -27,12 +27,12 @@ from infinity.tiers.due import DueStore
 from infinity.tiers.halved import HalvedStore
 from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
 from infinity.tiers.memory import MemoryStore
+from infinity.tiers.pool import ALIGNMENT_BYTES, MemoryPool
 from infinity.tiers.snapshot import SnapshotStore
 from infinity.weights import access
 from infinity.weights.admission import admit
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import LeaseAllowance, ParamGroup
-from infinity.weights.pool import ALIGNMENT_BYTES, MemoryPool
 from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 
@@ -235,15 +235,26 @@ class ShardedModel:
             num_bytes += 2 * largest * self.precision.reduce.itemsize
         return num_bytes
 
+    def _store_bytes(self, masks: Sequence[int]) -> int:
+        """What the chunks keep of the kinds in ``masks``, and a quarter more: gradients come and go in two orders, and
+        leave holes. What nobody touches is address space."""
+        num_bytes = 0
+        for mask, chunk in zip(masks, self.chunks, strict=True):
+            dtypes = self.precision.stored(trainable=self._is_trained(chunk))
+            num_bytes += chunk.numel * sum(dtype.itemsize for kind, dtype in dtypes.items() if mask >> kind & 1)
+        return num_bytes * 5 // 4 + len(self.chunks) * ALIGNMENT_BYTES
+
     def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool) -> DueStore:
-        self.device_store = MemoryStore(self._device)
+        masks = [0xFF] * len(self.chunks)
+        if self.plan is not None:
+            masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
+        self.device_store = MemoryStore(self._device, MemoryPool(self._store_bytes(masks), self._device))
         store: ShardStore = self.device_store
         self.host_store: HostStore | None = None
         if self.plan is not None:
             if tier is None:
                 raise AssertionError("a plan for the host needs a tier")
             host = tier.open(self.plan, job=tier.job, pinned_mask=tiers.pinned_mask, device=self._device)
-            masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
         if self.precision.markers is not None:

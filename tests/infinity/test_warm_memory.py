@@ -13,7 +13,7 @@ from torch import nn
 import infinity
 from infinity import Engine
 from infinity.weights.heap import return_freed
-from tests.infinity.weights.test_pool import anonymous_bytes
+from tests.infinity.tiers.test_pool import anonymous_bytes
 
 WIDTH, DEPTH = 1024, 8
 LAYER_BYTES = WIDTH * WIDTH * 2

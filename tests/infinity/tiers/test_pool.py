@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.weights.pool import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, SMALL_BYTES, MemoryPool
+from infinity.tiers.pool import ALIGNMENT_BYTES, HUGE_PAGE_BYTES, SMALL_BYTES, MemoryPool
 from io_daemon.shared.protocol import align_up
 
 CPU = torch.device("cpu")

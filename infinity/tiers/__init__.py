@@ -1,0 +1,1 @@
+"""Where shards are kept, on one rank and over all: stores, their layers, and what travels between ranks."""
