@@ -42,6 +42,12 @@ def test_frames_and_blocks_are_whole_pages(frame_bytes: int, block_bytes: int) -
         Catalog(num_frames=1, frame_bytes=frame_bytes, block_bytes=block_bytes, extents=[], chunks_max=1)
 
 
+@pytest.mark.parametrize("sizes", [(), (PAGE_BYTES,) * (KINDS_MAX + 1), (PAGE_BYTES, -1)], ids=["none", "many", "less"])
+def test_a_chunk_has_so_many_kinds(sizes: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=f"1 to {KINDS_MAX} sizes, none negative"):
+        catalog_of().register([ChunkSpec(sizes)])
+
+
 def test_objects_lie_one_behind_another_in_whole_pages_and_pinned_ones_nowhere() -> None:
     catalog = catalog_of(num_frames=16, pages=(64, 64), block_bytes=2 * PAGE_BYTES)
     specs = [ONE, ChunkSpec((1, 0, 3 * PAGE_BYTES + 1, PAGE_BYTES, 5 * PAGE_BYTES), pinned_mask=1 << 3)]

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from numpy.typing import NDArray
 
+from io_daemon.policy import eviction
 from io_daemon.policy.cursor import RESYNC_LOOK_AHEAD, STRAYS_MAX, UNKNOWN_USE, UNPLANNED, Cursor
 from io_daemon.policy.eviction import SLICE, STREAMING, WORTHLESS, EvictionOrder, rank_of
 from io_daemon.policy.residency import Plan, PlanRequest
@@ -287,6 +288,7 @@ def test_ranks() -> None:
     assert order == [worthless, unknown, streaming, far, slightly_nearer, dirty, near]
     assert rank_of(streaming, now) > STREAMING > rank_of(far, now)
     assert rank_of(worthless, now) == WORTHLESS
+    assert rank_of(dirty, now) == now + 300, "three quarters as far as it is"
     overwritten_dirty = item_of(7, next_use=300, flags=ObjectFlags.DIRTY)
     overwritten_dirty.overwritten = True
     assert rank_of(overwritten_dirty, now) < 300, "its contents may still be asked for: they cost a write"
@@ -378,8 +380,16 @@ def test_a_new_plan_ranks_a_large_arena_a_slice_at_a_time() -> None:
     assert order.pop_above(cursor.next_use[3] - 1) is items[3]
 
 
-def test_the_order_does_not_grow_with_use() -> None:
+def test_the_order_does_not_grow_with_use(monkeypatch: pytest.MonkeyPatch) -> None:
     cursor, rng = Predictions(), random.Random(1)
+    num_clearings, clear = 0, eviction._live
+
+    def counted(entries: list[eviction._Entry]) -> list[eviction._Entry]:
+        nonlocal num_clearings
+        num_clearings += 1
+        return clear(entries)
+
+    monkeypatch.setattr(eviction, "_live", counted)
     order = EvictionOrder(cursor)
     items = [item_of(chunk) for chunk in range(50)]
     for _ in range(20_000):
@@ -390,3 +400,4 @@ def test_the_order_does_not_grow_with_use() -> None:
         if rng.random() < 0.1:
             order.rank_anew()  # passes by turns, of which none is short of frames
     assert len(order._heap) + len(order._unranked) <= 2 * (2 * len(items) + 65)
+    assert 0 < num_clearings < 20_000 // 50, "the dead are looked for when they are as many as the living"

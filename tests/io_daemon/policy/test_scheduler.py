@@ -223,6 +223,24 @@ def test_write_only_without_dirty_goes_back_to_the_disk() -> None:
     assert granted(tenant, reader)
 
 
+def test_a_clean_object_that_a_lease_may_have_scribbled_over_is_read_again() -> None:
+    tenant = tenant_of(2, ONE, ONE, ONE)
+    write(tenant, 0)
+    evict(tenant, 0, range(3))
+    tenant.release(tenant.acquire(0, read=1))
+    tenant.finish_all()
+    assert record(tenant, 0).state is ObjectState.RESIDENT
+    assert not record(tenant, 0).flags & ObjectFlags.DIRTY
+    lease = tenant.acquire(0, write=1)  # ModelTenant scribbles into the frame now
+    assert granted(tenant, lease)
+    tenant.release(lease)
+    assert record(tenant, 0).state is ObjectState.ABSENT
+    reader = tenant.acquire(0, read=1)
+    assert [action.write for action in in_flight(tenant)] == [False]
+    tenant.finish_all()
+    assert granted(tenant, reader)
+
+
 def test_a_reader_behind_an_undone_write_gets_the_disk_version() -> None:
     tenant = tenant_of(2, ONE, ONE, ONE)
     write(tenant, 0)

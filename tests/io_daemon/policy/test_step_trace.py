@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 from pathlib import Path
@@ -54,6 +55,19 @@ def test_other_files_are_refused_by_name(data: bytes, says: str, tmp_path: Path)
     path = tmp_path / "step.json.gz"
     path.write_bytes(data)
     with pytest.raises(ConfigError, match=says) as caught:
+        load(str(path))
+    assert caught.value.value == str(path)
+
+
+def test_a_file_that_cannot_be_read_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "step.json.gz"
+    path.write_bytes(b"")
+
+    def refuse(_path: Path) -> bytes:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(ConfigError, match=r"cannot be read \(Permission denied\)") as caught:
         load(str(path))
     assert caught.value.value == str(path)
 
