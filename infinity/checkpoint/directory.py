@@ -11,15 +11,15 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import shutil
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
 from infinity.checkpoint.disk import disk_errors, sync_directory, write_whole
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.errors import CheckpointError, ConfigError
-from infinity.files.aside import held, is_held
+from infinity.files.aside import held, is_held, remove
 
 LATEST: Final = "latest"
 ASIDE: Final = ".infinity-saving-"
@@ -43,9 +43,14 @@ def latest_tag(directory: Path) -> str | None:
     path = directory / LATEST
     with disk_errors(path, "read"):
         try:
-            return check_tag(path.read_text().strip())
+            text = path.read_text(errors="replace").strip()
         except (FileNotFoundError, NotADirectoryError):
             return None
+    try:
+        return check_tag(text)
+    except ConfigError as error:
+        there = ", ".join(tags_of(directory)[-8:]) or "none"
+        raise CheckpointError(path, f"is damaged: it holds {text[:40]!r}", f"name a tag; there are: {there}") from error
 
 
 def tags_of(directory: Path) -> list[str]:
@@ -66,41 +71,69 @@ def find(directory: Path, tag: str) -> Path:
     raise CheckpointError(directory / tag, problem, f"checkpoints in {directory}: {there}")
 
 
-def written_aside(directory: Path, tag: str) -> AbstractContextManager[Path]:
+@contextmanager
+def written_aside(directory: Path, tag: str) -> Iterator[Path]:
     """A new directory to write into, which goes unless it was published. For one process; others may write into it."""
-    with disk_errors(directory, "made"):
-        directory.mkdir(parents=True, exist_ok=True)
-        remove_leftovers(directory)
-        aside = directory / f"{ASIDE}{tag}"
-        aside.mkdir()
-    return held(aside)
+    aside = directory / f"{ASIDE}{tag}"
+    with ExitStack() as stack:
+        with disk_errors(directory, "made"):
+            directory.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(directory)
+            _refuse_foreign(directory / tag)
+            aside.mkdir()
+            stack.enter_context(held(aside))
+        yield aside
 
 
 def publish(aside: Path, directory: Path, tag: str, *, latest: bool) -> None:
-    """Everything in ``aside`` is on the disk: from now on it is the checkpoint of the tag."""
+    """Everything in ``aside`` is on the disk: from now on it is the checkpoint of the tag, and the one that ``latest``
+    names if it shall; where one of both fails, both are what they were. What needs space is written before that."""
     sync_directory(aside)
-    final, replaced = directory / tag, directory / f"{REPLACED}{tag}"
-    with disk_errors(final, "published"):
-        if not os.path.lexists(final):
-            aside.rename(final)
-        elif not _exchange(aside, final):
-            final.rename(replaced)  # readers look there, too, until the next line is done
-            aside.rename(final)
-    sync_directory(directory)
+    final, fresh, replaced = directory / tag, directory / f"{ASIDE}{LATEST}", directory / f"{REPLACED}{tag}"
+    with ExitStack() as undo:
+        if latest:
+            undo.callback(remove, fresh)
+            write_whole(fresh, f"{tag}\n".encode())
+        with disk_errors(final, "published"):
+            _take_place(aside, final, replaced, undo)
+        sync_directory(directory)
+        if latest:
+            with disk_errors(directory / LATEST, "written"):
+                fresh.rename(directory / LATEST)
+        undo.pop_all()
+    remove(aside)
+    remove(replaced)
     if latest:
-        name_latest(directory, tag)
-    for former in (aside, replaced):
-        shutil.rmtree(former, ignore_errors=True)
+        sync_directory(directory)
 
 
-def name_latest(directory: Path, tag: str) -> None:
-    """``latest`` names the tag: the former one or this, whatever happens."""
-    fresh = directory / f"{ASIDE}{LATEST}"
-    fresh.unlink(missing_ok=True)
-    write_whole(fresh, f"{tag}\n".encode())
-    with disk_errors(directory / LATEST, "written"):
-        fresh.rename(directory / LATEST)
-    sync_directory(directory)
+def _take_place(aside: Path, final: Path, replaced: Path, undo: ExitStack) -> None:
+    """``aside`` gets the name ``final``, and what had it is kept until both are removed."""
+
+    def undone(rename: Callable[[], object]) -> None:
+        with suppress(OSError):
+            rename()
+
+    if not os.path.lexists(final):
+        aside.rename(final)
+        undo.callback(undone, lambda: final.rename(aside))
+    elif _exchange(aside, final):
+        undo.callback(undone, lambda: _exchange(aside, final))
+    else:
+        final.rename(replaced)  # readers look there, too, until the next line is done
+        undo.callback(undone, lambda: replaced.rename(final))
+        aside.rename(final)
+        undo.callback(undone, lambda: final.rename(aside))
+
+
+def _refuse_foreign(final: Path) -> None:
+    """Raises CheckpointError if something is there that is no checkpoint of ours: it would be replaced."""
+    if (final / MANIFEST).is_file() or not os.path.lexists(final):
+        return
+    if final.is_symlink() or not final.is_dir() or any(final.iterdir()):
+        raise CheckpointError(
+            final, "is there and no checkpoint of infinity's: it would be lost", "move it away, or name another tag"
+        )
 
 
 def remove_leftovers(directory: Path) -> None:
@@ -108,18 +141,15 @@ def remove_leftovers(directory: Path) -> None:
     for path in directory.glob(f"{REPLACED}*"):
         tag = directory / path.name.removeprefix(REPLACED)
         if (tag / MANIFEST).is_file():
-            shutil.rmtree(path)
+            remove(path)
         else:
             path.rename(tag)  # its successor never came
     for path in directory.glob(f"{ASIDE}*"):
-        if path.is_dir() and is_held(path):
+        if path.is_dir() and not path.is_symlink() and is_held(path):
             raise CheckpointError(
                 path, "is being written by another process", "wait for it, or save to another directory"
             )
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        remove(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:

@@ -31,6 +31,12 @@ _SAFE: list[Any] = [
 ]
 
 
+def kept(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What a checkpoint of ``values`` gives back: of what they are now. Raises as ``to_bytes``."""
+    found: dict[str, Any] = from_bytes(to_bytes(values))
+    return found
+
+
 def to_bytes(values: Mapping[str, Any]) -> bytes:
     """Raises ConfigError, with the key, where a value cannot be read back."""
     try:

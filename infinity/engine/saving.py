@@ -64,7 +64,7 @@ class Saving:
         self._left_out = [name for name, entry in self._params.items() if exclude_frozen and not entry.trainable]
         self._buffers = described_buffers(self._runtime.module)
         self._facts = self._facts_now()
-        self._shared = plain.to_bytes({"client_state": dict(client_state), **self._shared_state()})
+        self._shared = plain.kept({"client_state": dict(client_state), **self._shared_state()})
         self._own = plain.to_bytes(self._rank_state())
         # where every rank has everything, rank 0 writes it
         writes = self._collectives.rank < self._runtime.sharded.sharers.world_size
@@ -148,8 +148,7 @@ class Saving:
 
     def publish(self, aside: Path, files: Files, histories: Merged, *, latest: bool) -> None:
         """Every rank has written its files: make them the checkpoint. Rank 0 calls it."""
-        shared = plain.to_bytes({**plain.from_bytes(self._shared), "histories": histories})
-        files |= write_state(aside / SHARED_STATE, shared)
+        files |= write_state(aside / SHARED_STATE, plain.to_bytes({**self._shared, "histories": histories}))
         for name, file in files.items():
             with disk_errors(aside / name, "read"):
                 found = (aside / name).stat().st_size if (aside / name).exists() else None

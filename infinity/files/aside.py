@@ -14,14 +14,28 @@ from pathlib import Path
 @contextmanager
 def held(path: Path) -> Iterator[Path]:
     """``path``, a directory of this process's own, is locked inside, and removed at the end. Raises OSError."""
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        remove(path)
+        raise
     try:
         with suppress(OSError):  # a filesystem without locks: nobody can know whether its writer lives
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield path
     finally:
-        shutil.rmtree(path, ignore_errors=True)
-        os.close(lock)
+        remove(path)
+        with suppress(OSError):
+            os.close(lock)  # nothing was written through it
+
+
+def remove(path: Path) -> None:
+    """Remove a directory with all in it, or a file, or a link but not what it leads to; what cannot be, stays."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def is_held(path: Path) -> bool:

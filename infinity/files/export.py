@@ -7,10 +7,9 @@ the way, no reader finds a half-written file or a mixture of two models under th
 from __future__ import annotations
 
 import os
-import shutil
 import tempfile
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -18,7 +17,7 @@ from typing import Final
 import torch
 
 from infinity.errors import WeightsFileError
-from infinity.files.aside import held, is_held, sync
+from infinity.files.aside import held, is_held, remove, sync
 from infinity.files.directory import INDEX_ENDING, SAFE_NAME, TORCH_NAME
 from infinity.files.entry import Entry
 from infinity.files.shards import cut, index_of, is_part_of
@@ -100,13 +99,16 @@ class Export:
         self._cleanup.close()
 
 
-def _aside(directory: Path) -> AbstractContextManager[Path]:
+@contextmanager
+def _aside(directory: Path) -> Iterator[Path]:
     """A directory inside, locked by this process as long as it lives; those that dead ones left are removed."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        for name in os.listdir(directory):
-            if name.startswith(ASIDE) and not is_held(directory / name):
-                shutil.rmtree(directory / name, ignore_errors=True)
-        return held(Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory)))
-    except OSError as error:
-        raise WeightsFileError.of(error, str(directory), "written") from error
+    with ExitStack() as stack:
+        try:
+            directory.mkdir(parents=True, exist_ok=True)
+            for name in os.listdir(directory):
+                if name.startswith(ASIDE) and not is_held(directory / name):
+                    remove(directory / name)
+            path = stack.enter_context(held(Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))))
+        except OSError as error:
+            raise WeightsFileError.of(error, str(directory), "written") from error
+        yield path

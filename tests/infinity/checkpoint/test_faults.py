@@ -105,6 +105,118 @@ def test_a_full_disk_leaves_the_former_checkpoint_and_nothing_else(engine: Any, 
     assert not differing(everything_of(engine), state)
 
 
+CALLS = [
+    ("open", errno.EIO),
+    ("mkdir", errno.EDQUOT),
+    ("pwrite", errno.EDQUOT),
+    ("pwrite", errno.EIO),
+    ("ftruncate", errno.EIO),
+    ("fsync", errno.EIO),
+    ("fsync", errno.EDQUOT),
+    ("close", errno.EIO),
+    ("rename", errno.EACCES),
+]
+"""What a save asks of the filesystem, and how that may fail."""
+
+
+class FailingCall:
+    """A function of ``os`` that fails once, at its call number ``countdown`` that concerns ``directory``."""
+
+    def __init__(self, name: str, number: int, directory: Path) -> None:
+        self._name, self._number, self._directory = name, number, str(directory)
+        self._real = getattr(os, name)
+        self.countdown = -1
+
+    def __call__(self, what: Any, *arguments: Any, **options: Any) -> Any:
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
+        if path.startswith(self._directory):
+            self.countdown -= 1
+            if self.countdown == -1:
+                if self._name == "close":
+                    self._real(what)
+                raise OSError(self._number, os.strerror(self._number), path)
+        return self._real(what, *arguments, **options)
+
+
+@pytest.mark.parametrize("exchanges", [True, False], ids=["exchange", "two renames"])
+@pytest.mark.parametrize("tag", ["former", "another"])
+def test_whichever_call_fails_the_former_checkpoint_stays_and_nothing_else(
+    engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(directories, "_exchange", lambda *_: False)
+    num_failed = 0
+    for call, number in CALLS:
+        directory = tmp_path / f"{call}-{number}"
+        engine.save_checkpoint(directory, tag="former", client_state={"save": -1})
+        with monkeypatch.context() as patched:
+            failing = FailingCall(call, number, directory)
+            patched.setattr(os, call, failing)
+            for place in range(100):
+                failing.countdown = place
+                try:
+                    engine.save_checkpoint(directory, tag=tag, client_state={"save": place})
+                except CheckpointError as error:
+                    assert (error.errno, str(directory) in str(error)) == (number, True)
+                else:
+                    break
+                failing.countdown = -1
+                num_failed += 1
+                assert not list(directory.glob(".infinity*")), (call, place)
+                with StoredCheckpoint.open(directory) as stored:
+                    assert not list(stored.verify())
+                    saved = stored.shared_state()["client_state"]["save"]
+                assert set(directories.tags_of(directory)) == {"former", tag if saved == place else "former"}
+                if saved == place:  # the new name of `latest` is there; only syncing it, the very last, has failed
+                    assert call in ("fsync", "open", "close")
+                    break
+                assert saved == -1, (call, place)
+    assert num_failed > 20
+    train(engine, 1)
+
+
+def test_what_is_no_checkpoint_of_ours_is_never_replaced(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / "theirs" / "mp_rank_00_model_states.pt").write_text("DeepSpeed's")
+    (tmp_path / "file").write_text("a user's")
+    for tag in ("theirs", "file"):
+        with pytest.raises(CheckpointError, match="move it away"):
+            engine.save_checkpoint(tmp_path, tag=tag)
+    assert (tmp_path / "theirs" / "mp_rank_00_model_states.pt").read_text() == "DeepSpeed's"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "theirs"]
+    (tmp_path / "empty").mkdir()
+    engine.save_checkpoint(tmp_path, tag="empty")
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "empty")
+
+
+def test_links_are_followed_to_directories_and_replaced_as_tags(engine: Any, tmp_path: Path) -> None:
+    (tmp_path / "disk").mkdir()
+    linked = tmp_path / "linked"
+    linked.symlink_to(tmp_path / "disk")
+    engine.save_checkpoint(linked, tag="first")
+    (linked / "moved").mkdir()
+    (linked / "first").rename(linked / "moved" / "first")
+    (linked / "first").symlink_to(linked / "moved" / "first")
+    for save in range(2):
+        engine.save_checkpoint(linked, tag="first", client_state={"save": save})
+        assert engine.load_checkpoint(linked)[1] == {"save": save}
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["first", "latest", "moved"]
+    with StoredCheckpoint(linked / "moved" / "first") as stored:
+        assert not list(stored.verify())
+
+
+@pytest.mark.parametrize("text", [b"", b"\0\0\0", b"\xff\xfe", b"../elsewhere"])
+def test_a_latest_that_names_nothing_is_said_with_what_there_is(engine: Any, tmp_path: Path, text: bytes) -> None:
+    engine.save_checkpoint(tmp_path, tag="whole")
+    (tmp_path / "latest").write_bytes(text)
+    with pytest.raises(CheckpointError, match="latest") as raised:
+        engine.load_checkpoint(tmp_path)
+    assert "whole" in str(raised.value)
+    engine.load_checkpoint(tmp_path, tag="whole")
+    engine.save_checkpoint(tmp_path, tag="next")
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "next")
+
+
 def test_a_directory_that_cannot_be_written_is_named(engine: Any, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     for bad in (tmp_path / "file", tmp_path / "file" / "below"):
