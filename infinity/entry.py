@@ -39,6 +39,7 @@ from infinity.update.optimizer import (
     sharded_from_config,
     sharded_from_torch,
 )
+from infinity.update.stored_state import retire
 from infinity.weights.admission import refuse_owned, refuse_without_values
 from infinity.weights.heap import return_freed
 from infinity.weights.sharded_model import Layout
@@ -84,8 +85,8 @@ def initialize(
     Raises:
         ConfigError, BudgetError, SwapSpaceError, DaemonLostError: on every rank, before anything is trained.
     """
-    collectives = Collectives.join(process_group)
-    with ExitStack() as cleanup:
+    with torch.inference_mode(mode=False), ExitStack() as cleanup:  # what is made here is written to outside, too
+        collectives = Collectives.join(process_group)
         cleanup.callback(collectives.close)
         parsed = parse_config(config, world_size=collectives.world_size)
         for note in parsed.notes if collectives.rank == 0 else ():
@@ -110,7 +111,7 @@ def initialize(
         refuse_without_values(model)
         layout = Layout.of(model, parsed, collectives.world_size, trains=sharded_optimizer is not None)
         _check_same_model(layout, collectives)
-        optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
+        optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params, layout.names)
         connection = next((area.connection for area in areas if area.connection is not None), None)
         if connection is None and parsed.offloads:
             connection = DaemonConnection(parsed, environment, collectives, place)
@@ -141,6 +142,8 @@ def initialize(
         engine.lr_scheduler = schedule
         apply_section(parsed.activation_checkpointing)
         loader = None if training_data is None else engine.make_training_loader(training_data, collate_fn)
+        if optimizer is not None:
+            retire(optimizer)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler
 

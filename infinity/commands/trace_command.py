@@ -93,7 +93,7 @@ class StepOfModel:
         refuse_unmarked(optimizer, config.io_daemon.master_weights)
         collectives = AbsentPeers(world.num_ranks)
         self.layout = layout = Layout.of(model, config, collectives.world_size)
-        optimizer_groups = group_indices(optimizer, layout.index_of, layout.params)
+        optimizer_groups = group_indices(optimizer, layout.index_of, layout.params, layout.names)
         self.staging_bytes = 0
         if staged:
             self.staging_bytes = staging_plan(config, world.ranks_per_node).arena_bytes * world.ranks_per_node

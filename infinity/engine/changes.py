@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
 
 from infinity.engine.phases import Phases
 from infinity.errors import EngineStateError
@@ -40,6 +41,21 @@ class WeightChanges:
         """Raises WeightsError, before anything changes, for what an update would break."""
         self._check_params(self._sharded.params)
 
+    def check_writes(self) -> None:
+        """Raises WeightsError for weights that were written to where that is not kept, be it through a view."""
+        for param in self._sharded.params:
+            if param.is_changed:
+                self.refuse_write(param)
+
+    def refuse_write(self, param: ShardedParam) -> NoReturn:
+        """What was written goes with the weights that are here, once nobody uses them; the store has what it had."""
+        if not param.is_shown:
+            param.overlook_change()
+            group = next(group for group in self._sharded.groups if param in group.params)
+            with self._lock:
+                self._live_set.forget(group)
+        owners.refuse_write(self._owner, param.param)
+
     def make_ready(self, group: ParamGroup) -> None:
         """The group's weights are about to change in the store. Raises WeightsError for what that would break."""
         self._check_params(group.params)
@@ -48,7 +64,7 @@ class WeightChanges:
     def _check_params(self, params: Iterable[ShardedParam]) -> None:
         for param in params:
             if param.is_changed:
-                owners.refuse_write(self._owner, param.param)
+                self.refuse_write(param)
             self._refuse_views(param)
 
     def settle(self) -> None:

@@ -58,7 +58,7 @@ class Exports(Answers):
         Raises:
             WeightsFileError: the directory cannot be written, or has not enough space; what stood there stays.
         """
-        self._runtime.refuse_over("save_16bit_model")
+        self._runtime.check_readable("save_16bit_model")
         if save_filename is not None and (not isinstance(save_filename, str) or os.path.basename(save_filename) == ""):
             raise ConfigError("save_filename", save_filename, "is the name of one file; write safe_serialization=False")
         tensors = tensors_of(self._runtime, exclude_frozen=exclude_frozen_parameters)
@@ -90,7 +90,7 @@ class Exports(Answers):
             WeightsError: the module is no model of Transformers.
             WeightsFileError: as ``save_16bit_model``.
         """
-        self._runtime.refuse_over("save_pretrained")
+        self._runtime.check_readable("save_pretrained")
         save_model_of_transformers(
             self._runtime, save_directory, beside=beside, safe=safe_serialization, max_shard_size=max_shard_size
         )

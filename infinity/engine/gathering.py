@@ -56,8 +56,10 @@ class Gathering:
             for group in groups:
                 self._live_set.use(group, in_pass=in_pass)
                 group.num_holds += 1
-            for param in params:
-                param.show()
+            written = [param for param in params if not param.show()]
+        if written:
+            self._end(params, groups, writable=False)
+            self._refuse_write(written[0])
         if modifier_rank is not None:
             for param in params:
                 self._num_writable[param.index] = self._num_writable.get(param.index, 0) + 1

@@ -81,7 +81,7 @@ class Runtime(owners.Owner):
             self.live_set,
             self._group_of,
             lock=self._lock,
-            refuse_write=lambda param: owners.refuse_write(self, param.param),
+            refuse_write=lambda param: self.changes.refuse_write(param),
             refuse_views=self._refuse_views,
             refuse_unseen=self._refuse_unseen,
         )
@@ -181,8 +181,10 @@ class Runtime(owners.Owner):
             group.num_holds += 1
             group.num_calls += 1
             if group.num_calls == 1:  # modules that share a group are called within each other
-                for param in group.params:
-                    param.show()
+                written = [param for param in group.params if not param.show()]
+                if written:
+                    self.release([group])
+                    self.changes.refuse_write(written[0])
 
     def release(self, groups: Sequence[ParamGroup]) -> None:
         changed: list[ShardedParam] = []
@@ -255,6 +257,11 @@ class Runtime(owners.Owner):
     def _refuse_use_after_end(self, param: nn.Parameter) -> None:
         if self._phases.is_over:
             owners.refuse_ended(self, param)
+
+    def check_readable(self, call: str) -> None:
+        """Raises EngineStateError if the weights are gone, WeightsError if they are not what somebody wrote to them."""
+        self.refuse_over(call)
+        self.changes.check_writes()
 
     def refuse_over(self, call: str) -> None:
         """Raises EngineStateError if the weights are gone."""
@@ -375,7 +382,8 @@ class Runtime(owners.Owner):
         """What each module holds while it is called: groups it stands for, and those of its own parameters."""
         found: dict[nn.Module, list[ParamGroup]] = {}
         for module in self.module.modules():
-            own = module.parameters(recurse=module in self.sharded.units)
+            looks_at = next(iter(module.layers), module) if isinstance(module, nn.TransformerEncoder) else module
+            own = looks_at.parameters(recurse=looks_at in self.sharded.units)
             groups = [
                 *self.sharded.anchors.get(module, ()),
                 *(self._group_of[self._param_of[id(p)].index] for p in own),

@@ -60,6 +60,7 @@ class Saving:
         self._loop, self._runtime, self._collectives = loop, loop.runtime, loop.runtime.collectives
         self._directory = directory
         self.tag = check_tag(f"global_step{loop.global_steps}" if tag is None else tag)
+        self._runtime.check_readable("save_checkpoint")
         self._params = described_params(self._runtime)
         self._left_out = [name for name, entry in self._params.items() if exclude_frozen and not entry.trainable]
         self._buffers = described_buffers(self._runtime.module)

@@ -20,7 +20,7 @@ def full_state_dict(runtime: Runtime, *, rank0_only: bool, exclude_frozen: bool 
 
     Raises EngineStateError after the engine's end.
     """
-    runtime.refuse_over("full_state_dict")
+    runtime.check_readable("full_state_dict")
     entries = dict(runtime.module.state_dict())
     names: dict[int, list[str]] = {}
     for name, value in list(entries.items()):
@@ -54,7 +54,7 @@ def full_master_state_dict(runtime: Runtime) -> dict[str, torch.Tensor]:
 
     Raises EngineStateError after the engine's end.
     """
-    runtime.refuse_over("full_master_state_dict")
+    runtime.check_readable("full_master_state_dict")
     trained = [group for group in runtime.sharded.groups if group.placement.trainable]
     found = _gathered(runtime, runtime.sharded.precision.stepped, trained)
     masters = {key: master.contiguous() for key, master in found}

@@ -1,7 +1,7 @@
 """The optimizer that the user holds: torch's interface, state in chunks of the store.
 
 ``param_groups`` are live: learning-rate schedules write to them as to any torch optimizer. The state (master weights,
-moments) is not in ``state``; it never exists as a whole in memory.
+moments) is not in ``state``, which refuses to be read; it never exists as a whole in memory.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from torch import nn
 
 from infinity.config import Optimizer as OptimizerConfig
 from infinity.config.optimizer import MuonOptimizer
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, EngineStateError
 from infinity.update.algorithms import make_optimizer
 from infinity.update.loss_scale import FixedLossScale, LossScale
 from infinity.update.muon import split_groups
 from infinity.update.rule import UpdateRule
+from infinity.update.stored_state import StoredState, refuse_group, take_back
 from infinity.update.torch_rule import rule_of
 
 
@@ -29,12 +30,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """
 
     def __init__(self, param_groups: Iterable[dict[str, Any]], defaults: dict[str, Any], rule: UpdateRule) -> None:
+        self._update: Callable[[], None] | None = None
         super().__init__(list(param_groups), defaults)
+        self.state = StoredState()  # type: ignore[assignment]
         self.rule = rule
         self.scale: LossScale = FixedLossScale()
         self.overflow = False
         """Whether the last step was skipped because a gradient was not finite."""
-        self._update: Callable[[], None] | None = None
         self.taken_over: Any = None
         """The torch optimizer whose groups these are, if the user gave one; its schedulers go on working."""
 
@@ -58,6 +60,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def bind(self, update: Callable[[], None], scale: LossScale) -> None:
         """The engine's update of all chunks, run by ``step``, and its loss scale."""
         self._update, self.scale = update, scale
+        self._members = [list(group["params"]) for group in self.param_groups]
+
+    def _check_groups(self) -> None:
+        """Raises EngineStateError if parameters came, went or moved after the engine had made their shards."""
+        found = [group["params"] for group in self.param_groups]
+        if [[id(p) for p in params] for params in found] != [[id(p) for p in params] for params in self._members]:
+            raise EngineStateError(
+                f"the optimizer's param_groups had {[len(params) for params in self._members]} parameters at "
+                f"infinity.initialize() and have {[len(params) for params in found]}, or others, which would not be "
+                "heeded: make all groups before it, and change their options, such as lr, only"
+            )
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Call ``engine.step()`` instead: it knows the boundary."""
@@ -65,12 +78,46 @@ class ShardedOptimizer(torch.optim.Optimizer):
             raise ValueError("a closure would need a second forward inside the step; call engine(batch) before it")
         if self._update is None:
             raise RuntimeError("the optimizer is not bound to an engine")
+        self._check_groups()
         self._update()
         if self.taken_over is not None:
             self.taken_over._opt_called = True  # what torch's schedulers look for
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Gradients are taken out of ``param.grad`` as they appear and dropped by the update: nothing to do."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Torch's, until the engine has made its shards; after that it is refused."""
+        if self._update is not None:
+            refuse_group(param_group)
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Torch's, of the groups; its entry ``state`` refuses to be read or saved."""
+        groups, first = [], 0
+        for group in self.param_groups:
+            numbers = list(range(first, first + len(group["params"])))
+            groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
+            first += len(numbers)
+        return {"state": self.state, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """The groups' hyper-parameters of what ``state_dict()`` of this optimizer gave.
+
+        Raises:
+            EngineStateError: it has another state than the store has now; nothing has changed.
+        """
+        if state_dict.get("state") is not self.state:
+            raise EngineStateError(
+                "load_state_dict() of an optimizer whose state is in the engine's store: load what "
+                "engine.save_checkpoint() wrote with engine.load_checkpoint(), or write single states with "
+                "infinity.utils.safe_set_full_optimizer_state(param, value, name)"
+            )
+        given = state_dict["param_groups"]
+        if [len(group["params"]) for group in given] != [len(group["params"]) for group in self.param_groups]:
+            raise ValueError("the param groups that are loaded have other sizes than the optimizer's")
+        for group, options in zip(self.param_groups, given, strict=True):
+            group.update({name: value for name, value in options.items() if name != "params"})
 
 
 def sharded_from_config(
@@ -109,6 +156,7 @@ def sharded_from_torch(optimizer: torch.optim.Optimizer, *, dtype: torch.dtype) 
     Raises:
         ConfigError: another optimizer, one that has taken steps, or an option with no sharded form.
     """
+    take_back(optimizer)
     for group in optimizer.param_groups:
         for name in ("capturable", "differentiable"):
             if group.get(name):
@@ -117,7 +165,6 @@ def sharded_from_torch(optimizer: torch.optim.Optimizer, *, dtype: torch.dtype) 
             if name != "params" and isinstance(value, torch.Tensor) and value.numel() == 1:
                 group[name] = value.item()
     rule = rule_of(optimizer, dtype=dtype)
-    optimizer.state.clear()  # what a constructor made; shards have their own
     groups = optimizer.param_groups
     sharded = ShardedOptimizer([dict(group) for group in groups], dict(optimizer.defaults), rule)
     sharded.param_groups = groups  # the same dicts: a schedule made on the given optimizer drives this one
@@ -140,7 +187,10 @@ def refuse_unmarked(optimizer: ShardedOptimizer | None, master_weights: str) -> 
 
 
 def group_indices(
-    optimizer: ShardedOptimizer | None, index_of: dict[int, int], params: Sequence[nn.Parameter]
+    optimizer: ShardedOptimizer | None,
+    index_of: dict[int, int],
+    params: Sequence[nn.Parameter],
+    names: Sequence[str] = (),
 ) -> list[int]:
     """Optimizer group of each parameter, -1 for those without (frozen). ``index_of``: id(param) -> index.
 
@@ -153,13 +203,17 @@ def group_indices(
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
         for param in group["params"]:
             if id(param) not in index_of:
-                raise ConfigError("model_parameters", tuple(param.shape), "the parameter does not belong to the model")
+                raise ConfigError(
+                    "model_parameters",
+                    tuple(param.shape),
+                    "the parameter does not belong to the model: register it there, or give it an optimizer of its own",
+                )
             groups[index_of[id(param)]] = number
     for index, param in enumerate(params):
         if optimizer is not None and param.requires_grad and groups[index] < 0:
             raise ConfigError(
                 "model_parameters",
-                tuple(param.shape),
-                "a trainable parameter of this shape is in no group: add it, or freeze it with requires_grad_(False)",
+                f"lacks {names[index] if names else tuple(param.shape)}",
+                "a trainable parameter is in no group: add it, or freeze it with requires_grad_(False)",
             )
     return groups

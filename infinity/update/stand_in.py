@@ -60,7 +60,11 @@ class StandIn:
 
     def chosen(self, options: Options, device: torch.device) -> Options:
         """``options`` with the implementation chosen, where the user leaves that to torch: the fused one."""
-        if options.get("fused", False) is not None or options.get("foreach") or options.get("differentiable"):
+        if (
+            options.get("fused", False) is not None
+            or options.get("foreach") is not None
+            or options.get("differentiable")
+        ):
             return options
         return {**options, "fused": device.type in _FUSED_ON.get(self.of, ()) or None}
 

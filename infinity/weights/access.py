@@ -72,13 +72,13 @@ _GRAD: Any = torch.Tensor.grad
 def show(param: nn.Parameter, weights: torch.Tensor) -> None:
     """From now on the parameter is ``weights``, in ``weights``' own memory."""
     param.__class__ = UnshardedParameter
-    _tensor_base.data.__set__(param, weights)
+    placeholder.put(param, weights)
 
 
 def hide(param: nn.Parameter, stand_in: torch.Tensor) -> None:
     """The weights leave, ``placeholder.make`` made what stands for them: every use asks the owner, from now on."""
     param.__class__ = UnshardedParameter  # whatever it was: setting its data must not ask anybody
-    _tensor_base.data.__set__(param, stand_in)
+    placeholder.put(param, stand_in)
     param.__class__ = ShardedParameter
 
 

@@ -67,6 +67,8 @@ def admit_kind(key: str, param: nn.Parameter) -> None:
         raise ConfigError(key, "lazy", "its shape is not known yet: call the model once before, or give it its sizes")
     if param.layout is not torch.strided:
         raise ConfigError(key, str(param.layout), "only dense parameters can be sharded: call .to_dense() on it")
+    if param.is_inference():
+        raise ConfigError(key, "inference tensor", "autograd keeps no history of it: build it outside inference_mode()")
     if owner_of(param) is None and param.numel() and _overlaps_itself(param):
         raise ConfigError(key, "overlapping", "some of its elements share a place in memory: register it .clone()d")
 

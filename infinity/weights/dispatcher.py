@@ -2,8 +2,9 @@
 
 Whatever asks a tensor's class (``access``) has had the weights lent before it comes here. What comes here does not:
 functions that take tensors as plain data (``torch.tensor(param)``, ``x.new_tensor(param)``), scripted functions, a node
-of autograd that kept the parameter itself, and operations on another tensor that took the parameter's memory over.
-Nothing is lent to them: below autograd it could not be seen whether they write, nor which update's weights they mean.
+of autograd that kept the parameter itself. Nothing is lent to them: below autograd it could not be seen whether they
+write, nor which update's weights they mean. Nor may another tensor take the parameter's memory over: there is none, and
+not all that torch does with memory asks anybody (``share_memory_()`` would end the process).
 """
 
 from __future__ import annotations
@@ -22,15 +23,27 @@ from infinity.weights import access, owners, placeholder
 def _refuse(operation: Any, *args: Any, **kwargs: Any) -> NoReturn:
     tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
     tensor = next(filter(placeholder.is_held_by, tensors))
-    if (param := access.param_behind(tensor)) is not None:
-        owners.known_owner_of(param).refuse(
-            param,
-            f"is sharded, and {operation} reads it past Python, where its weights cannot be lent",
-            "pass a copy, param.clone(), or do it inside infinity.zero.GatheredParameters(param)",
-        )
-    problem = f"is sharded, and its memory was given to another tensor (tensor.data = param), which {operation} reads"
-    remedy = "give it a copy, tensor.data = param.clone()"
-    if (param := _param_with_memory_of(tensor)) is not None:
+    _refuse_by_name(
+        tensor,
+        f"is sharded, and {operation} reads it past Python, where its weights cannot be lent",
+        "pass a copy, param.clone(), or do it inside infinity.zero.GatheredParameters(param)",
+    )
+
+
+def _refuse_to_give(taking: torch.Tensor, given: torch.Tensor) -> NoReturn:
+    """``taking.data = given``, where one of them is a placeholder."""
+    _refuse_by_name(
+        given if placeholder.is_held_by(given) else taking,
+        "is sharded: another tensor cannot take its memory over (tensor.data = param), which is given back",
+        "give it a copy, tensor.data = param.clone()",
+    )
+
+
+def _refuse_by_name(tensor: torch.Tensor, problem: str, remedy: str) -> NoReturn:
+    param = access.param_behind(tensor)
+    if param is None:
+        param = _param_with_memory_of(tensor)
+    if param is not None:
         owners.known_owner_of(param).refuse(param, problem, remedy)
     raise WeightsError("a parameter that is no more", problem, remedy)
 
@@ -50,6 +63,8 @@ def watch() -> Any:
     make: Any = torch.library.Library
     everything, metadata = make("_", "IMPL"), make("aten", "IMPL")
     everything.fallback(_refuse, placeholder.KEY)
+    everything.fallback(torch.library.fallthrough_kernel, placeholder.TAKING_KEY)
+    metadata.impl("_has_compatible_shallow_copy_type", _refuse_to_give, placeholder.TAKING_KEY)
     # in inference mode, ``data =`` asks it on the way to the placeholder and back
     metadata.impl("_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, placeholder.KEY)
     return everything, metadata  # torch would take back what they have registered with them

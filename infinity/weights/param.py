@@ -69,7 +69,8 @@ class ShardedParam:
         self._pool = pool if pool is not None else MemoryPool(0, device)
         self._key = 0
         self._num_shown = 0
-        self._version = 0
+        self._version: int | None = None
+        """Autograd's count of writes to the parameter and its views, as of the last look; None: never shown."""
         self._num_unseen = 0
         self._outlived: list[Any] = []
         self._accumulator: Any = None
@@ -115,17 +116,21 @@ class ShardedParam:
         """``flat`` [numel] in memory order as the parameter lies; a view."""
         return flat.as_strided(self.shape, self.layout.stride())
 
-    def show(self) -> None:
-        """The parameter is its weights, until ``hide`` was called as often."""
+    def show(self) -> bool:
+        """The parameter is its weights, until ``hide`` was called as often. False if, since they were shown last,
+        somebody wrote to a view of them: that is lost, or in ``full`` alone."""
+        untouched = True
         if self.full is None:
             raise AssertionError(f"{self.name} is shown without its weights")
         if self._num_shown == 0:
             access.show(self.param, self.full)
-            self._version = self.param._version
+            version = self.param._version
+            untouched, self._version = self._version in (None, version), version
             if self._accumulator is None and not torch.is_inference_mode_enabled():
                 self.hold_accumulator()
             self._num_unseen = self._count_unseen()
         self._num_shown += 1
+        return untouched
 
     def hide(self) -> bool:
         """The counterpart of ``show``. False if somebody wrote to the weights in between."""
@@ -133,6 +138,7 @@ class ShardedParam:
         self._num_shown -= 1
         if self._num_shown:
             return True
+        self._version = self.param._version
         access.hide(self.param, self.placeholder)
         return not changed
 
@@ -167,8 +173,14 @@ class ShardedParam:
 
     @property
     def is_changed(self) -> bool:
-        """Whether somebody wrote to the weights since they were shown."""
-        return self._num_shown > 0 and self.param._version != self._version
+        """Whether somebody wrote to the weights, or to a view that was kept of them, since they were shown."""
+        with access.raw():
+            return self._version is not None and self.param._version != self._version
+
+    def overlook_change(self) -> None:
+        """It was refused."""
+        with access.raw():
+            self._version = self.param._version
 
     def count_update(self) -> None:
         """The optimizer has stepped the weights; those that are shown were overwritten where they are."""

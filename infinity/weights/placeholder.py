@@ -1,10 +1,11 @@
 """What a sharded parameter holds while its weights are elsewhere: a tensor that no operation of torch can read.
 
-``access`` answers where torch asks a tensor's class. Some things ask no class: ``torch.tensor(param)``, a tensor that
-took the parameter's memory over (``tensor.data = param``), C++ that was handed the parameter. They do ask the
-dispatcher. So a placeholder carries the dispatch key ``Fake``, which torch keeps for fake tensors built outside of it
-and has no kernels for; the one fallback registered for it (``dispatcher``) refuses by name. What reads memory without
-the dispatcher (``torch.save``, dlpack, ``tolist``) finds none, and torch raises a RuntimeError.
+``access`` answers where torch asks a tensor's class. Some things ask no class: ``torch.tensor(param)``, another tensor
+that takes the parameter's memory over (``tensor.data = param``), C++ that was handed the parameter. They do ask the
+dispatcher. So a placeholder carries two dispatch keys that torch keeps for others and has no kernels for: ``Fake``,
+whose one fallback (``dispatcher``) refuses by name, and ``DeferredInit``, which is asked before autograd, and about one
+thing: who takes the memory over. What reads memory without the dispatcher (dlpack, ``tolist``) finds none, and torch
+raises a RuntimeError.
 
 ``param.data = placeholder`` takes keys and memory over, ``param.data = weights`` the ordinary ones. Torch allows that
 on the devices of ``_DEVICES``; elsewhere (on the meta device nothing can be read anyway) it is one NaN expanded.
@@ -19,9 +20,14 @@ from typing import Any, Final, NoReturn
 import torch
 
 KEY: Final = "Fake"
+TAKING_KEY: Final = "DeferredInit"
 _DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 _KEY: Any = torch._C._dispatch_key_parse(KEY)
+_TAKING_KEY: Any = torch._C._dispatch_key_parse(TAKING_KEY)
 _KEYS: Any = torch._C.DispatchKeySet(_KEY)
+_ALL_KEYS: Any = _KEYS | torch._C.DispatchKeySet(_TAKING_KEY)
+_exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
+_set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
 class _Wrapper(torch.Tensor):
@@ -38,11 +44,20 @@ def make(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = 
         return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
     make_wrapper: Any = torch.Tensor._make_wrapper_subclass
     with torch.inference_mode(mode=False):
-        wrapper = make_wrapper(_Wrapper, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS)
+        wrapper = make_wrapper(_Wrapper, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=_ALL_KEYS)
         torch._C._set_throw_on_mutable_data_ptr(wrapper)
         made = torch.empty(0, dtype=dtype, device=device)
-        made.data = wrapper
+        put(made, wrapper)
     return made
+
+
+def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """``tensor.data = data`` where one of them is a placeholder: the owners' way, which nobody is asked about."""
+    _exclude(_TAKING_KEY, True)
+    try:
+        _set_data(tensor, data)
+    finally:
+        _exclude(_TAKING_KEY, False)
 
 
 def is_held_by(tensor: torch.Tensor) -> bool:

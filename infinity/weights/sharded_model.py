@@ -40,7 +40,8 @@ ValuesOf = Callable[[ShardedParam, int, int], torch.Tensor]
 """(parameter, first element, numel) -> initial values of that part of the parameter, flattened in memory order, 1-D."""
 
 UNITS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
-"""Modules of torch's that use their children's weights, and take another path where they are not plain parameters."""
+"""Modules of torch's that use their children's weights, and take another path where they are not plain parameters; so
+does ``nn.TransformerEncoder``, of its first layer alone."""
 
 LEASE_SHARE = 4
 """Leases held ahead take at most this fraction (1/n) of the streamed frames; the rest stays for demand."""

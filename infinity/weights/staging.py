@@ -21,7 +21,7 @@ from infinity.tiers.base import ChunkLayout, ShardStore
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.tiers.memory import MemoryStore
-from infinity.weights import access, owners
+from infinity.weights import access, owners, placeholder
 from infinity.weights.ds_names import end_loan, lend
 from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.weights.mapped_files import page_out_mapped_weights
@@ -170,7 +170,7 @@ class StagingArea(owners.Owner):
         data = access.memory_of(data)
         staged.discard()
         owners.disown(param)
-        param.data = data
+        placeholder.put(param, data)
         self.adopt(param, staged.name)
 
     def copy(self, param: nn.Parameter) -> nn.Parameter:

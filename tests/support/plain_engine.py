@@ -8,7 +8,7 @@ steps counts: the master takes it over. Nothing here knows infinity.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -30,7 +30,14 @@ class PlainEngine(nn.Module):
     """``module`` trained by plain torch; ``snapshots`` are its weights before the first step and after each."""
 
     def __init__(
-        self, module: nn.Module, *, bf16: bool, accumulation: int, clipping: float, parameters: Iterable[Any] | None
+        self,
+        module: nn.Module,
+        *,
+        bf16: bool,
+        accumulation: int,
+        clipping: float,
+        parameters: Iterable[Any] | None,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -50,8 +57,10 @@ class PlainEngine(nn.Module):
         if bf16:
             cast_weights(module)
         if any(group["params"] for group in groups):
-            self.optimizer = torch.optim.AdamW(
-                groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True
+            self.optimizer = (
+                optimizer(groups)
+                if optimizer is not None
+                else torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=BETAS, eps=EPS, weight_decay=0.0, fused=True)
             )
         self._grad_norm: float | None = None
         self.snapshots = [self.full_state_dict()]

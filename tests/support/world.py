@@ -50,6 +50,7 @@ class Setting:
 
     thresholds: str = "each"
     """A name above, or "live,bucket,persistent,reuse" in elements."""
+    stage: int = 3
     bf16: bool = False
     nvme: bool = False
     poison: bool = False
@@ -62,7 +63,7 @@ class Setting:
         return dict(zip(THRESHOLD_KEYS, map(int, self.thresholds.split(",")), strict=True))
 
     def __str__(self) -> str:
-        words = [self.thresholds, "bf16" if self.bf16 else "fp32"]
+        words = [self.thresholds if self.stage == 3 else f"stage{self.stage}", "bf16" if self.bf16 else "fp32"]
         return "-".join([*words, *(["nvme"] if self.nvme else []), *(["poison"] if self.poison else [])])
 
 
@@ -117,9 +118,11 @@ class World:
         accumulation: int = 1,
         clipping: float = 0.0,
         parameters: Iterable[Any] | None = None,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
         **changes: Any,
     ) -> Any:
-        """An engine for ``model``; ``changes`` are keys of the configuration that plain torch has no use for."""
+        """An engine for ``model``; ``optimizer`` makes one of its parameters, instead of the usual AdamW; ``changes``
+        are keys of the configuration that plain torch has no use for."""
         raise NotImplementedError
 
     def backward(self, engine: Any, loss: Tensor, **kwargs: Any) -> None:
@@ -168,11 +171,17 @@ class PlainWorld(World):
         accumulation: int = 1,
         clipping: float = 0.0,
         parameters: Iterable[Any] | None = None,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
         **changes: Any,
     ) -> Any:
         self.models.append(model)
         engine = PlainEngine(
-            model, bf16=self.setting.bf16, accumulation=accumulation, clipping=clipping, parameters=parameters
+            model,
+            bf16=self.setting.bf16,
+            accumulation=accumulation,
+            clipping=clipping,
+            parameters=parameters,
+            optimizer=optimizer,
         )
         self.engines.append(engine)
         return engine
@@ -203,10 +212,10 @@ class InfinityWorld(World):
                     engine.destroy()
 
     def config(self, *, accumulation: int = 1, clipping: float = 0.0, **changes: Any) -> dict[str, Any]:
-        zero: dict[str, Any] = {"stage": 3, "sub_group_size": 16384, **self.setting.zero}
+        zero: dict[str, Any] = {"stage": self.setting.stage, "sub_group_size": 16384, **self.setting.zero}
         if self.setting.nvme:
             offload = {"device": "nvme", "nvme_path": self._swap_dir}
-            zero |= {"offload_param": offload, "offload_optimizer": offload}
+            zero |= {"offload_optimizer": offload} | ({"offload_param": offload} if self.setting.stage == 3 else {})
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": accumulation,
@@ -230,10 +239,15 @@ class InfinityWorld(World):
         accumulation: int = 1,
         clipping: float = 0.0,
         parameters: Iterable[Any] | None = None,
+        optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
         **changes: Any,
     ) -> Any:
         self.models.append(model)
         config = self.config(accumulation=accumulation, clipping=clipping, **changes)
-        engine = infinity.initialize(model=model, model_parameters=parameters, config=config)[0]
+        made = None
+        if optimizer is not None:
+            made, parameters = optimizer(list(parameters if parameters is not None else model.parameters())), None
+            del config["optimizer"]
+        engine = infinity.initialize(model=model, model_parameters=parameters, optimizer=made, config=config)[0]
         self.engines.append(engine)
         return engine

@@ -1,0 +1,270 @@
+"""What strangers' scripts do: write to views, change the optimizer's groups, edit its state, choose modes."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.odd.nets import ROWS, WIDTH, Net, square
+from tests.support.cases import DEFAULT, EACH, EACH_BF16, NVME, STAGE_2, STAGE_2_BF16, STAGE_2_NVME, Case, Cases
+
+cases = Cases(__name__)
+SETTINGS = (EACH, STAGE_2, NVME, EACH_BF16, STAGE_2_BF16, STAGE_2_NVME, DEFAULT)
+
+
+def batch(world: Any, step: int = 0) -> Tensor:
+    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
+    return tensor
+
+
+def loop(world: Any, engine: Any, num_steps: int = 2) -> None:
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=num_steps)
+
+
+# Memory that is taken over
+
+
+@cases(settings=SETTINGS)
+def a_tensor_that_took_the_data_is_shared(world: Any) -> None:
+    model = Net()
+    world.initialize(model)
+    plain = torch.zeros(1)
+    plain.data = model.head.weight
+    plain.share_memory_()
+    world.observe("sum", plain.sum())
+
+
+@cases(settings=SETTINGS)
+def a_tensor_that_took_the_data_is_saved(world: Any) -> None:
+    model = Net()
+    world.initialize(model)
+    plain = torch.zeros(1)
+    plain.data = model.head.weight.data
+    stream = io.BytesIO()
+    torch.save(plain, stream)
+    stream.seek(0)
+    world.observe("saved", torch.load(stream))
+
+
+# Writes to what an operation gave
+
+VIEWS: dict[str, Callable[[Any], Any]] = {
+    "contiguous": lambda m: m.head.weight.contiguous().mul_(0.5),
+    "flatten": lambda m: m.head.weight.flatten().mul_(0.5),
+    "transpose": lambda m: m.head.weight.t().mul_(0.5),
+    "index": lambda m: m.head.weight[0].mul_(0.5),
+    "chunk": lambda m: m.head.weight.chunk(2)[1].zero_(),
+    "split, as out": lambda m: torch.mul(m.head.weight.split(5)[0], 2, out=m.head.weight.split(5)[0]),
+    "data.view": lambda m: m.head.weight.data.view(-1)[:3].fill_(1),
+    "another dtype": lambda m: m.head.weight.view(torch.int16).zero_(),
+    "foreach": lambda m: torch._foreach_mul_([p.view(-1) for p in m.parameters()], 0.5),
+    "setitem": lambda m: m.head.weight.view(-1).__setitem__(slice(0, 4), 0.0),
+    "as_strided": lambda m: m.head.weight.as_strided((3,), (1,)).zero_(),
+}
+
+
+def _write_to(name: str, write: Callable[[Any], Any]) -> None:
+    def script(world: Any) -> None:
+        model = Net()
+        engine = world.initialize(model)
+        loop(world, engine, 1)
+        with torch.no_grad():
+            write(model)
+        loop(world, engine, 1)
+
+    script.__name__ = f"a_write_to_what_{name.replace(', ', '_').replace('.', '_').replace(' ', '_')}_gave"
+    cases(settings=SETTINGS, must="refused", writes=True)(script)
+
+
+for _name, _write in VIEWS.items():
+    _write_to(_name, _write)
+
+
+@cases(settings=SETTINGS, must="refused", writes=True)
+def a_write_to_a_view_before_an_export(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model)
+    with torch.no_grad():
+        model.head.weight.view(-1)[:5] = 0
+    world.observe("weights", engine.full_state_dict())
+
+
+@cases(settings=SETTINGS, must="refused", writes=True)
+def a_write_to_a_view_before_the_weight_is_read(world: Any) -> None:
+    model = Net()
+    world.initialize(model)
+    with torch.no_grad():
+        model.head.weight.view(-1)[:5] = 0
+    world.observe("sum", model.head.weight.sum() + model.head.weight.view(-1).sum())
+
+
+@cases(settings=SETTINGS)
+def training_goes_on_after_a_refused_write(world: Any) -> None:
+    """On infinity the write is refused once and undone; plain torch is spared it."""
+    model = Net()
+    engine = world.initialize(model)
+    loop(world, engine, 1)
+    if world.name == "infinity" and world.setting.stage == 3 and world.setting.thresholds == "each":
+        model.head.weight.data.view(-1)[:5].zero_()
+        with pytest.raises(RuntimeError, match=r"head\.weight .*changed in place"):
+            engine(batch(world))
+    loop(world, engine, 2)
+
+
+# Optimizers
+
+
+@cases(settings=SETTINGS, must="refused")
+def a_trained_parameter_is_in_no_group(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model, parameters=list(model.blocks.parameters()))
+    loop(world, engine)
+
+
+@cases(settings=SETTINGS, must="refused", about="optimizer")
+def the_optimizers_state_is_edited(world: Any) -> None:
+    engine = world.initialize(Net())
+    loop(world, engine, 1)
+    for entry in engine.optimizer.state.values():
+        entry["exp_avg"].zero_()
+    loop(world, engine, 1)
+
+
+@cases(settings=SETTINGS, must="refused", about="optimizer")
+def the_optimizers_state_is_saved(world: Any) -> None:
+    engine = world.initialize(Net())
+    loop(world, engine, 1)
+    torch.save({"optimizer": engine.optimizer.state_dict()}, io.BytesIO())
+
+
+@cases(settings=SETTINGS, must="refused", about="optimizer")
+def the_optimizers_state_is_loaded(world: Any) -> None:
+    engine = world.initialize(Net())
+    loop(world, engine, 1)
+    groups = copy.deepcopy(engine.optimizer.state_dict()["param_groups"])
+    engine.optimizer.load_state_dict({"state": {}, "param_groups": groups})
+    loop(world, engine, 1)
+
+
+@cases(settings=SETTINGS, must="equal")
+def the_optimizers_groups_go_round(world: Any) -> None:
+    engine = world.initialize(Net())
+    loop(world, engine, 1)
+    found = engine.optimizer.state_dict()
+    found["param_groups"][0]["lr"] = 1e-4
+    engine.optimizer.load_state_dict(found)
+    world.observe("lr", engine.optimizer.param_groups[0]["lr"])
+    loop(world, engine, 1)
+
+
+class Made:
+    """Makes an SGD of parameters, and keeps it."""
+
+    optimizer: torch.optim.SGD
+
+    def __call__(self, params: Any) -> torch.optim.SGD:
+        self.optimizer = torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+        return self.optimizer
+
+
+@cases(settings=SETTINGS, must="refused", about="optimizer")
+def the_given_optimizers_state_is_saved(world: Any) -> None:
+    made = Made()
+    engine = world.initialize(Net(), optimizer=made)
+    loop(world, engine, 1)
+    torch.save(made.optimizer.state_dict(), io.BytesIO())
+
+
+@cases(settings=SETTINGS, must="refused", about="SGD that was passed")
+def the_given_optimizer_is_stepped(world: Any) -> None:
+    made = Made()
+    engine = world.initialize(Net(), optimizer=made)
+    world.backward(engine, square(engine(batch(world))))
+    made.optimizer.step()
+
+
+@cases(settings=SETTINGS, must="equal")
+def the_implementation_is_the_users_choice(world: Any) -> None:
+    engine = world.initialize(Net(), optimizer=lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-3), foreach=False))
+    loop(world, engine, 3)
+
+
+@cases(settings=SETTINGS, must="refused", about="add_param_group")
+def a_losss_parameters_join_late(world: Any) -> None:
+    centers = nn.Parameter(torch.zeros(WIDTH, dtype=world.dtype))
+    engine = world.initialize(Net())
+    engine.optimizer.add_param_group({"params": [centers], "lr": 0.5})
+    world.train(engine, lambda step: square(engine(batch(world, step)) - centers))
+
+
+@cases(settings=SETTINGS, must="refused", about="param_groups")
+def a_group_is_appended_by_hand(world: Any) -> None:
+    centers = nn.Parameter(torch.zeros(WIDTH, dtype=world.dtype))
+    engine = world.initialize(Net())
+    groups = engine.optimizer.param_groups
+    groups.append({**groups[0], "params": [centers], "lr": 0.5})
+    world.train(engine, lambda step: square(engine(batch(world, step)) - centers))
+
+
+@cases(settings=SETTINGS, must="refused", about="param_groups")
+def a_parameter_moves_to_another_group(world: Any) -> None:
+    model = Net()
+    groups = [{"params": list(model.blocks.parameters())}, {"params": [model.head.weight], "lr": 0.1}]
+    engine = world.initialize(model, parameters=groups)
+    loop(world, engine, 1)
+    first, second = engine.optimizer.param_groups
+    second["params"].append(first["params"].pop())
+    loop(world, engine, 1)
+
+
+@cases(settings=SETTINGS, must="refused", about="param_groups")
+def a_parameter_is_taken_out_of_its_group(world: Any) -> None:
+    engine = world.initialize(Net())
+    loop(world, engine, 1)
+    engine.optimizer.param_groups[0]["params"].pop()
+    loop(world, engine, 1)
+
+
+# Modes
+
+
+@cases(settings=SETTINGS, must="equal")
+def initialize_in_inference_mode(world: Any) -> None:
+    model = Net()
+    with torch.inference_mode():
+        engine = world.initialize(model)
+    loop(world, engine, 3)
+
+
+@cases(settings=SETTINGS, about="inference")
+def a_model_built_in_inference_mode(world: Any) -> None:
+    with torch.inference_mode():
+        model = Net()
+    engine = world.initialize(model)
+    loop(world, engine)
+
+
+@cases(settings=SETTINGS, must="equal")
+def the_fast_path_of_an_encoder(world: Any) -> None:
+    """It asks for the classes of its first layer's weights, and makes nested tensors only of plain ones'."""
+    layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, dropout=0.0, batch_first=True)
+    engine = world.initialize(nn.TransformerEncoder(layer, 2, enable_nested_tensor=True))
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    for step in range(2):
+        world.backward(engine, square(engine(world.randn(2, 5, WIDTH, seed=step), src_key_padding_mask=mask)))
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            world.observe("fast", engine(world.randn(2, 5, WIDTH, seed=9), src_key_padding_mask=mask))
+        engine.train()
+
+
+@cases.parametrized()
+def test_strangers(case: Case, judged: Any) -> None:
+    judged(__name__, case)
