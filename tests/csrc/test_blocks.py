@@ -221,6 +221,20 @@ def test_blocks_out_of_bounds_are_refused(tmp_path: Path, change: dict[str, Any]
         assert bench.finish()[0].status == Status.OK
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"writes": as_writes(1)},
+        {"writes": as_writes(1), "buffer_offsets": None},
+        {"buffer_offsets": as_offsets(0)},
+        {"offsets": as_offsets(0, 0, 0)},
+    ],
+)
+def test_lists_of_several_lengths_are_refused_before_one_is_read(tmp_path: Path, change: dict[str, Any]) -> None:
+    with ReactorBench(tmp_path / "file", "posix") as bench, pytest.raises(ValueError, match="not of one length"):
+        bench.reactor.submit_blocks(**WHOLE | change)
+
+
 def test_other_types_are_refused(tmp_path: Path) -> None:
     with ReactorBench(tmp_path / "file", "posix") as bench:
         for change in (
