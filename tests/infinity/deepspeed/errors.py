@@ -60,7 +60,9 @@ SCRIPTS: dict[str, str] = {
     "ZenFlow": 'start(zero_optimization={"stage": 2, "zenflow": {"topk_ratio": 0.1}})',
     "Sparse gradients": "from deepspeed.runtime.sparse_tensor import SparseTensor",
     "Ranks that keep gradients of their own at stage 3": "start().no_sync()",
-    "A backward that the engine does not see": "engine = start()\nmodel(torch.ones(4, 8)).sum().backward()",
+    "A loss of fp16 that nothing scales": (
+        'engine = start(fp16={"enabled": True})\nengine(torch.ones(4, 8).half()).sum().backward()'
+    ),
     "Gradients by `.grad`": (
         "engine = start()\nengine.backward(engine(torch.ones(4, 8)).sum())\nprint(model[0].weight.grad)"
     ),
