@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any, Final, TypeVar
@@ -23,43 +23,25 @@ class ZeRORuntimeException(Exception):  # noqa: N818
     """What DeepSpeed raises where an optimizer or a checkpoint does not go with ZeRO."""
 
 
-class AssertedConfigError(ConfigError, AssertionError, ZeRORuntimeException):
-    """A ConfigError that is caught as AssertionError."""
-
-
-class AssertedCombinedConfigError(CombinedConfigError, AssertionError, ZeRORuntimeException):
-    """A CombinedConfigError that is caught as AssertionError."""
-
-
-class AssertedStateError(EngineStateError, AssertionError):
-    """An EngineStateError that is caught as AssertionError."""
-
-
-class AssertedWeightsError(WeightsError, AssertionError):
-    """A WeightsError that is caught as AssertionError."""
-
-
-class AssertedLossScaleError(LossScaleError, AssertionError):
-    """A LossScaleError that is caught as AssertionError."""
-
-
-class AssertedCheckpointError(CheckpointError, AssertionError, ValueError):
-    """A CheckpointError that is caught as AssertionError, or as the ValueError of a directory without a checkpoint."""
-
-
-_KINDS: Final[dict[type[Exception], type[Exception]]] = {
-    ConfigError: AssertedConfigError,
-    CombinedConfigError: AssertedCombinedConfigError,
-    EngineStateError: AssertedStateError,
-    WeightsError: AssertedWeightsError,
-    CheckpointError: AssertedCheckpointError,
-    LossScaleError: AssertedLossScaleError,
+_ALSO: Final[Mapping[type[Exception], tuple[type[Exception], ...]]] = {
+    ConfigError: (ZeRORuntimeException,),
+    CombinedConfigError: (ZeRORuntimeException,),
+    EngineStateError: (),
+    WeightsError: (),
+    CheckpointError: (ValueError,),
+    LossScaleError: (),
 }
+"""What each is caught as beside AssertionError; ValueError is that of a directory without a checkpoint."""
 
 
-for _plain, _asserted in _KINDS.items():  # what users read is the name that is documented
-    _asserted.__name__ = _asserted.__qualname__ = _plain.__name__
-    _asserted.__module__ = _plain.__module__
+def _asserted(kind: type[Exception], *others: type[Exception]) -> type[Exception]:
+    """A class of the same name, which is the one that is documented."""
+    return type(
+        kind.__name__, (kind, AssertionError, *others), {"__doc__": kind.__doc__, "__module__": kind.__module__}
+    )
+
+
+_KINDS: Final = {kind: _asserted(kind, *others) for kind, others in _ALSO.items()}
 
 
 @contextmanager

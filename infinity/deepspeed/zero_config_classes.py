@@ -17,6 +17,7 @@ from infinity.config import parse_config
 from infinity.config.complaints import Complaints
 from infinity.config.old_names import modernise
 from infinity.config.section import Count, Fraction, Positive
+from infinity.config.sections import ZeroOptimization
 
 PREFIX: Final = "stage3_"
 """Fields lack it: ``stage3_max_live_parameters`` is ``max_live_parameters``, and either can be written."""
@@ -26,6 +27,12 @@ LEAF_CLASSES: Final = (
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
 )
 Device = Literal["none", "cpu", "nvme"]
+
+
+def _same(name: str) -> Any:
+    """A field whose default is that of the engine's own section; under ``name``, too, where that has the prefix."""
+    default = ZeroOptimization.model_fields[name].default
+    return Field(default=default, alias=name) if name.startswith(PREFIX) else Field(default=default)
 
 
 def _words(value: object) -> object:
@@ -118,12 +125,12 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     """The section ``zero_optimization``: its keys without ``stage3_``, old names under today's."""
 
-    stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(lambda value: int(value))] = 0
+    stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(lambda value: int(value))] = _same("stage")
     contiguous_gradients: bool = True
-    reduce_scatter: bool = True
-    reduce_bucket_size: Positive = 500_000_000
+    reduce_scatter: bool = _same("reduce_scatter")
+    reduce_bucket_size: Positive = _same("reduce_bucket_size")
     use_multi_rank_bucket_allreduce: bool = True
-    allgather_partitions: bool = True
+    allgather_partitions: bool = _same("allgather_partitions")
     allgather_bucket_size: Count = 500_000_000
     overlap_comm: bool | None = None
     """The default is true at stage 3 alone."""
@@ -132,21 +139,21 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
     elastic_checkpoint: bool = False
     offload_param: DeepSpeedZeroOffloadParamConfig | None = None
     offload_optimizer: DeepSpeedZeroOffloadOptimizerConfig | None = None
-    sub_group_size: Count = 1_000_000_000
+    sub_group_size: Count = _same("sub_group_size")
     cpu_offload: bool | None = None
     cpu_offload_param: bool | None = None
     cpu_offload_use_pin_memory: bool | None = None
-    prefetch_bucket_size: Count = Field(default=50_000_000, alias="stage3_prefetch_bucket_size")
-    param_persistence_threshold: Count = Field(default=100_000, alias="stage3_param_persistence_threshold")
+    prefetch_bucket_size: Count = _same("stage3_prefetch_bucket_size")
+    param_persistence_threshold: Count = _same("stage3_param_persistence_threshold")
     model_persistence_threshold: Count = Field(default=sys.maxsize, alias="stage3_model_persistence_threshold")
-    max_live_parameters: Count = Field(default=1_000_000_000, alias="stage3_max_live_parameters")
-    max_reuse_distance: Count = Field(default=1_000_000_000, alias="stage3_max_reuse_distance")
+    max_live_parameters: Count = _same("stage3_max_live_parameters")
+    max_reuse_distance: Count = _same("stage3_max_reuse_distance")
     stage3_gather_fp16_weights_on_model_save: bool = False
-    gather_16bit_weights_on_model_save: bool = Field(default=False, alias="stage3_gather_16bit_weights_on_model_save")
+    gather_16bit_weights_on_model_save: bool = _same("stage3_gather_16bit_weights_on_model_save")
     module_granularity_threshold: Count = Field(default=0, alias="stage3_module_granularity_threshold")
-    use_all_reduce_for_fetch_params: bool = Field(default=False, alias="stage3_use_all_reduce_for_fetch_params")
+    use_all_reduce_for_fetch_params: bool = _same("stage3_use_all_reduce_for_fetch_params")
     allgather_sequential: bool = Field(default=False, alias="stage3_allgather_sequential")
-    ignore_unused_parameters: bool = True
+    ignore_unused_parameters: bool = _same("ignore_unused_parameters")
     legacy_stage1: bool = False
     round_robin_gradients: bool = False
     parameter_alignment: bool = False
