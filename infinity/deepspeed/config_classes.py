@@ -16,6 +16,7 @@ from infinity.config.complaints import Complaints
 from infinity.config.load import load
 from infinity.config.old_names import modernise
 from infinity.deepspeed.asserted import asserted
+from infinity.deepspeed.raw_config import section_of
 from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.errors import ConfigError
 
@@ -31,6 +32,16 @@ TOP_DEFAULTS: Final[Mapping[str, Any]] = {
     "use_node_local_storage": False,
     "load_universal_checkpoint": False,
 }
+AIO_DEFAULTS: Final[Mapping[str, Any]] = {
+    "block_size": 1 << 20,
+    "queue_depth": 8,
+    "intra_op_parallelism": 1,
+    "single_submit": False,
+    "overlap_events": True,
+    "use_gds": False,
+}
+CHECKPOINTING_DEFAULTS: Final = {"partition_activations": False}
+"""Every rank has activations of its own: what would be partitioned is not there twice, true is taken as false."""
 NAMED_OTHERWISE: Final = {
     "fp16": "float16_config",
     "bf16": "bfloat16_config",
@@ -98,7 +109,10 @@ class DeepSpeedConfig(View):
             del values[name]
         values |= {name: raw.get(name, default) for name, default in TOP_DEFAULTS.items() if name not in values}
         values |= {ours: sections[name] for name, ours in NAMED_OTHERWISE.items()}
-        values |= {f"{name}_config": sections[name] for name in ("aio", "flops_profiler")}
+        values["flops_profiler_config"] = sections["flops_profiler"]
+        values["aio_config"] = aio_of(raw)
+        checkpointing = {**CHECKPOINTING_DEFAULTS, **dict(sections["activation_checkpointing"])}
+        values["activation_checkpointing_config"] = View(checkpointing)
         values["bfloat16_config"] = View({**dict(parsed.bf16), "immediate_grad_update": immediate(raw)})
         log = {f"comms_logger_{name}" if name == "enabled" else name: value for name, value in sections["comms_logger"]}
         values["comms_config"] = View(log | {"enabled": sections["comms_logger"].enabled})
@@ -116,6 +130,11 @@ class DeepSpeedConfig(View):
         values |= {"grad_accum_dtype": parsed.data_types.grad_accum_dtype, "world_size": world_size}
         values |= {"global_rank": dist.get_rank() if is_distributed else 0, "_param_dict": config}
         super().__init__(values)
+
+
+def aio_of(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The section ``aio`` with DeepSpeed's defaults."""
+    return {**AIO_DEFAULTS, **section_of(raw, "aio")}
 
 
 def immediate(raw: Mapping[str, Any]) -> bool:

@@ -16,10 +16,12 @@ from infinity.checkpoint.exported import ExportedWeights
 from infinity.checkpoint.from_deepspeed import Import
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.stored import StoredCheckpoint
+from infinity.deepspeed.asserted import asserted
 from infinity.files.shards import WHOLE_BYTES, parse_size
 from infinity.plan.precision import DTYPES
 
 
+@asserted
 def get_fp32_state_dict_from_zero_checkpoint(
     checkpoint_dir: str | os.PathLike[str],
     tag: str | None = None,
@@ -41,6 +43,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
         return ExportedWeights(checkpoint, torch.float32, exclude_frozen=exclude_frozen_parameters).in_memory()
 
 
+@asserted
 def load_state_dict_from_zero_checkpoint(
     model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
 ) -> nn.Module:
@@ -51,6 +54,7 @@ def load_state_dict_from_zero_checkpoint(
     return model
 
 
+@asserted
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],

@@ -8,6 +8,7 @@ from typing import Any, Final
 import torch
 
 from infinity.config import Config
+from infinity.deepspeed.config_classes import View
 from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.plan.precision import DTYPES
 
@@ -84,7 +85,6 @@ OF_CONFIG: Final[Mapping[str, OfConfig]] = {
     "torch_autocast_enabled": _field("torch_autocast.enabled"),
     "torch_autocast_dtype": lambda config: DTYPES[config.torch_autocast.dtype],
     "initial_dynamic_scale": lambda config: 2.0**config.fp16.initial_scale_power,
-    "aio_config": _field("aio"),
     "flops_profiler_enabled": _field("flops_profiler.enabled"),
     "flops_profiler_profile_step": _field("flops_profiler.profile_step"),
     "flops_profiler_module_depth": _field("flops_profiler.module_depth"),
@@ -105,7 +105,6 @@ OF_CONFIG: Final[Mapping[str, OfConfig]] = {
     "curriculum_enabled_legacy": lambda config: False,
     "sparse_gradients_enabled": lambda config: False,
     "prescale_gradients": _field("prescale_gradients"),
-    "zero_allow_untested_optimizer": lambda config: True,
     "checkpoint_tag_validation_enabled": lambda config: True,
     "checkpoint_tag_validation_fail": lambda config: False,
     "dynamic_loss_scale_args": lambda config: {
@@ -118,6 +117,7 @@ OF_CONFIG: Final[Mapping[str, OfConfig]] = {
     "optimizer_legacy_fusion": lambda config: False,
     "zero_force_ds_cpu_optimizer": lambda config: True,
     "autotp_size": lambda config: 0,
+    "tensor_parallel_config": lambda config: View({"autotp_size": 0}),
     "tensorboard_enabled": _field("tensorboard.enabled"),
     "use_node_local_storage": lambda config: False,
     "is_deepcompile_enabled": lambda config: False,

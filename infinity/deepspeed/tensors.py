@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from infinity.deepspeed.logs import logger
@@ -51,10 +52,18 @@ def copy_to_device(item: Any, device: torch.device | str, criterion_func: Callab
 def clip_grad_norm_(
     parameters: nn.Parameter | Iterable[nn.Parameter], max_norm: float, norm_type: float = 2.0, mpu: Any = None
 ) -> torch.Tensor:
-    """``torch.nn.utils.clip_grad_norm_`` of gradients that are in memory; the engine's own are its configuration's."""
+    """``torch.nn.utils.clip_grad_norm_`` of gradients that are in memory; the engine's own are its configuration's.
+
+    Ranks may have other gradients each: all are clipped by the mean of their norms, which is given back."""
     if mpu is not None:
         raise ConfigError("mpu", type(mpu).__name__, "there is no model parallelism: leave it out")
-    return nn.utils.clip_grad_norm_(parameters, max_norm, norm_type)
+    params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+    norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
+    if dist.is_available() and dist.is_initialized():
+        norm = norm / dist.get_world_size()
+        dist.all_reduce(norm)
+    nn.utils.clip_grads_with_norm_(params, max_norm, norm)
+    return norm
 
 
 def get_global_norm_of_tensors(

@@ -14,7 +14,7 @@ from torch import nn
 
 from infinity.config import Config, read_environment
 from infinity.deepspeed.asserted import asserted, asserting
-from infinity.deepspeed.config_classes import DeepSpeedConfig
+from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of
 from infinity.deepspeed.distributed import get_world_group
 from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO, data_types
 from infinity.deepspeed.raw_config import section_of
@@ -99,6 +99,22 @@ class DeepSpeedEngine(Engine):
     def scheduler_params(self) -> Mapping[str, Any] | None:
         """The parameters that the configuration gives it."""
         return section_of(self._raw, "scheduler").get("params")
+
+    def steps_per_print(self) -> Any:
+        """What the configuration says, None if it says nothing."""
+        return self._raw.get("steps_per_print")
+
+    def aio_config(self) -> dict[str, Any]:
+        """The section ``aio`` with DeepSpeed's defaults."""
+        return aio_of(self._raw)
+
+    def zero_allow_untested_optimizer(self) -> bool:
+        """What the configuration says; every optimizer that can be sharded is taken anyhow."""
+        return bool(self._raw.get("zero_allow_untested_optimizer", False))
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether ``fp16.loss_scale`` is 0, with fp16 or without."""
+        return self._loop.config.fp16.loss_scale == 0
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtype of the weights in forward, and that in which gradients are added up."""

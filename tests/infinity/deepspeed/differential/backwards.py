@@ -46,6 +46,53 @@ def of_the_loss_itself_with_accumulation(_directory: Path, stage: int) -> Any:
     return sums(engine), engine.global_steps
 
 
+ZERO = {"1": 1, "2": 2, "3": 3}
+
+
+class Told(nn.Module):
+    """A loss beside what it was made of, as models of Transformers return it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stack = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 4))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        out = self.stack(x)
+        return {"loss": out.pow(2).mean(), "logits": out}
+
+
+def _gradients(engine: Any, loss_of: Any) -> Any:
+    generator = torch.Generator().manual_seed(1)
+    for _ in range(2):
+        loss_of(engine(torch.randn(4, 6, generator=generator))).backward()
+        grads = [deepspeed.utils.safe_get_full_grad(p) for p in engine.module.parameters()]
+        engine.step()
+    return grads
+
+
+@cases_over({f"{stage}-{n}": (stage, n) for stage in ZERO.values() for n in (1, 2)})
+def of_a_loss_beside_its_logits(_directory: Path, given: tuple[int, int]) -> Any:
+    torch.manual_seed(3)
+    engine = start(Told(), config(given[0], gradient_accumulation_steps=given[1]))
+    return _gradients(engine, lambda out: out["loss"])
+
+
+@cases_over({f"{stage}-{n}": (stage, n) for stage in (1, 2) for n in (1, 2)})
+def of_a_loss_with_a_regulariser(_directory: Path, given: tuple[int, int]) -> Any:
+    torch.manual_seed(3)
+    engine = start(Told(), config(given[0], gradient_accumulation_steps=given[1]))
+    params = list(engine.module.parameters())
+    return _gradients(engine, lambda out: out["loss"] + 0.1 * sum(p.pow(2).sum() for p in params))
+
+
+@cases_over({f"{stage}-{n}": (stage, n) for stage in ZERO.values() for n in (1, 2)})
+def gradients_of_inputs_asked_for_apart(_directory: Path, given: tuple[int, int]) -> Any:
+    torch.manual_seed(3)
+    engine = start(Told(), config(given[0], gradient_accumulation_steps=given[1]))
+    x = torch.ones(4, 6, requires_grad=True)
+    return torch.autograd.grad(engine(x)["loss"], x)[0]
+
+
 @cases_over(ALL)
 def both_ways_in_turn(_directory: Path, stage: int) -> Any:
     engine = start(stack(), config(stage))

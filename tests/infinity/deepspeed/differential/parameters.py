@@ -68,7 +68,7 @@ def made_under_init_by_two(_directory: Path) -> Any:
 @case(ranks=2)
 def values_are_rank_0s(_directory: Path) -> Any:
     torch.manual_seed(deepspeed.comm.get_rank())
-    with deepspeed.zero.Init():
+    with deepspeed.zero.Init(dtype=torch.float32):
         model = nn.Linear(5, 3)
     torch.manual_seed(0)
     plain = nn.Linear(5, 3)

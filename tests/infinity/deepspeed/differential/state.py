@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from deepspeed import utils  # type: ignore[import-not-found]
+from deepspeed import comm, utils  # type: ignore[import-not-found]
 
 from tests.infinity.deepspeed.differential.case import case, cases_over, raised
 from tests.infinity.deepspeed.differential.nets import batches, config, stack, start, sums, train
@@ -106,6 +106,27 @@ def own_values(_directory: Path, given: dict[str, Any]) -> Any:
         {name: utils.safe_get_local_fp32_param(param) for name, param in _head(engine)},
         {name: utils.safe_get_local_optimizer_state(param, "exp_avg") for name, param in _head(engine)},
     )
+
+
+@cases_over({key: value for key, value in PLACES.items() if key.startswith("3")}, ranks=2)
+def parts_of_all_ranks_make_the_whole(_directory: Path, given: dict[str, Any]) -> Any:
+    engine = start(stack(), given)
+    x, y = batches(1)[0]
+    engine.backward(engine(x, y))
+    engine.step()
+    found = []
+    for param in engine.module.parameters():
+        for part, whole in (
+            (utils.safe_get_local_fp32_param(param), utils.safe_get_full_fp32_param(param)),
+            (
+                utils.safe_get_local_optimizer_state(param, "exp_avg"),
+                utils.safe_get_full_optimizer_state(param, "exp_avg"),
+            ),
+        ):
+            total = part.double().sum()
+            comm.all_reduce(total)
+            found.append(abs(total.item() - whole.double().sum().item()) < 1e-6)
+    return found
 
 
 @cases_over({key: value for key, value in PLACES.items() if key.startswith("3")}, ranks=2)

@@ -53,7 +53,7 @@ def two_ranks(_directory: Path, given: dict[str, Any]) -> Any:
     return losses, sums(engine)
 
 
-@cases_over({str(stage): stage for stage in range(4)}, ranks=2)
+@cases_over({str(stage): stage for stage in range(4)}, ranks=2, relative=1e-5)  # sums that cancel
 def accumulation_and_clipping(_directory: Path, stage: int) -> Any:
     engine = start(stack(), config(stage, gradient_accumulation_steps=2, gradient_clipping=0.1))
     losses = train(engine, 6)
