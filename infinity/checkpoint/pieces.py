@@ -13,7 +13,7 @@ from infinity.checkpoint.manifest import DTYPES, PIECE_NUMEL_MAX, Piece
 from infinity.checkpoint.sealed import checksum_of
 from infinity.errors import CheckpointError
 from infinity.files.direct import BlockWriter, open_direct, read_block
-from infinity.files.pieces import bytes_of, pieces
+from infinity.files.pieces import as_bytes, bytes_of, pieces
 
 
 class PieceWriter:
@@ -32,7 +32,7 @@ class PieceWriter:
     def add(self, tensor: str, kind: str, first: int, values: torch.Tensor) -> None:
         """Append ``values`` [numel], elements from ``first`` on of one kind of one tensor, at a multiple of their
         size."""
-        data = values.detach().cpu().reshape(-1).view(torch.uint8)
+        data = as_bytes(values)
         with disk_errors(self.path, "written"):
             self._file.align(values.element_size())
             checksum = checksum_of(bytes_of(data))

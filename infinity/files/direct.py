@@ -39,6 +39,42 @@ def open_direct(path: Path, flags: int) -> int:
     return descriptor
 
 
+class WriteBehind:
+    """Blocks of aligned memory to be filled, and a thread that writes them to wherever they belong."""
+
+    def __init__(self) -> None:
+        self._thread = ThreadPoolExecutor(1, "infinity-write")
+        self._free: list[torch.Tensor] = []
+        self._num_made = 0
+        self._in_flight: deque[tuple[Future[None], torch.Tensor]] = deque()
+
+    def take(self) -> torch.Tensor:
+        """A block of uint8 [BLOCK_BYTES]. Raises the OSError of an earlier one."""
+        if self._free:
+            return self._free.pop()
+        if self._num_made < NUM_BLOCKS:
+            self._num_made += 1
+            return aligned_memory(BLOCK_BYTES)
+        written, block = self._in_flight.popleft()
+        written.result()
+        return block
+
+    def write(self, path: Path, descriptor: int, block: torch.Tensor, num_bytes: int, offset: int) -> None:
+        """Have the first ``num_bytes`` of a block written to a file of ``open_direct``; it may be taken again then."""
+        self._in_flight.append((self._thread.submit(write, path, descriptor, block[:num_bytes], offset), block))
+
+    def drain(self) -> None:
+        """All are written. Raises OSError."""
+        while self._in_flight:
+            written, block = self._in_flight.popleft()
+            self._free.append(block)
+            written.result()
+
+    def close(self) -> None:
+        """What was not begun is not written."""
+        self._thread.shutdown(cancel_futures=True)
+
+
 class BlockWriter:
     """Appends to a new file; what is appended is copied at once and written behind."""
 
@@ -46,12 +82,9 @@ class BlockWriter:
         """Raises OSError."""
         self.num_bytes = 0
         """Appended so far."""
-        self._descriptor = open_direct(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
-        self._thread = ThreadPoolExecutor(1, "infinity-write")
-        self._free: list[torch.Tensor] = []
-        self._num_made = 0
+        self._path, self._descriptor = path, open_direct(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY)
+        self._behind = WriteBehind()
         self._block: torch.Tensor | None = None
-        self._in_flight: deque[tuple[Future[None], torch.Tensor]] = deque()
 
     def append(self, data: torch.Tensor) -> None:
         """Append ``data``, uint8 [numel] on the CPU. Raises the OSError of an earlier block."""
@@ -59,13 +92,13 @@ class BlockWriter:
         while done < data.numel():
             at = self.num_bytes % BLOCK_BYTES
             if self._block is None:
-                self._block = self._take_block()
+                self._block = self._behind.take()
             part = data[done : done + BLOCK_BYTES - at]
             self._block[at : at + part.numel()].copy_(part)
             done += part.numel()
             self.num_bytes += part.numel()
             if self.num_bytes % BLOCK_BYTES == 0:
-                self._hand_over(BLOCK_BYTES)
+                self._hand_over(self._block, BLOCK_BYTES)
 
     def align(self, num_bytes: int) -> None:
         """Append zeros until the size is a multiple of ``num_bytes``."""
@@ -78,34 +111,20 @@ class BlockWriter:
         if rest and self._block is not None:
             whole = -(-rest // ALIGNMENT) * ALIGNMENT
             self._block[rest:whole].zero_()
-            self._hand_over(whole)
-        while self._in_flight:
-            self._in_flight.popleft()[0].result()
+            self._hand_over(self._block, whole)
+        self._behind.drain()
         os.ftruncate(self._descriptor, self.num_bytes)
         os.fsync(self._descriptor)
 
     def close(self) -> None:
         """Also of a file that is not finished."""
-        self._thread.shutdown(cancel_futures=True)
+        self._behind.close()
         os.close(self._descriptor)
 
-    def _take_block(self) -> torch.Tensor:
-        if self._free:
-            return self._free.pop()
-        if self._num_made < NUM_BLOCKS:
-            self._num_made += 1
-            return aligned_memory(BLOCK_BYTES)
-        written, block = self._in_flight.popleft()
-        written.result()
-        return block
-
-    def _hand_over(self, num_bytes: int) -> None:
+    def _hand_over(self, block: torch.Tensor, num_bytes: int) -> None:
         """Have the first bytes of the block written: it is the end of what there is."""
-        if self._block is None:
-            raise AssertionError("there is no block to write")
         begin = (self.num_bytes - 1) // BLOCK_BYTES * BLOCK_BYTES
-        written = self._thread.submit(_write, self._descriptor, self._block[:num_bytes], begin)
-        self._in_flight.append((written, self._block))
+        self._behind.write(self._path, self._descriptor, block, num_bytes, begin)
         self._block = None
 
 
@@ -134,10 +153,14 @@ def read_block(descriptor: int, begin: int, end: int, memory: torch.Tensor | Non
     return memory[begin - first : min(done, end - first)]
 
 
-def _write(descriptor: int, block: torch.Tensor, offset: int) -> None:
-    view, done = bytes_of(block), 0
-    while done < len(view):
-        done += _transfer(os.pwrite, descriptor, view[done:], offset + done)
+def write(path: Path, descriptor: int, data: torch.Tensor, offset: int) -> None:
+    """Write ``data``, uint8 [numel], at its place. Raises OSError, which names the file."""
+    view, done = bytes_of(data), 0
+    try:
+        while done < len(view):
+            done += _transfer(os.pwrite, descriptor, view[done:], offset + done)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _transfer(call: Callable[[int, Any, int], int], descriptor: int, memory: object, offset: int) -> int:

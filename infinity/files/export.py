@@ -18,6 +18,7 @@ import torch
 
 from infinity.errors import WeightsFileError
 from infinity.files.aside import held, is_held, remove, sync
+from infinity.files.direct import WriteBehind
 from infinity.files.directory import INDEX_ENDING, SAFE_NAME, TORCH_NAME
 from infinity.files.entry import Entry
 from infinity.files.shards import cut, index_of, is_part_of
@@ -57,11 +58,13 @@ class Export:
             self.aside = cleanup.enter_context(_aside(self.directory))
             """Whatever else is put here is published, too."""
             kind = NewSafetensorsFile if safe else NewTorchFile
+            behind = WriteBehind()
             self._files: list[NewFile] = []
             for shard in self._shards:
                 own = {alias: name for alias, name in self._aliases.items() if name in shard.entries}
-                self._files.append(kind(self.aside / shard.file, shard.entries, own))
+                self._files.append(kind(self.aside / shard.file, shard.entries, own, behind))
                 cleanup.callback(self._files[-1].close)
+            cleanup.callback(behind.close)  # before the files it writes are closed
             self._cleanup = cleanup.pop_all()
         self._file_of = {name: file for file in self._files for name in file.entries}
 

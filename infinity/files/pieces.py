@@ -23,7 +23,12 @@ def pieces(numel: int, numel_max: int | None = None, *, num_ranks: int = 1) -> I
         yield first, min(step, numel - first)
 
 
+def as_bytes(values: torch.Tensor) -> torch.Tensor:
+    """Dense values as uint8 [their bytes], on the CPU; their own memory where they are there, one behind another."""
+    return values.detach().cpu().reshape(-1).view(torch.uint8)
+
+
 def bytes_of(values: torch.Tensor) -> memoryview:
-    """The bytes of dense values, on the CPU; their own memory where they are there, one behind another."""
-    flat: Any = values.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    """The same as a buffer."""
+    flat: Any = as_bytes(values).numpy()
     return memoryview(flat)

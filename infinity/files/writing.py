@@ -1,36 +1,43 @@
-"""New files of weights: all of their space reserved at once, then filled in any order, a piece at a time."""
+"""New files of weights: all of their space reserved at once, then filled in any order, a piece at a time.
+
+Whole pages go past the page cache; what pieces share of a page goes through it.
+"""
 
 from __future__ import annotations
 
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from infinity.errors import WeightsFileError
+from infinity.files.direct import ALIGNMENT, BLOCK_BYTES, WriteBehind, open_direct, write
 from infinity.files.entry import Entry
-from infinity.files.pieces import bytes_of
+from infinity.files.pieces import as_bytes
 from infinity.files.safetensors_file import encode_header, in_order_of_alignment
 
 
 class NewFile(ABC):
     """A file under construction. ``offsets``: where each tensor begins."""
 
-    def __init__(self, path: Path, entries: Mapping[str, Entry], aliases: Mapping[str, str]) -> None:
-        """``aliases``: other names of these tensors, for formats that know such. Raises WeightsFileError if there is no
-        room for all of it."""
-        self.path, self.entries, self.aliases = path, entries, aliases
-        size_bytes = 0
-        try:
-            self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    def __init__(
+        self, path: Path, entries: Mapping[str, Entry], aliases: Mapping[str, str], behind: WriteBehind
+    ) -> None:
+        """``aliases``: other names of these tensors, for formats that know such. ``behind``: writes what ``write`` is
+        given, also of other files. Raises WeightsFileError if there is no room for all of it."""
+        self.path, self.entries, self.aliases, self._behind = path, entries, aliases, behind
+        with self._disk_errors(), ExitStack() as stack:
+            self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            stack.callback(os.close, self._cached)
             self.offsets, size_bytes = self._lay_out()
             if size_bytes:
-                os.posix_fallocate(self._descriptor, 0, size_bytes)
-        except OSError as error:
-            raise WeightsFileError.of(error, str(path), "written") from error
+                os.posix_fallocate(self._cached, 0, size_bytes)
+            self._direct = open_direct(path, os.O_WRONLY)
+            stack.pop_all()
 
     @abstractmethod
     def _lay_out(self) -> tuple[Mapping[str, int], int]:
@@ -41,24 +48,41 @@ class NewFile(ABC):
         entry = self.entries[name]
         if values.dtype is not entry.dtype or first + values.numel() > entry.numel:
             raise AssertionError(f"{name} was announced as {entry}, and {values.numel()} {values.dtype} came")
-        _write_all(self._descriptor, self.path, bytes_of(values), self.offsets[name] + first * values.element_size())
+        data = as_bytes(values)
+        offset = self.offsets[name] + first * values.element_size()
+        begin = min(-offset % ALIGNMENT, data.numel())
+        end = begin + (data.numel() - begin) // ALIGNMENT * ALIGNMENT
+        with self._disk_errors():
+            write(self.path, self._cached, data[:begin], offset)
+            for start in range(begin, end, BLOCK_BYTES):
+                part, block = data[start : min(start + BLOCK_BYTES, end)], self._behind.take()
+                block[: part.numel()].copy_(part)
+                self._behind.write(self.path, self._direct, block, part.numel(), offset + start)
+            write(self.path, self._cached, data[end:], offset + end)
 
     def finish(self) -> None:
         """What was written is on the drive."""
-        try:
-            os.fsync(self._descriptor)
-        except OSError as error:
-            raise WeightsFileError.of(error, str(self.path), "written") from error
+        with self._disk_errors():
+            self._behind.drain()
+            os.fsync(self._cached)
 
     def close(self) -> None:
-        os.close(self._descriptor)
+        os.close(self._direct)
+        os.close(self._cached)
+
+    @contextmanager
+    def _disk_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise WeightsFileError.of(error, str(self.path), "written") from error
 
 
 class NewSafetensorsFile(NewFile):
     def _lay_out(self) -> tuple[Mapping[str, int], int]:
         ordered = {name: self.entries[name] for name in in_order_of_alignment(list(self.entries), self.entries)}
         header, offsets = encode_header(ordered, {"format": "pt"})
-        _write_all(self._descriptor, self.path, memoryview(header), 0)
+        write(self.path, self._cached, torch.frombuffer(bytearray(header), dtype=torch.uint8), 0)
         return offsets, len(header) + sum(entry.nbytes for entry in ordered.values())
 
 
@@ -74,13 +98,4 @@ class NewTorchFile(NewFile):
         with FakeTensorMode():
             found = torch.load(self.path, weights_only=True)
         offsets = {name: int(tensor.untyped_storage()._checkpoint_offset) for name, tensor in found.items()}
-        return offsets, os.fstat(self._descriptor).st_size
-
-
-def _write_all(descriptor: int, path: Path, data: memoryview, offset: int) -> None:
-    done = 0
-    try:
-        while done < len(data):
-            done += os.pwrite(descriptor, data[done:], offset + done)
-    except OSError as error:
-        raise WeightsFileError.of(error, str(path), "written") from error
+        return offsets, os.fstat(self._cached).st_size

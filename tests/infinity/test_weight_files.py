@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 from pathlib import Path
@@ -16,6 +18,8 @@ import infinity
 from infinity.engine import Engine
 from infinity.errors import ConfigError, EngineStateError, WeightsError, WeightsFileError
 from infinity.files import pieces
+from infinity.files.direct import BLOCK_BYTES, open_direct
+from infinity.files.directory import WeightsDirectory
 from infinity.files.entry import Entry
 from infinity.files.export import ASIDE, Export
 from infinity.files.shards import parse_size
@@ -177,6 +181,71 @@ def test_a_disk_that_fails_leaves_the_former_weights(
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == former
     export(3.0, 25)
     assert infinity.load_pretrained(net(), tmp_path, strict=False).unexpected_keys == ("a", "b")
+
+
+LARGE = {
+    "odd": Entry(dtype=torch.bfloat16, shape=(4097, 513)),
+    "wide": Entry(dtype=torch.float64, shape=(3,)),
+    "bytes": Entry(dtype=torch.uint8, shape=(9_000_001,)),
+    "none": Entry(dtype=torch.float32, shape=(0, 4)),
+    "last": Entry(dtype=torch.float32, shape=(1021,)),
+}
+
+
+@pytest.mark.parametrize("safe", [True, False])
+@pytest.mark.parametrize("max_bytes", [1 << 40, 5_000_000])
+def test_pieces_in_any_order_are_the_file_and_pass_the_page_cache_by(
+    safe: bool, max_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = {
+        name: torch.randint(0, 100, entry.shape, generator=generator).to(entry.dtype) for name, entry in LARGE.items()
+    }
+    cuts = [(name, first) for name, value in values.items() for first in range(0, value.numel(), 700_003)]
+    order = [cuts[place] for place in torch.randperm(len(cuts), generator=generator)]
+    written = {False: 0, True: 0}
+    real = os.pwrite
+
+    def counted(descriptor: int, data: Any, offset: int) -> int:
+        done = real(descriptor, data, offset)
+        written[bool(fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT)] += done
+        return done
+
+    monkeypatch.setattr(os, "pwrite", counted)
+    with Export(tmp_path, LARGE, safe=safe, max_shard_bytes=max_bytes) as made:
+        for name, first in order:
+            made.write(name, first, values[name].reshape(-1)[first : first + 700_003])
+        made.publish()
+    found = WeightsDirectory(tmp_path)
+    assert found.entries == LARGE
+    assert all(torch.equal(found.read(name, 0, value.numel()), value.reshape(-1)) for name, value in values.items())
+    probe = open_direct(tmp_path / next(iter(os.listdir(tmp_path))), os.O_RDONLY)
+    passes = bool(fcntl.fcntl(probe, fcntl.F_GETFL) & os.O_DIRECT)
+    os.close(probe)
+    total = sum(entry.nbytes for entry in LARGE.values())
+    assert sum(written.values()) >= total
+    assert not passes or written[False] < total / 100
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EDQUOT])
+def test_a_page_that_fails_behind_names_its_file(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.pwrite
+
+    def failing(descriptor: int, data: Any, offset: int) -> int:
+        if offset > 2 * BLOCK_BYTES:
+            raise OSError(number, os.strerror(number))
+        return real(descriptor, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", failing)
+
+    def export() -> None:
+        with Export(tmp_path, {"bytes": LARGE["bytes"]}, max_shard_bytes=1 << 40) as made:
+            made.write("bytes", 0, torch.zeros(9_000_001, dtype=torch.uint8))
+            made.publish()
+
+    with pytest.raises(WeightsFileError, match=f"model.safetensors.*errno {number}"):
+        export()
+    assert not os.listdir(tmp_path)
 
 
 def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: Path) -> None:
