@@ -22,6 +22,9 @@ from infinity.config import parse_config
 from infinity.config.load import Source
 from infinity.config.sections import ActivationCheckpointing
 from infinity.errors import ConfigError
+from infinity.tiers.activations import ActivationStore, Waiting
+from infinity.weights.param import memory_order
+from io_daemon.shared.protocol import PAGE_BYTES
 
 __all__ = [
     "checkpoint",
@@ -69,12 +72,36 @@ class _Kept:
         return self._values.to(self._device, non_blocking=True, copy=True)
 
 
+class _OnDisk:
+    """An input that waits in the daemon, and how it lies in memory when it is back."""
+
+    def __init__(self, waiting: Waiting, tensor: torch.Tensor) -> None:
+        self._waiting, self._device = waiting, tensor.device
+        self._like = torch.empty_like(tensor, device="meta")
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, store: ActivationStore) -> _OnDisk | torch.Tensor:
+        """The tensor itself where it is smaller than a page, or has holes or elements that share a place."""
+        order = memory_order(tensor)
+        dense = tensor.permute(order)
+        if tensor.nbytes < PAGE_BYTES or not dense.is_contiguous():
+            return tensor
+        return cls(store.put(dense.reshape(-1).view(torch.uint8)), tensor)
+
+    def back(self) -> torch.Tensor:
+        values = torch.empty_like(self._like, device=self._device)
+        self._waiting.read_into(values.permute(memory_order(values)).reshape(-1).view(torch.uint8))
+        return values
+
+
 class Checkpointing:
     """Settings, and the memory that they ask for."""
 
     def __init__(self) -> None:
         self.settings = ActivationCheckpointing()
         self.is_configured = self.by_user = False
+        self.stores: list[ActivationStore] = []
+        """One for each engine whose configuration asked for it."""
         self._slots: dict[tuple[Any, ...], _Slots] = {}
 
     def configure(self, settings: ActivationCheckpointing, *, by_user: bool = True) -> None:
@@ -88,18 +115,24 @@ class Checkpointing:
         self.reset()
 
     def reset(self) -> None:
-        """Give up the memory; what still waits for backward keeps its own part."""
+        """Give up the memory and disk space; what still waits for backward keeps its own part."""
         self._slots.clear()
+        self.stores = [store for store in self.stores if not store.is_closed]
+        for store in self.stores:
+            store.give_back()
 
     def around_inputs(self) -> contextlib.AbstractContextManager[Any]:
         """What is saved for backward inside, which are the inputs of a checkpointed call, goes where it is to wait."""
-        if not self.settings.cpu_checkpointing and not self.settings.contiguous_memory_optimization:
+        settings = self.settings
+        if not (settings.cpu_checkpointing or settings.contiguous_memory_optimization or self.store):
             return contextlib.nullcontext()
-        return saved_tensors_hooks(self._keep, lambda kept: kept.back() if isinstance(kept, _Kept) else kept)
+        return saved_tensors_hooks(self._keep, lambda kept: kept.back() if isinstance(kept, _Kept | _OnDisk) else kept)
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         if not tensor.is_floating_point() or isinstance(tensor, torch.nn.Parameter):
             return tensor
+        if (store := self.store) is not None:
+            return _OnDisk.of(tensor.detach(), store)
         device = torch.device("cpu") if self.settings.cpu_checkpointing else tensor.device
         if self.settings.contiguous_memory_optimization:
             key = (tensor.shape, tensor.dtype, tensor.device)
@@ -110,6 +143,11 @@ class Checkpointing:
             return tensor
         values = torch.empty(tensor.shape, dtype=tensor.dtype, device=device, pin_memory=True)
         return _Kept(values.copy_(tensor.detach(), non_blocking=True), tensor.device)
+
+    @property
+    def store(self) -> ActivationStore | None:
+        """The last engine's, of those that are alive and asked for one."""
+        return next((store for store in reversed(self.stores) if not store.is_closed), None)
 
 
 _process = Checkpointing()
@@ -184,8 +222,11 @@ def configure(
     _process.configure(settings.model_copy(update={name: value for name, value in given.items() if value is not None}))
 
 
-def apply_section(settings: ActivationCheckpointing) -> None:
-    """An engine's configuration says so; what ``configure`` was called with goes before it."""
+def apply_section(settings: ActivationCheckpointing, store: ActivationStore | None = None) -> None:
+    """An engine's configuration says so; what ``configure`` was called with goes before it. ``store``: where inputs
+    wait that the engine's daemon keeps."""
+    if store is not None:
+        _process.stores = [*(each for each in _process.stores if not each.is_closed), store]
     if settings == _process.settings:
         return
     if _process.by_user:
@@ -200,7 +241,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Give up the memory of ``contiguous_checkpointing``, as after forwards that no backward follows."""
+    """Give up the memory of ``contiguous_checkpointing``, as after forwards without a backward, and places on disk."""
     _process.reset()
 
 

@@ -28,7 +28,8 @@ from infinity.observe.monitors import monitors_of
 from infinity.observe.observer import Observer, Observers
 from infinity.plan.leaves import mark_leaves
 from infinity.plan.precision import Precision
-from infinity.plan.staging_plan import budget_beside
+from infinity.plan.staging_plan import activation_bytes, budget_beside, staging_plan
+from infinity.tiers.activations import ActivationStore
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.update.client_schedule import Client, choose_schedule
@@ -113,11 +114,14 @@ def initialize(
         _check_same_model(layout, collectives)
         optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params, layout.names)
         connection = next((area.connection for area in areas if area.connection is not None), None)
-        if connection is None and parsed.offloads:
+        if connection is None and parsed.needs_daemon:
             connection = DaemonConnection(parsed, environment, collectives, place)
             cleanup.callback(connection.close)
         if connection is not None and device.type == "cpu" and place.local_rank == 0:
             _note_threads(place.local_world_size)
+        activations = None
+        if connection is not None and parsed.io_daemon.activation_checkpoints:
+            activations = _open_activations(parsed, connection, collectives, place, device)
         observers = _observers(parsed, model, device, collectives)
         cleanup.callback(observers.close)
         engine = build_engine(
@@ -130,7 +134,9 @@ def initialize(
             device=device,
             place=place,
             tier=connection,
-            budget_bytes=budget_beside(sum(area.arena_bytes for area in areas), parsed),
+            budget_bytes=budget_beside(
+                sum(area.arena_bytes for area in areas) + activation_bytes(parsed, place.local_world_size), parsed
+            ),
             poison=environment.poison,
             observers=observers,
             kind=engine_class,
@@ -140,12 +146,26 @@ def initialize(
             area.close_store()
         return_freed()
         engine.lr_scheduler = schedule
-        apply_section(parsed.activation_checkpointing)
+        apply_section(parsed.activation_checkpointing, activations)
         loader = None if training_data is None else engine.make_training_loader(training_data, collate_fn)
         if optimizer is not None:
             retire(optimizer)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler
+
+
+def _open_activations(
+    config: Config, connection: DaemonConnection, collectives: Collectives, place: NodePlace, device: torch.device
+) -> ActivationStore:
+    """Ends with the connection."""
+    plan = staging_plan(config, place.local_world_size)
+    store = collectives.together(
+        lambda: connection.open(plan, job=f"{connection.job}-activations", pinned_mask=0, device=device),
+        "open a store for activations",
+    )
+    activations = ActivationStore(store, frame_bytes=plan.frame_bytes, num_frames=plan.num_frames)
+    connection.closed_first.append(activations.close)
+    return activations
 
 
 def _note_threads(num_ranks: int) -> None:

@@ -34,7 +34,7 @@ from infinity.config import Config, parse_config
 from infinity.engine.build import build_engine
 from infinity.errors import ConfigError
 from infinity.plan.precision import Precision
-from infinity.plan.staging_plan import budget_beside, staging_plan
+from infinity.plan.staging_plan import activation_bytes, budget_beside, staging_plan
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.daemon import chunk_spec
 from infinity.tiers.recording import RecordingTier, StepRecorder
@@ -94,9 +94,9 @@ class StepOfModel:
         collectives = AbsentPeers(world.num_ranks)
         self.layout = layout = Layout.of(model, config, collectives.world_size)
         optimizer_groups = group_indices(optimizer, layout.index_of, layout.params, layout.names)
-        self.staging_bytes = 0
+        self.staging_bytes = activation_bytes(config, world.ranks_per_node)
         if staged:
-            self.staging_bytes = staging_plan(config, world.ranks_per_node).arena_bytes * world.ranks_per_node
+            self.staging_bytes += staging_plan(config, world.ranks_per_node).arena_bytes * world.ranks_per_node
         self.tier = RecordingTier(device)
         self.engine = build_engine(
             model,

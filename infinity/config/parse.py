@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from infinity.config.activation_checkpoints import check_activation_checkpoints
 from infinity.config.batch import BATCH_KEYS, BatchSizes, resolve_batch
 from infinity.config.complaints import Complaints, without_quotes
 from infinity.config.dialect import BY_PATH, SECTIONS, Key, Shape, Standing
@@ -74,6 +75,7 @@ def resolve_config(
         complaints.take(error)
     check_precision(parsed, complaints)
     check_in_backward(parsed, complaints)
+    check_activation_checkpoints(parsed, complaints)
     check_offload(parsed, complaints)
     if check_paths:
         check_swap_dirs(parsed, complaints)

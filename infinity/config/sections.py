@@ -201,6 +201,8 @@ class IoDaemon(Section):
     """When a chunk is updated: when its weights are next used, or before ``step`` returns."""
     master_weights: Literal["fp32", "split"] = "fp32"
     """How the store has fp32 master weights of bf16 ones: whole, or as what the weight lacks."""
+    activation_checkpoints: bool = False
+    """Inputs of ``infinity.checkpointing.checkpoint`` wait for backward in the swap files."""
     verify_checksums: bool = True
     start: Literal["auto", "never"] = "auto"
     """"auto": local rank 0 starts a private daemon where none is reachable."""
@@ -252,9 +254,14 @@ class Config(Section):
 
     @property
     def offloads(self) -> bool:
-        """Whether any shard leaves the device: only then is a daemon needed."""
+        """Whether any shard leaves the device."""
         zero = self.zero_optimization
         return zero.offload_param.device != "none" or zero.offload_optimizer.device != "none"
+
+    @property
+    def needs_daemon(self) -> bool:
+        """Whether shards, or inputs of checkpointed calls, leave the device."""
+        return self.offloads or self.io_daemon.activation_checkpoints
 
     @property
     def scales_as_torch(self) -> bool:

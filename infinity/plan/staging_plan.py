@@ -1,4 +1,4 @@
-"""What models under construction take of the host budget, and what it leaves to the engines."""
+"""What models under construction, and activations that wait, take of the host budget; what is left to the engines."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ PIECE_BYTES_MAX: Final = _ARENA_BYTES_MAX // _NUM_FRAMES
 
 
 def staging_plan(config: Config, local_world_size: int) -> MemoryPlan:
-    """The arena of one rank's staging area; ``initialize`` leaves it out of the engine's budget."""
+    """The arena of one rank's staging area, or of its waiting activations; ``initialize`` leaves both out of the
+    engine's budget."""
     share = config.io_daemon.host_budget_bytes // _BUDGET_SHARE // local_world_size
     piece_bytes = max(PAGE_BYTES, min(share, _ARENA_BYTES_MAX) // _NUM_FRAMES // PAGE_BYTES * PAGE_BYTES)
     return MemoryPlan(
@@ -33,6 +34,13 @@ def staging_plan(config: Config, local_world_size: int) -> MemoryPlan:
     )
 
 
+def activation_bytes(config: Config, local_world_size: int) -> int:
+    """The arenas of all ranks of the node for activations that wait in the daemon."""
+    if not config.io_daemon.activation_checkpoints:
+        return 0
+    return staging_plan(config, local_world_size).arena_bytes * local_world_size
+
+
 def budget_beside(staging_bytes: int, config: Config) -> int:
     """What is left of the host budget for the engines' arenas beside ``staging_bytes`` of the node's ranks.
 
@@ -44,6 +52,6 @@ def budget_beside(staging_bytes: int, config: Config) -> int:
             key="io_daemon.host_budget_bytes",
             budget_bytes=budget_bytes,
             smallest_bytes=2 * staging_bytes,
-            reason=f"models under construction have {staging_bytes} bytes of staging arenas",
+            reason=f"models under construction and activations have {staging_bytes} bytes of arenas",
         )
     return budget_bytes - staging_bytes

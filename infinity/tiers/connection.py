@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 import uuid
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -51,6 +52,8 @@ class DaemonConnection(HostTier):
         self._rank = collectives.rank
         self._process: DaemonProcess | None = None
         self._clients: list[Client] = []
+        self.closed_first: list[Callable[[], None]] = []
+        """What ends stores beside the engine's, before the daemon does."""
         self.job: str = collectives.broadcast_object(uuid.uuid4().hex[:16], "name the job")
         own = collectives.together(lambda: self._find_or_start(start=place.local_rank == 0), "find the I/O daemon")
         paths = collectives.gather_objects((place.node, own), "tell the I/O daemon's socket")
@@ -82,6 +85,9 @@ class DaemonConnection(HostTier):
 
     def close(self) -> None:
         """End the private daemon, if this rank started one. One that was found hung is not waited for again."""
+        for close in self.closed_first:
+            close()
+        self.closed_first.clear()
         if self._process is not None:
             was_lost = any(client.was_lost for client in self._clients)
             self._process.terminate(LOST_TIMEOUT_S if was_lost else DRAIN_TIMEOUT_S)

@@ -62,6 +62,12 @@ IO_DAEMON: tuple[Key, ...] = (
         'optimizers that have an fp32 state that is never negative (the Adams, Adagrad, RMSprop). "fp32": whole. The '
         "bits are the same",
     ),
+    works(
+        "io_daemon.activation_checkpoints",
+        "true: inputs of infinity.checkpointing.checkpoint wait for backward in swap files, written behind forward and "
+        "read ahead of backward; those of less than a page, or that do not lie densely, in memory. An eighth of "
+        "host_budget_bytes, 64 MiB a rank at most, is theirs. The bits are the same",
+    ),
     works("io_daemon.verify_checksums", "check every block that is read back; a running daemon keeps its own"),
     works("io_daemon.start", '"auto": start a private daemon where none is reachable; "never"', auto="value"),
 )

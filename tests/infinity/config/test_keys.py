@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from tempfile import gettempdir
 from typing import Any
 
 import pytest
@@ -39,6 +40,8 @@ def _with(path: str, value: object) -> dict[str, Any]:
         config["optimizer"].setdefault("type", kind)
     if name.startswith("bf16_"):
         config["bf16"] = {"enabled": True, "bf16_master_weights_and_grads": True, **config["bf16"]}
+    if name == "activation_checkpoints":
+        config["io_daemon"]["swap_dirs"] = [gettempdir()]
     if name == "master_weights":
         config["bf16"] = {"enabled": True}
     if sections[:2] == ["scheduler", "params"]:
