@@ -20,6 +20,7 @@
 #include "error.hpp"
 #include "file_space.hpp"
 #include "halves.hpp"
+#include "narrow.hpp"
 #include "region.hpp"
 #include "ring.hpp"
 #include "wire_layout.hpp"
@@ -42,6 +43,11 @@ template <typename Item>
 std::span<Item> as_span(const Column<Item>& items, std::size_t count) {
   if (items.size() != count) throw std::invalid_argument("the arrays differ in length");
   return {items.data(), count};
+}
+
+std::size_t narrow_bytes(std::size_t count) {
+  if (count % kNarrowBlock != 0) throw std::invalid_argument("the values are no whole blocks");
+  return count + count / kNarrowBlock;
 }
 
 std::span<const std::byte> as_span(const Bytes& bytes) {
@@ -423,34 +429,59 @@ NB_MODULE(_native, module) {
       "buffer"_a.noconvert());
   module.def(
       "join_halves",
-      [](const Column<const std::int16_t>& uppers, const Column<const std::int16_t>& rests,
-         const Column<const std::int32_t>& markers, const Column<std::int32_t>& values) {
+      [](const Column<const std::int16_t>& numbers, const Column<const std::int16_t>& rests,
+         const Column<std::int32_t>& markers, const Column<std::int32_t>& values) {
         const std::size_t count = values.size();
-        const auto upper = as_span(uppers, count), rest = as_span(rests, count);
-        const auto marker = as_span(markers, count);
-        const auto value = as_span(values, count);
+        const auto number = as_span(numbers, count), rest = as_span(rests, count);
+        const auto marker = as_span(markers, count), value = as_span(values, count);
         const nb::gil_scoped_release release;
-        return join_halves(upper, rest, marker, value);
+        return join_halves(number, rest, marker, value);
       },
-      "uppers"_a.noconvert(), "rests"_a.noconvert(), "markers"_a.noconvert(),
+      "numbers"_a.noconvert(), "rests"_a.noconvert(), "markers"_a.noconvert(),
       "values"_a.noconvert());
   module.def(
       "cut_halves",
-      [](const Column<const std::int32_t>& values, const Column<const std::int16_t>& uppers,
-         const Column<std::int16_t>& rests, const Column<const std::int32_t>& markers) {
+      [](const Column<const std::int32_t>& values, const Column<std::int16_t>& numbers,
+         const Column<std::int16_t>& rests, const Column<std::int32_t>& markers) {
         const std::size_t count = values.size();
-        const auto value = as_span(values, count), marker = as_span(markers, count);
-        const auto upper = as_span(uppers, count);
-        const auto rest = as_span(rests, count);
-        CutPlaces places;
-        {
-          const nb::gil_scoped_release release;
-          places = cut_halves(value, upper, rest, marker);
-        }
-        return std::make_tuple(std::move(places.misfits), std::move(places.negative));
+        const auto value = as_span(values, count);
+        const auto number = as_span(numbers, count), rest = as_span(rests, count);
+        const auto marker = as_span(markers, count);
+        const nb::gil_scoped_release release;
+        return cut_halves(value, number, rest, marker);
       },
-      "values"_a.noconvert(), "uppers"_a.noconvert(), "rests"_a.noconvert(),
+      "values"_a.noconvert(), "numbers"_a.noconvert(), "rests"_a.noconvert(),
       "markers"_a.noconvert());
+  module.def(
+      "round_by_chance",
+      [](const Column<std::int32_t>& values, unsigned dropped, std::uint32_t seed,
+         std::uint64_t first) {
+        if (dropped == 0 || dropped > 23) throw std::invalid_argument("a mantissa has 23 bits");
+        const auto value = as_span(values, values.size());
+        const nb::gil_scoped_release release;
+        round_by_chance(value, dropped, seed, first);
+      },
+      "values"_a.noconvert(), "dropped"_a, "seed"_a, "first"_a);
+  module.def(
+      "narrow_blocks",
+      [](const Column<const std::int32_t>& values, const Column<std::uint8_t>& stored,
+         bool is_signed) {
+        const auto value = as_span(values, values.size());
+        const auto bytes = as_span(stored, narrow_bytes(values.size()));
+        const nb::gil_scoped_release release;
+        return narrow_blocks(value, bytes, is_signed);
+      },
+      "values"_a.noconvert(), "stored"_a.noconvert(), "is_signed"_a);
+  module.def(
+      "widen_blocks",
+      [](const Column<const std::uint8_t>& stored, const Column<std::int32_t>& values,
+         bool is_signed) {
+        const auto value = as_span(values, values.size());
+        const auto bytes = as_span(stored, narrow_bytes(values.size()));
+        const nb::gil_scoped_release release;
+        widen_blocks(bytes, value, is_signed);
+      },
+      "stored"_a.noconvert(), "values"_a.noconvert(), "is_signed"_a);
   bind_region(module);
   bind_rings(module);
   bind_reactor(module);

@@ -2,92 +2,129 @@
 
 #include <algorithm>
 
+#include "clones.hpp"
+
 namespace infinity {
 namespace {
 
 // One pass over a block without a branch, which compilers turn into vector instructions; only a
-// block in which something was found is looked at again.
+// block in which something was found is looked at again, while the caches have it.
 constexpr std::size_t kBlock = 4096;
+constexpr std::uint32_t kSign = 0x8000'0000;
+constexpr std::uint32_t kInfinity = 0x7F80;
+constexpr std::uint32_t kFirstNan = 0x7F81, kLastNan = 0x7FFF;
+constexpr std::int32_t kTie = -0x8000;
+constexpr std::uint32_t kMark = 0x1'0000;
 
-std::uint32_t shifted(std::int16_t upper) noexcept {
-  return static_cast<std::uint32_t>(static_cast<std::uint16_t>(upper)) << 16;
+[[gnu::always_inline]] inline std::uint32_t shifted(std::int16_t number) noexcept {
+  return static_cast<std::uint32_t>(static_cast<std::uint16_t>(number)) << 16;
 }
 
-std::uint32_t difference(std::int32_t value, std::int16_t upper) noexcept {
-  return static_cast<std::uint32_t>(value) - shifted(upper);
-}
-
-std::uint32_t beyond_rest(std::uint32_t difference) noexcept { return (difference + 0x8000) >> 16; }
-
-void join_block(const std::int16_t* __restrict uppers, const std::int16_t* __restrict rests,
-                const std::int32_t* __restrict markers, std::int32_t* __restrict values,
-                std::size_t count, std::int32_t& signs) noexcept {
-  std::int32_t found = 0;
+INFINITY_CLONES std::int32_t join_block(const std::int16_t* __restrict numbers,
+                                        const std::int16_t* __restrict rests,
+                                        const std::int32_t* __restrict markers,
+                                        std::int32_t* __restrict values,
+                                        std::size_t count) noexcept {
+  std::int32_t signs = 0;
   for (std::size_t i = 0; i < count; ++i) {
     const auto rest = static_cast<std::uint32_t>(static_cast<std::int32_t>(rests[i]));
-    values[i] = static_cast<std::int32_t>(shifted(uppers[i]) + rest);
-    found |= markers[i];
+    values[i] = static_cast<std::int32_t>(shifted(numbers[i]) + rest);
+    signs |= markers[i];
   }
-  signs = found;
+  return signs;
 }
 
-void cut_block(const std::int32_t* __restrict values, const std::int16_t* __restrict uppers,
-               std::int16_t* __restrict rests, const std::int32_t* __restrict markers,
-               std::size_t count, std::uint32_t& beyond, std::int32_t& signs) noexcept {
+struct Found {
+  std::uint32_t misfits;  // not zero: there is a NaN, or a rest that takes more than 16 bits
+  std::int32_t signs;     // negative: a marker is
+};
+
+INFINITY_CLONES Found cut_block(const std::int32_t* __restrict values,
+                                std::int16_t* __restrict numbers, std::int16_t* __restrict rests,
+                                const std::int32_t* __restrict markers,
+                                std::size_t count) noexcept {
   std::uint32_t misfits = 0;
-  std::int32_t found = 0;
+  std::int32_t signs = 0;
   for (std::size_t i = 0; i < count; ++i) {
-    const std::uint32_t rest = difference(values[i], uppers[i]);
+    const auto value = static_cast<std::uint32_t>(values[i]);
+    const std::uint32_t number = (value + 0x7FFF + (value >> 16 & 1)) >> 16;
+    const std::uint32_t rest = value - (number << 16);
+    const std::uint32_t is_nan = (value & ~kSign) > kInfinity << 16 ? 1U : 0U;
+    numbers[i] = static_cast<std::int16_t>(number);
     rests[i] = static_cast<std::int16_t>(rest);
-    misfits |= beyond_rest(rest);
-    found |= markers[i];
+    misfits |= (rest + 0x8000) >> 16 | is_nan;
+    signs |= markers[i];
   }
-  beyond = misfits;
-  signs = found;
+  return {misfits, signs};
 }
 
-template <typename Predicate>
-void collect(std::vector<std::int64_t>& places, std::size_t begin, std::size_t end,
-             Predicate&& is_wanted) {
-  for (std::size_t i = begin; i < end; ++i) {
-    if (is_wanted(i)) places.push_back(static_cast<std::int64_t>(i));
-  }
+// Takes one value apart that its own rounding and a rest may not give; whether it needs a mark.
+bool cut_by_hand(std::uint32_t value, std::int16_t& number, std::int16_t& rest) noexcept {
+  const std::uint32_t sign = value & kSign, magnitude = value & ~kSign, half = magnitude >> 16;
+  const bool is_nan = magnitude > kInfinity << 16;
+  const std::uint32_t upper = is_nan ? std::clamp((magnitude + 0x8000) >> 16, kFirstNan, kLastNan)
+                                     : (magnitude + 0x7FFF + (half & 1)) >> 16;
+  const auto lower = static_cast<std::int32_t>(magnitude - (upper << 16));
+  number = static_cast<std::int16_t>(upper | sign >> 16);
+  rest = static_cast<std::int16_t>(lower);  // modulo 2^16: what a mark adds or takes away
+  return lower < kTie || lower >= -kTie;
+}
+
+// What a mark adds to a value as an integer: 0 where there is none.
+std::uint32_t meaning(std::int16_t number, std::int16_t rest) noexcept {
+  const auto magnitude = static_cast<std::uint32_t>(number) & 0x7FFF;
+  if (rest == kTie && magnitude < kInfinity && magnitude % 2 == 0) return kMark;
+  if (magnitude == kLastNan && rest < 0) return kMark;
+  return magnitude == kFirstNan && rest > 0 ? 0 - kMark : 0;
+}
+
+void flip(std::int32_t& marker) noexcept {
+  marker = static_cast<std::int32_t>(static_cast<std::uint32_t>(marker) ^ kSign);
 }
 
 }  // namespace
 
-std::vector<std::int64_t> join_halves(std::span<const std::int16_t> uppers,
+std::vector<std::int64_t> join_halves(std::span<const std::int16_t> numbers,
                                       std::span<const std::int16_t> rests,
-                                      std::span<const std::int32_t> markers,
+                                      std::span<std::int32_t> markers,
                                       std::span<std::int32_t> values) {
-  std::vector<std::int64_t> negative;
+  std::vector<std::int64_t> marks;
   for (std::size_t begin = 0; begin < values.size(); begin += kBlock) {
     const std::size_t end = std::min(begin + kBlock, values.size());
-    std::int32_t signs = 0;
-    join_block(&uppers[begin], &rests[begin], &markers[begin], &values[begin], end - begin, signs);
-    if (signs < 0) collect(negative, begin, end, [&](std::size_t i) { return markers[i] < 0; });
+    if (join_block(&numbers[begin], &rests[begin], &markers[begin], &values[begin], end - begin) >=
+        0) {
+      continue;
+    }
+    for (std::size_t i = begin; i < end; ++i) {
+      const std::uint32_t change = markers[i] < 0 ? meaning(numbers[i], rests[i]) : 0;
+      if (change == 0) continue;
+      values[i] = static_cast<std::int32_t>(static_cast<std::uint32_t>(values[i]) + change);
+      flip(markers[i]);
+      marks.push_back(static_cast<std::int64_t>(i));
+    }
   }
-  return negative;
+  return marks;
 }
 
-CutPlaces cut_halves(std::span<const std::int32_t> values, std::span<const std::int16_t> uppers,
-                     std::span<std::int16_t> rests, std::span<const std::int32_t> markers) {
-  CutPlaces places;
+std::optional<std::vector<std::int64_t>> cut_halves(std::span<const std::int32_t> values,
+                                                    std::span<std::int16_t> numbers,
+                                                    std::span<std::int16_t> rests,
+                                                    std::span<std::int32_t> markers) {
+  std::vector<std::int64_t> marks;
   for (std::size_t begin = 0; begin < values.size(); begin += kBlock) {
     const std::size_t end = std::min(begin + kBlock, values.size());
-    std::uint32_t beyond = 0;
-    std::int32_t signs = 0;
-    cut_block(&values[begin], &uppers[begin], &rests[begin], &markers[begin], end - begin, beyond,
-              signs);
-    if (beyond != 0) {
-      collect(places.misfits, begin, end,
-              [&](std::size_t i) { return beyond_rest(difference(values[i], uppers[i])) != 0; });
-    }
-    if (signs < 0) {
-      collect(places.negative, begin, end, [&](std::size_t i) { return markers[i] < 0; });
+    const Found found =
+        cut_block(&values[begin], &numbers[begin], &rests[begin], &markers[begin], end - begin);
+    if (found.misfits == 0 && found.signs >= 0) continue;
+    for (std::size_t i = begin; i < end; ++i) {
+      if (cut_by_hand(static_cast<std::uint32_t>(values[i]), numbers[i], rests[i])) {
+        marks.push_back(static_cast<std::int64_t>(i));
+      }
+      if (markers[i] < 0 && meaning(numbers[i], rests[i]) != 0) return std::nullopt;
     }
   }
-  return places;
+  for (const std::int64_t place : marks) flip(markers[static_cast<std::size_t>(place)]);
+  return marks;
 }
 
 }  // namespace infinity

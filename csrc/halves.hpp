@@ -2,28 +2,27 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <vector>
 
 namespace infinity {
 
-// 32-bit values as an upper half that was rounded and a signed rest: value = (upper << 16) + rest,
-// modulo 2^32. Which values need more than that, and what is done with them, others decide: the
-// places of such are returned, in order.
+// fp32 values, by their bits, as bf16 numbers that they round to and signed rests of 16 bits:
+// value = (number << 16) + rest, modulo 2^32. What that cannot say is marked in the sign of a value
+// that is never negative; infinity/tiers/halves.py has the table.
 
-// Puts values together. Returns where `markers` are negative.
-std::vector<std::int64_t> join_halves(std::span<const std::int16_t> uppers,
+// Puts values together, and takes the marks away. Returns the places of the marks, in order.
+std::vector<std::int64_t> join_halves(std::span<const std::int16_t> numbers,
                                       std::span<const std::int16_t> rests,
-                                      std::span<const std::int32_t> markers,
+                                      std::span<std::int32_t> markers,
                                       std::span<std::int32_t> values);
 
-struct CutPlaces {
-  std::vector<std::int64_t> misfits;   // whose rest takes more than 16 bits
-  std::vector<std::int64_t> negative;  // of `markers`
-};
-
-// Takes values apart, beside given upper halves.
-CutPlaces cut_halves(std::span<const std::int32_t> values, std::span<const std::int16_t> uppers,
-                     std::span<std::int16_t> rests, std::span<const std::int32_t> markers);
+// Takes values apart, and marks. Returns the places of the marks, in order; none at all where a
+// marker is negative whose sign would be a mark, and then no marker has changed.
+std::optional<std::vector<std::int64_t>> cut_halves(std::span<const std::int32_t> values,
+                                                    std::span<std::int16_t> numbers,
+                                                    std::span<std::int16_t> rests,
+                                                    std::span<std::int32_t> markers);
 
 }  // namespace infinity

@@ -36,7 +36,7 @@ from infinity.update.client_schedule import Client, choose_schedule
 from infinity.update.optimizer import (
     ShardedOptimizer,
     group_indices,
-    refuse_unmarked,
+    refuse_storage,
     sharded_from_config,
     sharded_from_torch,
 )
@@ -95,7 +95,7 @@ def initialize(
         sharded_optimizer = None
         if optimizer is not None or parsed.optimizer is not None or not may_lack_optimizer:
             sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
-            refuse_unmarked(sharded_optimizer, parsed.io_daemon.master_weights)
+            refuse_storage(sharded_optimizer, parsed.io_daemon)
         schedule = choose_schedule(parsed.scheduler, lr_scheduler, optimizer=sharded_optimizer, passed=optimizer)
         # from here on a refusal costs what Init staged; what is wrong with the configuration alone is known by now
         areas = _staging_areas(model)

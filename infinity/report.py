@@ -95,6 +95,8 @@ class IoReport:
     arena_bytes: int = 0
     swap_bytes: int = 0
     """Space that this rank has reserved on NVMe."""
+    stored_as: dict[str, str] = field(default_factory=dict)
+    """What the store has of each object kind of a trained parameter: a dtype, or how it is narrowed."""
     page_locked: bool = False
     live_numel_peak: int = 0
     """Largest number of parameters unsharded at once, persistent ones aside."""
@@ -119,9 +121,17 @@ class IoReport:
         last_step: TierTraffic | None,
         tenant: TenantStats | None,
         labels: KindLabels,
+        stored_as: dict[str, str],
     ) -> IoReport:
         if tenant is None:
-            return cls(step=step, times=times, nvme=None, nvme_total=None, live_numel_peak=live_numel_peak)
+            return cls(
+                step=step,
+                times=times,
+                nvme=None,
+                nvme_total=None,
+                stored_as=stored_as,
+                live_numel_peak=live_numel_peak,
+            )
         return cls(
             step=step,
             times=times,
@@ -130,6 +140,7 @@ class IoReport:
             resident_bytes=_by_kind(tenant.resident_bytes, labels),
             arena_bytes=tenant.arena_bytes,
             swap_bytes=tenant.swap_bytes,
+            stored_as=stored_as,
             page_locked=tenant.page_locked,
             live_numel_peak=live_numel_peak,
         )

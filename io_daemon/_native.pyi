@@ -31,16 +31,30 @@ def checksum_portable(buffer: NDArray[np.uint8]) -> int:
     """The same by tables alone, as on a CPU without such instructions; equal on every input. GIL released."""
 
 def join_halves(
-    uppers: NDArray[np.int16], rests: NDArray[np.int16], markers: NDArray[np.int32], values: NDArray[np.int32]
+    numbers: NDArray[np.int16], rests: NDArray[np.int16], markers: NDArray[np.int32], values: NDArray[np.int32]
 ) -> list[int]:
-    """Write values, upper halves shifted up by 16 plus signed rests. Arrays are 1-D, contiguous and of one length.
-    Returns the places of negative markers, in order. GIL released."""
+    """Write fp32 values, by their bits, from bf16 numbers and rests, and take away the marks in the signs of markers.
+    Arrays are 1-D, contiguous and of one length. Returns the places of the marks, in order. GIL released."""
 
 def cut_halves(
-    values: NDArray[np.int32], uppers: NDArray[np.int16], rests: NDArray[np.int16], markers: NDArray[np.int32]
-) -> tuple[list[int], list[int]]:
-    """Write rests, values less upper halves shifted up by 16. Returns the places where those take more than 16 bits,
-    and those of negative markers, both in order. GIL released."""
+    values: NDArray[np.int32], numbers: NDArray[np.int16], rests: NDArray[np.int16], markers: NDArray[np.int32]
+) -> list[int] | None:
+    """Write numbers, rests and marks. Returns the places of the marks, in order; None where a marker is negative whose
+    sign would be a mark: no marker has changed then. GIL released."""
+
+def round_by_chance(values: NDArray[np.int32], dropped: int, seed: int, first: int) -> None:
+    """Round fp32 values, given by their bits, in place to those whose lowest ``dropped`` bits are zero, up with the
+    chance of what is cut off. The numbers are drawn from ``seed`` (32 bits) and places, which begin at ``first``. What
+    is not finite stays. GIL released."""
+
+def narrow_blocks(values: NDArray[np.int32], stored: NDArray[np.uint8], is_signed: bool) -> bool:
+    """Write blocks of 64 fp32 values, given by their bits, as a byte a value and, behind all of them, a byte a block.
+    Returns whether there was a sign that unsigned codes have no bit for. GIL released.
+
+    Raises ValueError where the lengths do not fit."""
+
+def widen_blocks(stored: NDArray[np.uint8], values: NDArray[np.int32], is_signed: bool) -> None:
+    """Write the values that ``narrow_blocks`` stored. GIL released."""
 
 @final
 class Region:

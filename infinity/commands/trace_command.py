@@ -38,7 +38,7 @@ from infinity.plan.staging_plan import activation_bytes, budget_beside, staging_
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.daemon import chunk_spec
 from infinity.tiers.recording import RecordingTier, StepRecorder
-from infinity.update.optimizer import group_indices, refuse_unmarked, sharded_from_config
+from infinity.update.optimizer import group_indices, refuse_storage, sharded_from_config
 from infinity.weights.sharded_model import Layout
 from io_daemon.machine.cpu_load import CpuLoad
 from io_daemon.machine.cpuinfo import processor_name
@@ -90,7 +90,7 @@ class StepOfModel:
         self.num_params = sum(param.numel() for param in model.parameters())
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = sharded_from_config(config.optimizer, trained, dtype=Precision.of(config).update)
-        refuse_unmarked(optimizer, config.io_daemon.master_weights)
+        refuse_storage(optimizer, config.io_daemon)
         collectives = AbsentPeers(world.num_ranks)
         self.layout = layout = Layout.of(model, config, collectives.world_size)
         optimizer_groups = group_indices(optimizer, layout.index_of, layout.params, layout.names)

@@ -9,6 +9,7 @@ from infinity.config.sections import Config
 def check_precision(config: Config, complaints: Complaints) -> None:
     """Complain of dtypes that contradict each other."""
     _check_split(config, complaints)
+    _check_moments(config, complaints)
     bf16, accumulated = config.bf16, config.data_types.grad_accum_dtype
     if config.fp16.enabled and bf16.enabled:
         complaints.add("fp16.enabled", True, "bf16 is enabled, too, and weights have one dtype: enable one of the two")
@@ -49,3 +50,14 @@ def _check_split(config: Config, complaints: Complaints) -> None:
         if is_there:
             complaints.add("io_daemon.master_weights", "split", f'not together with {hindrance}, or write "fp32" here')
             return
+
+
+def _check_moments(config: Config, complaints: Complaints) -> None:
+    """Complain of states that cannot be rounded."""
+    section = config.io_daemon
+    if section.moments != "fp32" and config.bf16.bf16_optimizer_states:
+        remedy = 'states are bf16 already, by bf16_optimizer_states: write "fp32" here, which then means as they are'
+        complaints.add("io_daemon.moments", section.moments, remedy)
+    elif section.moments == "8bit" and section.master_weights == "split":
+        remedy = 'split master weights need a sign of a state, which 8 bits have no room for: write "bf16", or "fp32" '
+        complaints.add("io_daemon.moments", "8bit", f'{remedy}for "io_daemon.master_weights"')

@@ -203,6 +203,8 @@ class IoDaemon(Section):
     """How the store has fp32 master weights of bf16 ones: whole, or as what the weight lacks."""
     activation_checkpoints: bool = False
     """Inputs of ``infinity.checkpointing.checkpoint`` wait for backward in the swap files."""
+    moments: Literal["fp32", "bf16", "8bit"] = "fp32"
+    """How the store has the optimizer's fp32 states: as they are, or rounded."""
     verify_checksums: bool = True
     start: Literal["auto", "never"] = "auto"
     """"auto": local rank 0 starts a private daemon where none is reachable."""

@@ -50,7 +50,7 @@ def build_engine(
     if optimizer is None:
         precision = replace(Precision.of(config), keeps_gradients=False)
     else:
-        precision = Precision.of(config, optimizer.rule.states, markers=optimizer.rule.markers)
+        precision = Precision.of(config, optimizer.rule.states, unsigned=optimizer.rule.unsigned_kinds)
     sharded = ShardedModel(
         layout,
         config=config,

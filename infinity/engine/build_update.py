@@ -8,6 +8,7 @@ from infinity.config import Config
 from infinity.engine.runtime import Runtime
 from infinity.update.loss_scale import loss_scale_of
 from infinity.update.optimizer import ShardedOptimizer
+from infinity.update.rounding import Rounding
 from infinity.update.scratch import Scratch
 from infinity.update.sub_group import SubGroup
 from infinity.update.update import Update
@@ -20,6 +21,7 @@ def build_update(
     """``optimizer_groups``: the optimizer's group of each parameter."""
     sharded, rule, scratch = runtime.sharded, optimizer.rule, Scratch()
     precision = sharded.precision
+    rounding = Rounding({kind: precision.narrows[kind] for kind in rule.unsigned_kinds if kind in precision.narrows})
     sub_groups = [
         SubGroup(
             chunk_id,
@@ -28,6 +30,7 @@ def build_update(
             precision=precision,
             group_of=optimizer_groups,
             scratch=scratch,
+            rounding=rounding,
             weights_of=None if precision.keeps_weights else sharded.weights_of,
         )
         for chunk_id, chunk in enumerate(sharded.chunks)
@@ -35,7 +38,9 @@ def build_update(
     ]
     whole = None
     if rule.whole_groups:
-        whole = WholeParams(sharded.params, runtime.io, rule=rule, precision=precision, group_of=optimizer_groups)
+        whole = WholeParams(
+            sharded.params, runtime.io, rule=rule, precision=precision, group_of=optimizer_groups, rounding=rounding
+        )
     return Update(
         # last chunks first: the first ones, which the next forward needs first, are the ones left resident
         sub_groups[::-1],

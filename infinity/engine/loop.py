@@ -317,6 +317,7 @@ class TrainingLoop:
             last_step=self._last_traffic,
             tenant=self._tenant_stats(),
             labels=self._labels,
+            stored_as=self.runtime.sharded.precision.stored_as(),
         )
 
     def close(self) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from infinity.engine.phases import Phases
 from infinity.errors import EngineStateError
+from infinity.plan.precision import Precision
 from infinity.states import StepPhase
 from infinity.update.gradients import GradientChunks
 from infinity.update.reducer import Reducer
@@ -39,7 +40,7 @@ class StateAccess:
         together: Callable[[Callable[[], None], str], None],
     ) -> None:
         self._stepped, self._states = sharded.precision.stepped, sharded.precision.state_kinds
-        self._markers = sharded.precision.markers
+        self._without_sign = _without_sign(sharded.precision)
         self.keeps_states: Callable[[int], bool] = lambda _param: True
         """Whether the next step heeds what is written to the optimizer's states of a parameter; the update knows."""
         self._io, self._phases = io, phases
@@ -78,10 +79,10 @@ class StateAccess:
         with torch.no_grad():
             value = value.detach()
             own = flattened(value, param.order)[first : first + numel] if whole else value
-            if kind is self._markers and bool(own.signbit().any()):
+            if kind in self._without_sign and bool(own.signbit().any()):
                 raise ValueError(
-                    f"{param.name}: this state is never negative, and its signs complete the master weights: write no "
-                    'negative values, or "fp32" for "io_daemon.master_weights"'
+                    f"{param.name}: this state is never negative, and the store has no sign for it: write no negative "
+                    f"values, or {self._without_sign[kind]}"
                 )
         if kind is ObjectKind.GRAD:
             self._settle(param, together=True)
@@ -133,3 +134,10 @@ class StateAccess:
                 f"the state of a parameter cannot be {done} while the engine is in {self._phases.phase.name}: do it "
                 "between backward() and step(), or between steps"
             )
+
+
+def _without_sign(precision: Precision) -> dict[ObjectKind, str]:
+    """The kinds that cannot be negative, and how they could."""
+    forms = precision.narrows.items()
+    found = {kind: '"bf16" for "io_daemon.moments"' for kind, form in forms if not form.is_signed}
+    return found if precision.markers is None else {precision.markers: '"fp32" for "io_daemon.master_weights"'}

@@ -59,7 +59,7 @@ class StateShape:
 
     group_shard_numels: Sequence[int]
     group_trainable: Sequence[bool]
-    itemsizes: Mapping[int, int]
+    itemsizes: Mapping[int, float]
     """Bytes per element by object kind, only kinds that the daemon keeps."""
     trained_mask: int
     """Kinds that only trainable groups have (all but the weight)."""
@@ -128,14 +128,14 @@ def plan_memory(
 
 def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | None, local_world_size: int) -> MemoryPlan:
     itemsize = min(shape.itemsizes.values())
-    frame_bytes = align_up(chunk_numel * itemsize, PAGE_BYTES)
+    frame_bytes = align_up(int(chunk_numel * itemsize), PAGE_BYTES)
     pinned_frames = streamed_frames = swap_bytes = num_chunks = 0
     demand_frames = 0
     share = shape.device_share()
     for group, shard_numel in enumerate(shape.group_shard_numels):
         for numel, count, kinds in _chunk_sizes(shape, group, shard_numel, chunk_numel, share):
             num_chunks += count
-            needs = {k: align_up(numel * shape.itemsizes[k], PAGE_BYTES) for k in kinds}
+            needs = {k: align_up(int(numel * shape.itemsizes[k]), PAGE_BYTES) for k in kinds}
             frames = {k: -(-needs[k] // frame_bytes) for k in kinds}
             demand_frames = max(demand_frames, sum(n for k, n in frames.items() if not shape.pinned_mask >> k & 1))
             for kind in kinds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,6 +10,7 @@ import torch
 
 from infinity.config import Config
 from infinity.plan.device_share import DeviceShare
+from infinity.plan.narrow import Narrow, narrows_of
 from infinity.plan.stage import StagePolicy
 from io_daemon.shared.protocol import STATE_KINDS, ObjectKind
 
@@ -44,6 +45,8 @@ class Precision:
     """The optimizer's states: what it calls each, and its dtype. In this order they have the kinds ``STATE_KINDS``."""
     markers: ObjectKind | None = None
     """The state whose signs complete masters that the store has as weight and rest; None: it has them whole."""
+    narrows: Mapping[ObjectKind, Narrow] = field(default_factory=dict)
+    """The states that the store has in fewer bits than ``states`` says."""
 
     @property
     def accumulates(self) -> bool:
@@ -52,12 +55,16 @@ class Precision:
 
     @classmethod
     def of(
-        cls, config: Config, states: Mapping[str, torch.dtype] | None = None, *, markers: ObjectKind | None = None
+        cls,
+        config: Config,
+        states: Mapping[str, torch.dtype] | None = None,
+        *,
+        unsigned: Collection[ObjectKind] = (),
     ) -> Precision:
         """
         Args:
             states: None where the optimizer is not known yet, or nothing trains.
-            markers: the kind of a state that is never negative.
+            unsigned: the kinds of states that are never negative.
         """
         weight = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else FP32
         policy = StagePolicy.of(config)
@@ -79,7 +86,8 @@ class Precision:
             weights_stay=not policy.shards_weights,
             update=weight if config.bf16.bf16_optimizer_states else FP32,
             states=states or {},
-            markers=markers if config.io_daemon.master_weights == "split" else None,
+            markers=next(iter(unsigned), None) if config.io_daemon.master_weights == "split" else None,
+            narrows=narrows_of(config.io_daemon.moments, states or {}, unsigned),
         )
 
     def dtypes(self, *, trainable: bool) -> dict[int, torch.dtype]:
@@ -95,11 +103,26 @@ class Precision:
             kinds.update(zip(STATE_KINDS, self.states.values(), strict=False))
         return kinds
 
-    def stored(self, *, trainable: bool) -> dict[int, torch.dtype]:
-        """What the store has of ``dtypes``: the rest of a master is of 16 bits."""
-        dtypes = self.dtypes(trainable=trainable)
-        halved = self.markers is not None and ObjectKind.MASTER in dtypes
-        return dtypes | {ObjectKind.MASTER: REST} if halved else dtypes
+    def stored_bytes(self, *, trainable: bool) -> dict[int, float]:
+        """Bytes of an element that the store has of each of ``dtypes``: the rest of a master is of 16 bits."""
+        found: dict[int, float] = {kind: d.itemsize for kind, d in self.dtypes(trainable=trainable).items()}
+        if self.markers is not None and ObjectKind.MASTER in found:
+            found[ObjectKind.MASTER] = REST.itemsize
+        return found | {kind: form.bytes_per_value for kind, form in self.narrows.items() if kind in found}
+
+    def stored_as(self) -> dict[str, str]:
+        """For people: what the store has of each kind of trained parameters, by what reports call it."""
+        labels = {kind: label for label, kind in self.state_kinds.items()}
+        names = {dtype: name for name, dtype in DTYPES.items()}
+        found = {}
+        for kind, dtype in self.dtypes(trainable=True).items():
+            name = names.get(dtype, str(dtype).removeprefix("torch."))
+            if kind == ObjectKind.MASTER and self.markers is not None:
+                name = "16 bits beside the weight"
+            elif kind in self.narrows:
+                name = self.narrows[ObjectKind(kind)].value
+            found[labels.get(ObjectKind(kind), ObjectKind(kind).name.lower())] = name
+        return found
 
     @property
     def state_kinds(self) -> dict[str, ObjectKind]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol, TypeVar
 
@@ -41,6 +41,11 @@ class ChunkLayout:
 
     numel: int
     dtypes: dict[int, torch.dtype]
+    numels: dict[int, int] = field(default_factory=dict)
+    """The elements of kinds that have another number of them."""
+
+    def numel_of(self, kind: int) -> int:
+        return self.numels.get(kind, self.numel)
 
 
 class Lease(Protocol):

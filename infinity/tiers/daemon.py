@@ -63,12 +63,12 @@ class DaemonStore(HostStore):
         return DaemonLease(self, chunk, self.client.acquire(chunk, read=read, write=write))
 
     def views(self, chunk: int, kind: int, frames: Sequence[int]) -> list[torch.Tensor]:
-        """Typed views of an object's frames, the last one cut to the chunk's numel."""
+        """Typed views of an object's frames, the last one cut to the object's numel."""
         layout = self._layouts[chunk]
-        dtype = layout.dtypes[kind]
+        dtype, numel = layout.dtypes[kind], layout.numel_of(kind)
         frame_numel = self.client.frame_bytes // dtype.itemsize
         return [
-            self._frame(frame, dtype)[: min(frame_numel, layout.numel - piece * frame_numel)]
+            self._frame(frame, dtype)[: min(frame_numel, numel - piece * frame_numel)]
             for piece, frame in enumerate(frames)
         ]
 
@@ -104,7 +104,7 @@ def chunk_spec(layout: ChunkLayout, pinned_mask: int) -> ChunkSpec:
     """A chunk as the daemon sees it: whole pages per kind."""
     kind_bytes = [0] * KINDS_MAX
     for kind, dtype in layout.dtypes.items():
-        kind_bytes[kind] = align_up(layout.numel * dtype.itemsize, PAGE_BYTES)
+        kind_bytes[kind] = align_up(layout.numel_of(kind) * dtype.itemsize, PAGE_BYTES)
     pinned = sum(1 << kind for kind in layout.dtypes if pinned_mask >> kind & 1)
     return ChunkSpec(object_bytes=tuple(kind_bytes), pinned_mask=pinned)
 

@@ -6,7 +6,6 @@ is between (see ``halves``); so does one on the markers, which are shown without
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -16,15 +15,15 @@ from infinity.errors import ConfigError
 from infinity.plan.precision import REST
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore, spans
 from infinity.tiers.halves import cut, join, unmark
+from infinity.tiers.spare import Spare
 from io_daemon.shared.protocol import Access, ObjectKind
 
 WEIGHT, MASTER = ObjectKind.WEIGHT, ObjectKind.MASTER
-_SPARE_MAX = 2
-"""Whole values that are kept for the next leases; more are held at a time only by threads together."""
 
 
 class HalvedStore(ShardStore):
-    """``markers``: a state of trained chunks that is never negative."""
+    """``markers``: a state of trained chunks that is never negative. Who writes masters writes their weights, too, for
+    whoever reads these through the same lease; what the store keeps is rounded again where masters are cut."""
 
     def __init__(self, inner: ShardStore, markers: ObjectKind) -> None:
         self._inner, self.markers = inner, markers
@@ -33,7 +32,7 @@ class HalvedStore(ShardStore):
         """What a lease on masters or markers takes."""
         self._halved: dict[int, int] = {}
         """Numel of the chunks that have masters."""
-        self._spare: list[torch.Tensor] = []
+        self._spare = Spare(2)
         self.failure: ConfigError | None = None
         """Why no chunk can be leased any more."""
 
@@ -88,16 +87,11 @@ class HalvedStore(ShardStore):
 
     def take(self, device: torch.device) -> torch.Tensor:
         """Memory for the values of the largest chunk, fp32, of undefined contents."""
-        with contextlib.suppress(IndexError):  # another thread may take the last
-            spare = self._spare.pop()
-            if spare.device == device:
-                return spare
-        return torch.empty(max(self._halved.values()), dtype=torch.float32, device=device)
+        return self._spare.take(max(self._halved.values()), device)
 
     def give_back(self, values: torch.Tensor) -> None:
         """They came from ``take``, and are not used any more."""
-        if len(self._spare) < _SPARE_MAX:
-            self._spare.append(values)
+        self._spare.give_back(values)
 
 
 class HalvedLease(Lease):

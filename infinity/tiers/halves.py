@@ -30,6 +30,7 @@ _UNIT: Final = 1 << 16
 _TIE: Final = -(1 << 15)
 _INFINITY, _FIRST_NAN, _LAST_NAN = 0x7F80, 0x7F81, 0x7FFF
 _POSITIVE: Final = 0x7FFF
+_LOST: Final = "a value whose sign is needed is negative"
 
 
 def join(numbers: torch.Tensor, rests: torch.Tensor, markers: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -47,9 +48,10 @@ def join(numbers: torch.Tensor, rests: torch.Tensor, markers: torch.Tensor, out:
     if out.device.type == "meta":
         return torch.empty(0, dtype=torch.int64)
     bits, uppers, signs = out.view(torch.int32), numbers.view(torch.int16), markers.view(torch.int32)
-    negative = _join_here(uppers, rests, signs, bits) if _are_here(numbers, out) else _join(uppers, rests, signs, bits)
-    if not negative.numel():
-        return negative
+    if _are_here(numbers, out):
+        return _places(_native.join_halves(uppers.numpy(), rests.numpy(), signs.numpy(), bits.numpy()))
+    bits.copy_(uppers).bitwise_left_shift_(16).add_(rests)
+    negative = (signs < 0).nonzero().view(-1)
     change = _meaning(_taken(uppers, negative), rests[negative])
     marked = negative[change != 0]
     bits[marked] += change[change != 0]
@@ -62,7 +64,7 @@ def cut(values: torch.Tensor, numbers: torch.Tensor, rests: torch.Tensor, marker
 
     Args:
         values: fp32.
-        numbers: bf16, what the values round to. Of a NaN it becomes the NaN's own upper half.
+        numbers: bf16; are written: what the values round to. Of a NaN it is the NaN's own upper half.
         rests: are written.
         markers: get the marks.
 
@@ -70,18 +72,26 @@ def cut(values: torch.Tensor, numbers: torch.Tensor, rests: torch.Tensor, marker
         The places of the marks, int64.
 
     Raises:
-        ValueError: a marker is negative where its sign would be a mark; nothing is lost but ``rests``.
+        ValueError: a marker is negative where its sign would be a mark; no marker has changed.
     """
     if values.device.type == "meta":
         return torch.empty(0, dtype=torch.int64)
     bits, uppers, signs = values.view(torch.int32), numbers.view(torch.int16), markers.view(torch.int32)
-    cuts = _cut_here if _are_here(numbers, values) else _cut
-    misfits, negative = cuts(bits, uppers, rests, signs)
-    marks = _cut_by_hand(misfits, bits, uppers, rests) if misfits.numel() else misfits
-    if negative.numel() and bool(_meaning(_taken(uppers, negative), rests[negative]).any()):
-        raise ValueError("a value whose sign is needed is negative")
-    _flip(signs, marks)
-    return marks
+    if _are_here(numbers, values):
+        marks = _native.cut_halves(bits.numpy(), uppers.numpy(), rests.numpy(), signs.numpy())
+        if marks is None:
+            raise ValueError(_LOST)
+        return _places(marks)
+    numbers.copy_(values)
+    differences = bits - uppers.to(bits.device, torch.int32).bitwise_left_shift_(16)
+    rests.copy_(differences)
+    is_misfit = (differences.add_(-_TIE).bitwise_right_shift_(16) != 0) | values.isnan()
+    found = _cut_by_hand(is_misfit.nonzero().view(-1), bits, uppers, rests)
+    negative = (signs < 0).nonzero().view(-1)
+    if bool(_meaning(_taken(uppers, negative), rests[negative]).any()):
+        raise ValueError(_LOST)
+    _flip(signs, found)
+    return found
 
 
 def unmark(markers: torch.Tensor, places: torch.Tensor) -> None:
@@ -94,31 +104,8 @@ def _are_here(*tensors: torch.Tensor) -> bool:
     return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
-def _join_here(uppers: torch.Tensor, rests: torch.Tensor, signs: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    negative = _native.join_halves(uppers.numpy(), rests.numpy(), signs.numpy(), bits.numpy())
-    return torch.tensor(negative, dtype=torch.int64, device="cpu")
-
-
-def _join(uppers: torch.Tensor, rests: torch.Tensor, signs: torch.Tensor, bits: torch.Tensor) -> torch.Tensor:
-    bits.copy_(uppers).bitwise_left_shift_(16).add_(rests)
-    return (signs < 0).nonzero().view(-1)
-
-
-def _cut_here(
-    bits: torch.Tensor, uppers: torch.Tensor, rests: torch.Tensor, signs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    places = _native.cut_halves(bits.numpy(), uppers.numpy(), rests.numpy(), signs.numpy())
-    misfits, negative = (torch.tensor(each, dtype=torch.int64, device="cpu") for each in places)
-    return misfits, negative
-
-
-def _cut(
-    bits: torch.Tensor, uppers: torch.Tensor, rests: torch.Tensor, signs: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    differences = bits - uppers.to(bits.device, torch.int32).bitwise_left_shift_(16)
-    rests.copy_(differences)
-    beyond = differences.add_(-_TIE).bitwise_right_shift_(16)
-    return beyond.nonzero().view(-1), (signs < 0).nonzero().view(-1)
+def _places(found: list[int]) -> torch.Tensor:
+    return torch.tensor(found, dtype=torch.int64, device="cpu")
 
 
 def _cut_by_hand(places: torch.Tensor, bits: torch.Tensor, numbers: torch.Tensor, rests: torch.Tensor) -> torch.Tensor:

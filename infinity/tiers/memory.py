@@ -90,7 +90,7 @@ class MemoryStore(ShardStore):
         tensor = self._objects.get((chunk, kind))
         if tensor is None:
             layout = self._layouts[chunk]
-            tensor = self._pool.empty(layout.numel, layout.dtypes[kind])
+            tensor = self._pool.empty(layout.numel_of(kind), layout.dtypes[kind])
             self._objects[chunk, kind] = tensor.zero_() if read else tensor
         return [tensor]
 

@@ -14,6 +14,7 @@ from torch import nn
 
 from infinity.config import Optimizer as OptimizerConfig
 from infinity.config.optimizer import MuonOptimizer
+from infinity.config.sections import IoDaemon
 from infinity.errors import ConfigError, EngineStateError
 from infinity.update.algorithms import make_optimizer
 from infinity.update.loss_scale import FixedLossScale, LossScale
@@ -172,12 +173,22 @@ def sharded_from_torch(optimizer: torch.optim.Optimizer, *, dtype: torch.dtype) 
     return sharded
 
 
-def refuse_unmarked(optimizer: ShardedOptimizer | None, master_weights: str) -> None:
-    """Raise ConfigError where masters cannot be split, since no state of the optimizer has a sign to spare.
+def refuse_storage(optimizer: ShardedOptimizer | None, config: IoDaemon) -> None:
+    """Raise ConfigError where the optimizer's states cannot be stored as the configuration says.
 
-    ``optimizer``: None where nothing trains, and no master changes.
+    Masters cannot be split where no state has a sign to spare, and nothing but fp32 states can be narrowed.
+    ``optimizer``: None where nothing trains, and nothing of it is stored.
     """
-    if master_weights == "split" and optimizer is not None and optimizer.rule.markers is None:
+    if optimizer is None:
+        return
+    if config.moments != "fp32":
+        states = optimizer.rule.states
+        others = [label for label, dtype in states.items() if dtype is not torch.float32]
+        if others or not states:
+            kept = f"keeps {', '.join(others)} in another dtype than fp32" if others else "keeps no state"
+            remedy = f'{optimizer.rule.name} {kept}, and only fp32 states can be rounded: write "fp32"'
+            raise ConfigError("io_daemon.moments", config.moments, remedy)
+    if config.master_weights == "split" and optimizer.rule.markers is None:
         raise ConfigError(
             "io_daemon.master_weights",
             "split",

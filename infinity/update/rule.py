@@ -60,8 +60,12 @@ class UpdateRule:
     @property
     def markers(self) -> ObjectKind | None:
         """The kind of a state whose signs are free; None where there is none."""
-        free = (kind for label, kind in zip(self.states, self.state_kinds, strict=True) if label in self.unsigned)
-        return next(free, None)
+        return next(iter(self.unsigned_kinds), None)
+
+    @property
+    def unsigned_kinds(self) -> list[ObjectKind]:
+        """The kinds of ``unsigned``."""
+        return [kind for label, kind in zip(self.states, self.state_kinds, strict=True) if label in self.unsigned]
 
     @property
     def state_mask(self) -> int:

@@ -14,6 +14,7 @@ import torch
 from infinity.plan.precision import Precision
 from infinity.plan.sharding import ALIGNMENT, ChunkPlacement, Run, Segment, runs_of
 from infinity.tiers.base import Lease, spans
+from infinity.update.rounding import Rounding
 from infinity.update.rule import Call, History, Options, UpdateRule
 from infinity.update.scratch import Scratch
 from infinity.weights.param_group import GradientOf
@@ -57,6 +58,7 @@ class SubGroup:
         precision: Precision,
         group_of: Sequence[int],
         scratch: Scratch,
+        rounding: Rounding,
         weights_of: WeightsOf | None = None,
     ) -> None:
         """
@@ -75,11 +77,9 @@ class SubGroup:
         """Gradient, master weights and states; 16-bit weights beside masters are only written, so never swapped in."""
         dtypes = precision.dtypes(trainable=True)
         self.dirty = rule.state_mask | self._stepped.mask | (ObjectKind.WEIGHT in dtypes and ObjectKind.WEIGHT.mask)
-        self._weights_of, self._scratch = weights_of, scratch
+        self._weights_of, self._scratch, self._rounding = weights_of, scratch, rounding
         self._gradient = dtypes[ObjectKind.GRAD]
-        cut_by_frames = [kind for kind in kinds_of(self.read) if not apart or kind != ObjectKind.WEIGHT]
-        self._widest = max(cut_by_frames, key=lambda kind: dtypes[kind].itemsize)
-        """Frames cut the elements of no other kind at more places."""
+        self._cut_by_frames = [kind for kind in kinds_of(self.read) if not apart or kind != ObjectKind.WEIGHT]
 
     def update(self, lease: Lease, terms: Terms, gradient_of: GradientOf | None = None) -> dict[int, History]:
         """Step every segment whose parameter is present, through a granted lease of ``read`` and ``dirty``.
@@ -103,7 +103,16 @@ class SubGroup:
             histories.update(dict.fromkeys(batch.indices, after))
         if self._stepped is ObjectKind.MASTER:
             self._cast_weights(pieces)
+        self._round_states(pieces, histories)
         return histories
+
+    def _round_states(self, pieces: _Pieces, histories: Mapping[int, History]) -> None:
+        for kind in self._rounding.forms:
+            for segment in self.placement.segments:
+                if segment.param in histories:
+                    history, first = histories[segment.param], segment.param_offset
+                    for start, values in spans(pieces[kind], segment.chunk_offset, segment.numel):
+                        self._rounding.apply(values, kind, param=segment.param, first=first + start, history=history)
 
     def _collected(self, gradient_of: GradientOf, device: torch.device) -> torch.Tensor:
         """The chunk's gradients in the rule's dtype, rounded as the store would round them."""
@@ -118,11 +127,13 @@ class SubGroup:
     def _batches(self, pieces: _Pieces, terms: Terms) -> dict[tuple[int, History], _Batch]:
         """What is stepped by one call each: pieces of one optimizer group and one history."""
         batches: dict[tuple[int, History], _Batch] = {}
+        # where frames cut the elements of one kind they cut those of all that have as many pieces or more
+        finest = max(self._cut_by_frames, key=lambda kind: len(pieces[kind]))
         for params, offset, numel in self._ranges(terms):
             batch = batches.setdefault((self._group_of[params[0]], terms.histories[params[0]]), _Batch())
             batch.indices += params
-            for start, widest in spans(pieces[self._widest], offset, numel):
-                at, length = offset + start, widest.numel()
+            for start, piece in spans(pieces[finest], offset, numel):
+                at, length = offset + start, piece.numel()
                 target = _view(pieces[self._stepped], at, length)
                 param = target.to(self._rule.dtype)
                 batch.targets.append(target)
@@ -165,7 +176,8 @@ class SubGroup:
             return
         for run, _ in self._runs:
             for start, master in spans(pieces[ObjectKind.MASTER], run.chunk_offset, run.numel):
-                _view(pieces[ObjectKind.WEIGHT], run.chunk_offset + start, master.numel()).copy_(master)
+                for at, weight in spans(pieces[ObjectKind.WEIGHT], run.chunk_offset + start, master.numel()):
+                    weight.copy_(master[at : at + weight.numel()])
 
     def _round_into(self, weights_of: WeightsOf, masters: Sequence[torch.Tensor]) -> None:
         targets, sources = [], []
@@ -187,6 +199,6 @@ def _alike(run: Run, group_of: Sequence[int]) -> bool:
 
 
 def _view(pieces: Sequence[torch.Tensor], offset: int, numel: int) -> torch.Tensor:
-    """A range of a kind no wider than the one that cut its ends: its pieces are cut at the same places or fewer."""
+    """A range of a kind that is cut at no more places than the one that cut its ends."""
     ((_, view),) = spans(pieces, offset, numel)
     return view

@@ -280,7 +280,7 @@ class Update:
                 self.num_updated += 1
                 after = self._optimizer.rule.run(call, terms.histories[param], terms.options[group])
                 self._histories_after[param] = after
-                whole.write(param, call)
+                whole.write(param, call, after)
         for sub_group, _ in self._works:
             if self._steps(sub_group, self._present) and not self._steps(sub_group, terms.present):
                 lease = self._store.acquire(sub_group.chunk, write=ObjectKind.GRAD.mask)

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 import torch
 
 from infinity.plan.precision import Precision
-from infinity.update.rule import Call, UpdateRule
+from infinity.update.rounding import Rounding
+from infinity.update.rule import Call, History, UpdateRule
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.state_io import StateIO
 from io_daemon.shared.protocol import ObjectKind
@@ -25,13 +26,14 @@ class WholeParams:
         rule: UpdateRule,
         precision: Precision,
         group_of: Sequence[int],
+        rounding: Rounding,
     ) -> None:
         """``group_of``: parameter index -> index of its optimizer group."""
         self.group_of = {p.index: group_of[p.index] for p in params if group_of[p.index] in rule.whole_groups}
         """Index of the optimizer group of each parameter, in the order in which all ranks gather them."""
         self._params = {param.index: param for param in params}
         self._io, self._rule, self._stepped = io, rule, precision.stepped
-        self._keeps_weights = precision.keeps_weights
+        self._keeps_weights, self._rounding = precision.keeps_weights, rounding
 
     def gather(self, index: int, factor: torch.Tensor | None) -> Call:
         """One parameter with its gradient, times ``factor``, and its states. Collective."""
@@ -44,15 +46,19 @@ class WholeParams:
             states=[tuple(self._read(param, kind, d) for kind, d in zip(rule.state_kinds, dtypes, strict=True))],
         )
 
-    def write(self, index: int, call: Call) -> None:
-        """This rank's part of what was stepped goes back."""
+    def write(self, index: int, call: Call, history: History) -> None:
+        """This rank's part of what was stepped goes back. ``history``: of the parameter, after the step."""
         param = self._params[index]
         kinds = dict.fromkeys((self._stepped, ObjectKind.WEIGHT))
         self._write(param, list(kinds), call.params[0])
         if not self._keeps_weights:
             param.allocate().copy_(flattened(call.params[0], param.order))
         for kind, state in zip(self._rule.state_kinds, call.states[0], strict=True):
-            self._write(param, [kind], state)
+            first, numel = self._io.own_range(param)
+            own = flattened(state, param.order)[first : first + numel]
+            if kind in self._rounding.forms:
+                self._rounding.apply(own, kind, param=index, first=first, history=history)
+            self._io.write_own(param, [kind], own)
 
     def _read(self, param: ShardedParam, kind: ObjectKind, dtype: torch.dtype) -> torch.Tensor:
         return param.unflattened(self._io.read_flat(param, kind).to(dtype))

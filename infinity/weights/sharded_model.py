@@ -27,6 +27,7 @@ from infinity.tiers.due import DueStore
 from infinity.tiers.halved import HalvedStore
 from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
 from infinity.tiers.memory import MemoryStore
+from infinity.tiers.narrowed import NarrowedStore
 from infinity.tiers.pool import ALIGNMENT_BYTES, MemoryPool
 from infinity.tiers.snapshot import SnapshotStore
 from infinity.weights import access
@@ -115,11 +116,11 @@ class Layout:
         ]
 
     def state_shape(self, precision: Precision, tiers: Tiers) -> StateShape:
-        dtypes = precision.stored(trainable=True) | precision.stored(trainable=False)
+        stored = precision.stored_bytes(trainable=True) | precision.stored_bytes(trainable=False)
         return StateShape(
             group_shard_numels=[placement.shard_numel for placement in self.placements],
             group_trainable=[placement.trainable for placement in self.placements],
-            itemsizes={k: d.itemsize for k, d in dtypes.items() if tiers.host_mask >> k & 1},
+            itemsizes={k: size for k, size in stored.items() if tiers.host_mask >> k & 1},
             trained_mask=~ObjectKind.WEIGHT.mask,
             pinned_mask=tiers.pinned_mask,
             ratio=tiers.ratio,
@@ -241,8 +242,8 @@ class ShardedModel:
         leave holes. What nobody touches is address space."""
         num_bytes = 0
         for mask, chunk in zip(masks, self.chunks, strict=True):
-            dtypes = self.precision.stored(trainable=self._is_trained(chunk))
-            num_bytes += chunk.numel * sum(dtype.itemsize for kind, dtype in dtypes.items() if mask >> kind & 1)
+            sizes = self.precision.stored_bytes(trainable=self._is_trained(chunk))
+            num_bytes += int(chunk.numel * sum(size for kind, size in sizes.items() if mask >> kind & 1))
         return num_bytes * 5 // 4 + len(self.chunks) * ALIGNMENT_BYTES
 
     def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool) -> DueStore:
@@ -258,6 +259,8 @@ class ShardedModel:
             host = tier.open(self.plan, job=tier.job, pinned_mask=tiers.pinned_mask, device=self._device)
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
+        if self.precision.narrows:
+            store = NarrowedStore(store, self.precision.narrows)
         if self.precision.markers is not None:
             store = HalvedStore(store, self.precision.markers)
         snapshots = SnapshotStore(store)

@@ -107,6 +107,9 @@ BESIDE = {
 }
 """Another engine in the program, of another model, and what is done with it after the first one's forward or step."""
 
+SPLIT_SHARE = 0.3
+"""Of the programs in bf16, those whose masters the store has in halves."""
+
 WRITES = re.compile(r"mul_\(0\.9\)|load_state_dict|\.data = ")
 PART = re.compile(r"\bp(\d+)\b")
 
@@ -215,10 +218,20 @@ class Program:
         for field, value in plain.items():
             if getattr(self, field) != value:
                 yield replace(self, **{field: value})
-        for change in ({"poison": False}, {"nvme": False}, {"bf16": False}, {"thresholds": "each"}):
+        for change in (
+            {"split": False},
+            {"poison": False},
+            {"nvme": False},
+            {"bf16": False, "split": False},
+            {"thresholds": "each"},
+        ):
             setting = replace(self.setting, **change)
             if setting != self.setting:
                 yield replace(self, setting=setting)
+
+    def _with_split(self, split: bool) -> Program:
+        has_masters = self.setting.bf16 and self.setting.stage == 3
+        return replace(self, setting=replace(self.setting, split=split and has_masters))
 
     def _with_part(self, number: int, text: str) -> Program:
         return replace(self, parts=(*self.parts[:number], text, *self.parts[number + 1 :]))
@@ -290,7 +303,7 @@ def program(seed: int, *, nvme_share: float = 0.01) -> Program:
         # drawn last: what a seed gave before stays what it is
         beside=draw.choice(tuple(BESIDE)) if draw.random() < 0.1 else "",
         beside_within=draw.random() < 0.5,
-    )
+    )._with_split(draw.random() < SPLIT_SHARE)
 
 
 def _setting(draw: random.Random, nvme_share: float) -> Setting:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -59,7 +60,13 @@ def batch(step: int) -> torch.Tensor:
 
 @contextmanager
 def engine_of(
-    directory: Path, masters: str, tier: str = "nvme", *, optimizer: Any = "AdamW", **changes: Any
+    directory: Path,
+    masters: str,
+    tier: str = "nvme",
+    *,
+    optimizer: Any = "AdamW",
+    zero: Any = MappingProxyType({}),
+    **changes: Any,
 ) -> Iterator[Engine]:
     torch.manual_seed(0)
     model = Net()
@@ -80,6 +87,7 @@ def engine_of(
             "stage3_prefetch_bucket_size": WIDTH * WIDTH,
             "offload_param": offload,
             "offload_optimizer": offload,
+            **zero,
         },
         **changes,
     }

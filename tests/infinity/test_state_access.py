@@ -21,7 +21,7 @@ from infinity.zero import (
     register_external_parameter,
     unregister_external_parameter,
 )
-from infinity.zero.estimates import zero2_needs, zero3_needs
+from infinity.zero.estimates import state_bytes, zero2_needs, zero3_needs
 from tests.support.ranks import run_ranks
 from tests.support.state_story import batches_of, build, config, differences, loss_of
 
@@ -303,11 +303,16 @@ def test_estimates_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         if "cpu" in need.options and "nvme" in need.options:
             continue  # part of it is inside the budget
         assert 8 * need.gpu_bytes + 2 * (host + need.nvme_bytes) == 16_000_000
+    sizes = {(m, k): state_bytes(m, k) for m in ("fp32", "split") for k in ("fp32", "bf16")}
+    assert sizes == {("fp32", "fp32"): 12, ("fp32", "bf16"): 8, ("split", "fp32"): 10, ("split", "bf16"): 6}
+    assert zero3_needs(64, 0, 1, 1, states=state_bytes(moments="8bit"))[0].gpu_bytes == 64 * 10 + 2
+    with pytest.raises(ValueError, match="4bit"):
+        state_bytes(moments="4bit")
     none, cpu, nvme = zero2_needs(1_000_000, 4, 2)
     assert none.gpu_bytes - cpu.gpu_bytes == 14_000_000 // 8
     assert cpu.host_bytes == nvme.nvme_bytes == 7_000_000
     infinity.zero.estimate_zero3_model_states_mem_needs_all_live(nn.Linear(1000, 1000), num_gpus_per_node=2)
-    infinity.zero.estimate_zero2_model_states_mem_needs_all_live(nn.Linear(1000, 1000))
+    infinity.zero.estimate_zero2_model_states_mem_needs_all_live(nn.Linear(1000, 1000), moments="bf16")
     printed = capsys.readouterr().out
     assert "1M total params, 1M largest layer params" in printed
     assert "offload_param=nvme" in printed

@@ -71,7 +71,7 @@ class StrictStore(ShardStore):
     def object(self, chunk: int, kind: int) -> torch.Tensor:
         """What the store keeps; zeros at first."""
         layout = self.layouts[chunk]
-        return self._objects.setdefault((chunk, kind), torch.zeros(layout.numel, dtype=layout.dtypes[kind]))
+        return self._objects.setdefault((chunk, kind), torch.zeros(layout.numel_of(kind), dtype=layout.dtypes[kind]))
 
     def acquired(self) -> list[tuple[int, int, int]]:
         return [entry[1:] for entry in self.log if entry[0] == "acquire"]

@@ -54,6 +54,8 @@ class Setting:
     bf16: bool = False
     nvme: bool = False
     poison: bool = False
+    split: bool = False
+    """Whether the store has masters in halves, where there are some."""
 
     @property
     def zero(self) -> dict[str, int]:
@@ -64,7 +66,7 @@ class Setting:
 
     def __str__(self) -> str:
         words = [self.thresholds if self.stage == 3 else f"stage{self.stage}", "bf16" if self.bf16 else "fp32"]
-        return "-".join([*words, *(["nvme"] if self.nvme else []), *(["poison"] if self.poison else [])])
+        return "-".join([*words, *(name for name in ("nvme", "poison", "split") if getattr(self, name))])
 
 
 @dataclass
@@ -225,9 +227,10 @@ class InfinityWorld(World):
             "zero_optimization": zero,
             "steps_per_print": 0,
         }
+        section: dict[str, Any] = {"master_weights": "split"} if self.setting.split else {}
         if self.setting.nvme:
-            config["io_daemon"] = {"host_budget_bytes": 64 << 20, "engine": "require:posix"}
-        return config | changes
+            section |= {"host_budget_bytes": 64 << 20, "engine": "require:posix"}
+        return config | {"io_daemon": section} | changes
 
     def init(self) -> AbstractContextManager[Any]:
         return infinity.Init(config_dict_or_path=self.config())

@@ -68,6 +68,13 @@ IO_DAEMON: tuple[Key, ...] = (
         "read ahead of backward; those of less than a page, or that do not lie densely, in memory. An eighth of "
         "host_budget_bytes, 64 MiB a rank at most, is theirs. The bits are the same",
     ),
+    works(
+        "io_daemon.moments",
+        '"bf16" or "8bit": the store has the optimizer\'s fp32 states rounded, to 2 bytes or 1 (in blocks of 64); this '
+        "changes the bits of the result; states that are never negative (second moments) are rounded up by chance, so "
+        'that they go on moving. The same bits at every tier and budget. "8bit" not together with master_weights '
+        '"split". "fp32": as they are',
+    ),
     works("io_daemon.verify_checksums", "check every block that is read back; a running daemon keeps its own"),
     works("io_daemon.start", '"auto": start a private daemon where none is reachable; "never"', auto="value"),
 )

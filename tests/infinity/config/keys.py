@@ -227,6 +227,7 @@ _IO = {
     "io_daemon.activation_checkpoints": Example(
         True, "infinity/tiers/test_activations.py::test_the_bits_are_those_of_inputs_in_memory"
     ),
+    "io_daemon.moments": Example("bf16", "infinity/test_moments.py::test_the_bits_are_those_of_a_loop_that_rounds"),
     "io_daemon.verify_checksums": Example(False, f"{_CONNECTION}::test_settings_reach_the_daemon_that_is_started"),
     "io_daemon.start": Example("never", f"{_CONNECTION}::test_no_daemon_is_started_where_none_may_be"),
 }

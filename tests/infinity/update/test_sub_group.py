@@ -10,6 +10,7 @@ import torch
 
 from infinity.plan.precision import Precision
 from infinity.update.dry_run import options_of as all_options_of
+from infinity.update.rounding import Rounding
 from infinity.update.rule import History, UpdateRule
 from infinity.update.scratch import Scratch
 from infinity.update.sub_group import SubGroup, Terms
@@ -42,7 +43,13 @@ class Fixture:
         (self.placement,) = self.shards.chunks
         self.stepped = precision.stepped
         self.sub_group = SubGroup(
-            0, self.placement, rule=rule(), precision=precision, group_of=group_of, scratch=Scratch()
+            0,
+            self.placement,
+            rule=rule(),
+            precision=precision,
+            group_of=group_of,
+            scratch=Scratch(),
+            rounding=Rounding({}),
         )
         generator = torch.Generator().manual_seed(3)
         self.store.object(0, self.stepped).copy_(torch.randn(self.placement.numel, generator=generator))
