@@ -32,18 +32,20 @@ def test_state_reads_and_writes_as_plain_torch_does(tier: str, bf16: bool, tmp_p
     assert differences(tier, str(tmp_path), bf16=bf16) == []
 
 
-@pytest.mark.parametrize(("tier", "bf16"), [("none", True), ("nvme", False)])
-def test_on_two_ranks(tier: str, bf16: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("tier", "bf16", "num_ranks"), [("none", True, 2), ("nvme", False, 2), ("cpu", False, 4), ("nvme", True, 4)]
+)
+def test_on_several_ranks(tier: str, bf16: bool, num_ranks: int, tmp_path: Path) -> None:
     code = f"""
     import json, torch
     from tests.support.state_story import differences
     import infinity
     from infinity.tiers.collectives import Collectives
     kept = Collectives.join()
-    print(json.dumps(differences({tier!r}, {str(tmp_path)!r}, bf16={bf16}, world_size=2)))
+    print(json.dumps(differences({tier!r}, {str(tmp_path)!r}, bf16={bf16}, world_size={num_ranks})))
     kept.close()
     """
-    assert [rank.answer for rank in run_ranks(code, tmp_path, num_ranks=2)] == [[], []]
+    assert [rank.answer for rank in run_ranks(code, tmp_path, num_ranks=num_ranks)] == [[]] * num_ranks
 
 
 @pytest.fixture
