@@ -234,8 +234,9 @@ def a_parameter_is_taken_out_of_its_group(world: Any) -> None:
 # Modes
 
 
-@cases(settings=SETTINGS, must="equal")
+@cases(settings=[setting for setting in SETTINGS if not setting.bf16], must="equal")
 def initialize_in_inference_mode(world: Any) -> None:
+    """In bf16 it is the reference whose casts are inference tensors."""
     model = Net()
     with torch.inference_mode():
         engine = world.initialize(model)
