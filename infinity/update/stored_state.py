@@ -10,6 +10,7 @@ import torch
 
 from infinity.errors import EngineStateError
 
+_BEFORE = "_infinity_before"
 REMEDY = (
     "read it with infinity.utils.safe_get_full_optimizer_state(param, name), write it with "
     "safe_set_full_optimizer_state, keep it with engine.save_checkpoint()"
@@ -42,7 +43,9 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     def add_param_group(_self: Any, group: dict[str, Any]) -> NoReturn:
         refuse_group(group)
 
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule made before warns
     optimizer.state = StoredState()  # type: ignore[assignment]
+    optimizer.__dict__[_BEFORE] = {name: optimizer.__dict__.get(name) for name in ("step", "add_param_group")}
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
 
@@ -51,7 +54,11 @@ def take_back(optimizer: torch.optim.Optimizer) -> None:
     """Before another engine takes it over: what ``retire`` did is undone."""
     if isinstance(optimizer.state, StoredState):
         optimizer.state = defaultdict(dict)
-        del optimizer.step, optimizer.add_param_group
+        for name, method in optimizer.__dict__.pop(_BEFORE).items():
+            if method is None:
+                delattr(optimizer, name)
+            else:  # a schedule's, say, which counts steps
+                setattr(optimizer, name, method)
 
 
 def refuse_group(group: dict[str, Any]) -> NoReturn:
