@@ -136,7 +136,7 @@ def test_a_budget_that_staging_takes_is_refused(tmp_path: Path, capsys: pytest.C
     config_path.write_text(json.dumps(config(tmp_path)))
     words = ["--config", str(config_path), *MODEL, "--meta", "--nproc-per-node", "256"]
     assert main(["trace", *words]) == 1
-    assert "staging" in capsys.readouterr().err
+    assert "models under construction" in capsys.readouterr().err
 
 
 def test_another_budget_than_the_configurations(tmp_path: Path) -> None:
