@@ -58,6 +58,7 @@ def test_the_configuration_chooses_the_scale() -> None:
     assert scale_of(bf16={"enabled": True, "check_grad_overflow": True}).checks_overflow
     fixed = scale_of(fp16={"enabled": True, "loss_scale": 128})
     assert isinstance(fixed, FixedLossScale)
+    assert fixed.state_dict() == {}, "nothing of it is kept"
     assert (fixed.value, fixed.checks_overflow) == (128, True)
     assert scale_of(fp16={"enabled": True, "initial_scale_power": 32}).value == 2.0**32
     assert scale_of(fp16={"enabled": False, "loss_scale": 128}).value == 1.0
