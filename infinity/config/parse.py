@@ -24,7 +24,7 @@ from infinity.errors import ConfigError
 
 _log = logging.getLogger(__name__)
 
-SIBLINGS_LISTED_MAX = 12
+SIBLINGS_LISTED_MAX = 16
 """Where there are more keys than this, one that is like no other is told the closest instead of all."""
 _SHAPES: dict[Shape, tuple[type, ...]] = {
     "boolean": (bool,),

@@ -225,7 +225,7 @@ def test_a_misspelt_key_gets_a_suggestion(path: str, meant: str | None) -> None:
 
 
 def test_an_unknown_key_like_no_other_lists_what_is_known_here() -> None:
-    assert "host_budget_bytes, master_weights, queue_depth" in _refusal(_with("io_daemon.zzz", 1)).remedy
+    assert "host_budget_bytes, master_weights, moments, queue_depth" in _refusal(_with("io_daemon.zzz", 1)).remedy
 
 
 # --- values
