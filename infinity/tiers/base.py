@@ -79,6 +79,34 @@ class ShardStore(Protocol):
     def close(self) -> None: ...
 
 
+class StoreLayer(ShardStore):
+    """A store above another one, which does whatever the layer does not do itself."""
+
+    def __init__(self, inner: ShardStore) -> None:
+        self._inner = inner
+
+    def register(self, layouts: Sequence[ChunkLayout]) -> range:
+        return self._inner.register(layouts)
+
+    def unregister(self, chunks: range) -> None:
+        self._inner.unregister(chunks)
+
+    def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        return self._inner.acquire(chunk, read=read, write=write)
+
+    def mark(self, trace_id: int) -> None:
+        self._inner.mark(trace_id)
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
+        self._inner.set_trace(trace_id, accesses)
+
+    def stats(self) -> dict[str, float]:
+        return self._inner.stats()
+
+    def close(self) -> None:
+        self._inner.close()
+
+
 class HostStore(ShardStore, Protocol):
     """What lies outside the device: the daemon's, or what stands in for it."""
 

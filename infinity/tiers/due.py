@@ -6,17 +6,16 @@ the chunk's next use, and nobody can see a chunk without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
 from infinity.errors import EngineStateError
-from infinity.tiers.base import ChunkLayout, Lease, ShardStore, stream
+from infinity.tiers.base import Lease, StoreLayer, stream
 from infinity.tiers.layers import TracedStore
 from infinity.tiers.snapshot import Snapshot, SnapshotStore
-from io_daemon.shared.protocol import Access
 
 DUE_TRACES: Final = 2
 """A pass that begins with work due, or after chunks were ahead of others, has an id greater by this: it asks for more,
@@ -38,12 +37,13 @@ class Work:
     """What an error says that comes before it could be done."""
 
 
-class DueStore(ShardStore):
+class DueStore(StoreLayer):
     """``num_ahead``: leases that ``settle`` issues beside the one at work. ``snapshots``: what keeps what these
     chunks were, somewhere below ``inner``."""
 
     def __init__(self, inner: TracedStore, snapshots: SnapshotStore, *, num_ahead: int) -> None:
-        self._inner, self._snapshots, self._num_ahead = inner, snapshots, num_ahead
+        super().__init__(inner)
+        self._traced, self._snapshots, self._num_ahead = inner, snapshots, num_ahead
         self._due: dict[int, Work] = {}
         self._leases: dict[int, DueLease] = {}
         """By chunk, the lease that was acquired to do what is due and was not waited for yet."""
@@ -97,18 +97,18 @@ class DueStore(ShardStore):
         if snapshot is not None and snapshot.is_unmade(chunk, write):
             self.settle([chunk])
         if chunk not in self._due:
-            return self._inner.acquire(chunk, read=read, write=write)
+            return super().acquire(chunk, read=read, write=write)
         earlier = self._leases.get(chunk)
         if earlier is not None:
             earlier.do_now()
-            return self._inner.acquire(chunk, read=read, write=write)
+            return super().acquire(chunk, read=read, write=write)
         lease = DueLease(self, chunk, self._due[chunk], read, write)
         self._leases[chunk] = lease
         return lease
 
     def issue(self, chunk: int, read: int, write: int) -> Lease:
         """A lease of the store below, whatever is due."""
-        return self._inner.acquire(chunk, read=read, write=write)
+        return super().acquire(chunk, read=read, write=write)
 
     def note_done(self, chunk: int) -> None:
         """What was due of the chunk is done."""
@@ -123,30 +123,18 @@ class DueStore(ShardStore):
         """The lease that was to do it was given up."""
         del self._leases[chunk]
 
-    def register(self, layouts: Sequence[ChunkLayout]) -> range:
-        return self._inner.register(layouts)
-
-    def unregister(self, chunks: range) -> None:
-        self._inner.unregister(chunks)
-
     def mark(self, trace_id: int) -> None:
-        self._inner.mark(trace_id + DUE_TRACES if self._due or self._was_barred else trace_id)
-
-    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
-        self._inner.set_trace(trace_id, accesses)
+        super().mark(trace_id + DUE_TRACES if self._due or self._was_barred else trace_id)
 
     def complete(self) -> None:
-        self._inner.complete()
+        self._traced.complete()
 
     def abandon(self) -> None:
-        self._inner.abandon()
-
-    def stats(self) -> dict[str, float]:
-        return self._inner.stats()
+        self._traced.abandon()
 
     def close(self) -> None:
         self._due.clear()
-        self._inner.close()
+        super().close()
 
 
 class DueLease(Lease):

@@ -13,7 +13,7 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.plan.precision import REST
-from infinity.tiers.base import ChunkLayout, Lease, ShardStore, spans
+from infinity.tiers.base import ChunkLayout, Lease, ShardStore, StoreLayer, spans
 from infinity.tiers.halves import cut, join, unmark
 from infinity.tiers.spare import Spare
 from io_daemon.shared.protocol import Access, ObjectKind
@@ -21,12 +21,13 @@ from io_daemon.shared.protocol import Access, ObjectKind
 WEIGHT, MASTER = ObjectKind.WEIGHT, ObjectKind.MASTER
 
 
-class HalvedStore(ShardStore):
+class HalvedStore(StoreLayer):
     """``markers``: a state of trained chunks that is never negative. Who writes masters writes their weights, too, for
     whoever reads these through the same lease; what the store keeps is rounded again where masters are cut."""
 
     def __init__(self, inner: ShardStore, markers: ObjectKind) -> None:
-        self._inner, self.markers = inner, markers
+        super().__init__(inner)
+        self.markers = markers
         self._whole = MASTER.mask | markers.mask
         self.halves = WEIGHT.mask | self._whole
         """What a lease on masters or markers takes."""
@@ -37,7 +38,7 @@ class HalvedStore(ShardStore):
         """Why no chunk can be leased any more."""
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
-        chunks = self._inner.register([self._stored(layout) for layout in layouts])
+        chunks = super().register([self._stored(layout) for layout in layouts])
         self._halved |= {c: layout.numel for c, layout in zip(chunks, layouts, strict=True) if MASTER in layout.dtypes}
         return chunks
 
@@ -46,7 +47,7 @@ class HalvedStore(ShardStore):
         return replace(layout, dtypes={**layout.dtypes, MASTER: REST}) if has_masters else layout
 
     def unregister(self, chunks: range) -> None:
-        self._inner.unregister(chunks)
+        super().unregister(chunks)
         for chunk in chunks:
             self._halved.pop(chunk, None)
 
@@ -54,8 +55,8 @@ class HalvedStore(ShardStore):
         if self.failure is not None:
             raise self.failure
         if not (read | write) & self._whole or chunk not in self._halved:
-            return self._inner.acquire(chunk, read=read, write=write)
-        inner = self._inner.acquire(chunk, read=self._read(read, write), write=self._write(write))
+            return super().acquire(chunk, read=read, write=write)
+        inner = super().acquire(chunk, read=self._read(read, write), write=self._write(write))
         return HalvedLease(self, inner, self._halved[chunk], read, write)
 
     def _read(self, read: int, write: int) -> int:
@@ -66,11 +67,8 @@ class HalvedStore(ShardStore):
     def _write(self, write: int) -> int:
         return write | self.halves if write & self._whole else write
 
-    def mark(self, trace_id: int) -> None:
-        self._inner.mark(trace_id)
-
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
-        self._inner.set_trace(trace_id, [self._seen_below(access) for access in accesses])
+        super().set_trace(trace_id, [self._seen_below(access) for access in accesses])
 
     def _seen_below(self, access: Access) -> Access:
         read, write = access.read_mask, access.write_mask
@@ -78,12 +76,9 @@ class HalvedStore(ShardStore):
             return access
         return access._replace(read_mask=self._read(read, write), write_mask=self._write(write))
 
-    def stats(self) -> dict[str, float]:
-        return self._inner.stats()
-
     def close(self) -> None:
         self._spare.clear()
-        self._inner.close()
+        super().close()
 
     def take(self, device: torch.device) -> torch.Tensor:
         """Memory for the values of the largest chunk, fp32, of undefined contents."""

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from infinity.plan.trace import AccessRecorder
-from infinity.tiers.base import ChunkLayout, Lease, ShardStore
+from infinity.tiers.base import ChunkLayout, Lease, ShardStore, StoreLayer
 from io_daemon.shared.protocol import Access, kinds_of
 
 
@@ -105,23 +105,17 @@ class RecordingLease(Lease):
         self._inner.release(dirty=dirty, dead=dead)
 
 
-class TracedStore(ShardStore):
+class TracedStore(StoreLayer):
     """Records the first complete pass of each trace id and hands it to the store below."""
 
     def __init__(self, inner: ShardStore) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self._recorder: AccessRecorder | None = None
         self._trace_id = -1
         self._known: set[int] = set()
 
-    def register(self, layouts: Sequence[ChunkLayout]) -> range:
-        return self._inner.register(layouts)
-
-    def unregister(self, chunks: range) -> None:
-        self._inner.unregister(chunks)
-
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
-        lease = self._inner.acquire(chunk, read=read, write=write)
+        lease = super().acquire(chunk, read=read, write=write)
         if self._recorder is None:
             return lease
         return RecordingLease(lease, self._recorder, self._recorder.acquired(chunk, read, write))
@@ -130,7 +124,7 @@ class TracedStore(ShardStore):
         """A pass begins: from here on accesses are recorded, unless the trace is known."""
         self._trace_id = trace_id
         self._recorder = None if trace_id in self._known else AccessRecorder()
-        self._inner.mark(trace_id)
+        super().mark(trace_id)
 
     def complete(self) -> None:
         """The pass is complete: what was recorded becomes the trace. Every lease of it was released."""
@@ -146,13 +140,7 @@ class TracedStore(ShardStore):
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
         self._known.add(trace_id)
-        self._inner.set_trace(trace_id, accesses)
-
-    def stats(self) -> dict[str, float]:
-        return self._inner.stats()
-
-    def close(self) -> None:
-        self._inner.close()
+        super().set_trace(trace_id, accesses)
 
 
 class PoisonLease(Lease):

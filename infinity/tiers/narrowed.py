@@ -13,17 +13,18 @@ import torch
 
 from infinity.errors import ConfigError
 from infinity.plan.narrow import Narrow
-from infinity.tiers.base import ChunkLayout, Lease, ShardStore
+from infinity.tiers.base import ChunkLayout, Lease, ShardStore, StoreLayer
 from infinity.tiers.narrow import narrow, widen
 from infinity.tiers.spare import Spare
-from io_daemon.shared.protocol import Access, ObjectKind, kinds_of
+from io_daemon.shared.protocol import ObjectKind, kinds_of
 
 
-class NarrowedStore(ShardStore):
+class NarrowedStore(StoreLayer):
     """``forms``: by kind, what the store below has of it."""
 
     def __init__(self, inner: ShardStore, forms: Mapping[ObjectKind, Narrow]) -> None:
-        self._inner, self.forms = inner, forms
+        super().__init__(inner)
+        self.forms = forms
         self._mask = sum(1 << kind for kind in forms)
         self._numels: dict[int, int] = {}
         """Numel of each chunk that has any of them."""
@@ -33,7 +34,7 @@ class NarrowedStore(ShardStore):
         """Why no chunk can be leased any more."""
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
-        chunks = self._inner.register([self._stored(layout) for layout in layouts])
+        chunks = super().register([self._stored(layout) for layout in layouts])
         for chunk, layout in zip(chunks, layouts, strict=True):
             if self.forms.keys() & layout.dtypes.keys():
                 self._numels[chunk] = layout.numel
@@ -49,29 +50,20 @@ class NarrowedStore(ShardStore):
         )
 
     def unregister(self, chunks: range) -> None:
-        self._inner.unregister(chunks)
+        super().unregister(chunks)
         for chunk in chunks:
             self._numels.pop(chunk, None)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         if self.failure is not None:
             raise self.failure
-        inner = self._inner.acquire(chunk, read=read, write=write)
+        inner = super().acquire(chunk, read=read, write=write)
         kinds = (read | write) & self._mask
         return NarrowedLease(self, inner, self._numels[chunk], kinds, read) if kinds else inner
 
-    def mark(self, trace_id: int) -> None:
-        self._inner.mark(trace_id)
-
-    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
-        self._inner.set_trace(trace_id, accesses)
-
-    def stats(self) -> dict[str, float]:
-        return self._inner.stats()
-
     def close(self) -> None:
         self._spare.clear()
-        self._inner.close()
+        super().close()
 
     def take(self, device: torch.device) -> torch.Tensor:
         """Memory for the values of the largest chunk."""

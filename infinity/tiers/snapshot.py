@@ -10,14 +10,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Final
 
 import torch
 
 from infinity.errors import EngineStateError
-from infinity.tiers.base import ChunkLayout, Lease, ShardStore
-from io_daemon.shared.protocol import Access
+from infinity.tiers.base import Lease, ShardStore, StoreLayer
 
 READ_TIMEOUT_S: Final = 120.0
 """A chunk's reader has so long before its writer goes on without it."""
@@ -155,11 +154,11 @@ class _WriteLease(Lease):
         self._inner.release(dirty=dirty, dead=dead)
 
 
-class SnapshotStore(ShardStore):
+class SnapshotStore(StoreLayer):
     """A store of whose chunks there may be a snapshot."""
 
     def __init__(self, inner: ShardStore) -> None:
-        self._inner = inner
+        super().__init__(inner)
         self.snapshot: Snapshot | None = None
 
     def take(self, masks: Mapping[int, int], unmade: Set[int], when_made: Callable[[], None]) -> Snapshot:
@@ -167,25 +166,7 @@ class SnapshotStore(ShardStore):
         self.snapshot = Snapshot(self._inner, masks, unmade, when_made=when_made)
         return self.snapshot
 
-    def register(self, layouts: Sequence[ChunkLayout]) -> range:
-        return self._inner.register(layouts)
-
-    def unregister(self, chunks: range) -> None:
-        self._inner.unregister(chunks)
-
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         waits = self.snapshot is not None and self.snapshot.keeps(chunk, write)
-        lease = self._inner.acquire(chunk, read=read, write=write)
+        lease = super().acquire(chunk, read=read, write=write)
         return _WriteLease(lease, self.snapshot, chunk) if waits and self.snapshot is not None else lease
-
-    def mark(self, trace_id: int) -> None:
-        self._inner.mark(trace_id)
-
-    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
-        self._inner.set_trace(trace_id, accesses)
-
-    def stats(self) -> dict[str, float]:
-        return self._inner.stats()
-
-    def close(self) -> None:
-        self._inner.close()
