@@ -336,6 +336,7 @@ class Runtime(owners.Owner):
         """Give memory that nobody uses back to the system. No step does: weights have a pool, and autograd takes again
         what it freed."""
         self.sharded.pool.trim()
+        self.sharded.device_store.trim()
         if self.sharded.host_store is not None and self.device.type == "cpu":
             return_freed()
 

@@ -112,6 +112,10 @@ class MemoryStore(ShardStore):
         for key, tensor in self._objects.items():
             self._objects[key] = tensor.to(self._device, non_blocking=non_blocking)
 
+    def trim(self) -> None:
+        """Give the memory of what has died back to the system."""
+        self._pool.trim()
+
     def mark(self, trace_id: int) -> None:
         """Nothing is prefetched here."""
 
@@ -125,3 +129,4 @@ class MemoryStore(ShardStore):
         self._objects.clear()
         self._elsewhere.clear()
         self._layouts.clear()
+        self.trim()

@@ -80,6 +80,21 @@ def test_the_pool_grows_to_what_is_live_and_no_further(tmp_path: Path) -> None:
     assert grown < 3 * LAYER_BYTES + NOISE_BYTES
 
 
+@pytest.mark.parametrize("end", ["destroy", "empty_partition_cache"])
+def test_memory_of_gradients_in_memory_goes_back_at(end: str, tmp_path: Path) -> None:
+    """They have died: only their pages were kept warm for the next ones."""
+    engine_of("none", tmp_path).destroy()
+    before = settled_bytes()
+    engine = engine_of("none", tmp_path, live_numel=1 << 30)
+    train(engine, 3)
+    engine(torch.zeros(2, WIDTH).bfloat16())
+    held = settled_bytes()
+    getattr(engine, end)()
+    assert held - settled_bytes() > 2 * DEPTH * LAYER_BYTES - NOISE_BYTES, "weights that were live, and gradients"
+    engine.destroy()
+    assert settled_bytes() - before < NOISE_BYTES, "though the engine is still there"
+
+
 @pytest.mark.parametrize("end", ["destroy", "offload_states", "empty_partition_cache"])
 def test_memory_goes_back_at(end: str, tmp_path: Path) -> None:
     engine_of("nvme", tmp_path).destroy()  # what the first engine of a process imports stays
