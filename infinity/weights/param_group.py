@@ -285,9 +285,8 @@ class ParamGroup:
         gradient = access.take_gradient(param.param)
         if gradient is not None:
             gradient = gradient.detach() if gradient.requires_grad else gradient
-            gradient = (
-                gradient if divisor == 1 else gradient / divisor
-            )  # not in place: its memory may be another's, too
+            if divisor != 1:
+                gradient = gradient / divisor  # not in place: its memory may be another's, too
             held = self._gradients.get(param.index)
             self._gradients[param.index] = gradient if held is None else held + gradient
         return len(self._gradients) == len(self.params)

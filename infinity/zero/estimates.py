@@ -44,8 +44,12 @@ def state_bytes(master_weights: str = "fp32", moments: str = "fp32") -> float:
     return MASTER_BYTES[master_weights] + 2 * MOMENT_BYTES[moments]
 
 
+STATE_BYTES = state_bytes()
+"""What ``state_bytes`` gives where neither key is written."""
+
+
 def zero3_needs(
-    total_params: int, largest_layer_params: int, num_gpus_per_node: int, num_nodes: int, *, states: float = 12
+    total_params: int, largest_layer_params: int, num_gpus_per_node: int, num_nodes: int, *, states: float = STATE_BYTES
 ) -> list[Need]:
     """Stage 3: everything is sharded; a GPU holds a layer's weights and gradients while it is used. ``states``: bytes
     of a parameter's, see ``state_bytes``."""
@@ -68,7 +72,9 @@ def zero3_needs(
     return needs
 
 
-def zero2_needs(total_params: int, num_gpus_per_node: int, num_nodes: int, *, states: float = 12) -> list[Need]:
+def zero2_needs(
+    total_params: int, num_gpus_per_node: int, num_nodes: int, *, states: float = STATE_BYTES
+) -> list[Need]:
     """Stage 2: weights are whole on every GPU, gradients and states are sharded. ``states`` as for stage 3."""
     sharded = (GRAD_BYTES + states) * total_params
     of_a_gpu, of_a_node = int(sharded // (num_gpus_per_node * num_nodes)), int(sharded // num_nodes)
