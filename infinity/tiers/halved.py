@@ -33,13 +33,17 @@ class HalvedStore(StoreLayer):
         """What a lease on masters or markers takes."""
         self._halved: dict[int, int] = {}
         """Numel of the chunks that have masters."""
+        self._numel_max = 0
         self._spare = Spare(2)
         self.failure: ConfigError | None = None
         """Why no chunk can be leased any more."""
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
         chunks = super().register([self._stored(layout) for layout in layouts])
-        self._halved |= {c: layout.numel for c, layout in zip(chunks, layouts, strict=True) if MASTER in layout.dtypes}
+        for chunk, layout in zip(chunks, layouts, strict=True):
+            if MASTER in layout.dtypes:
+                self._halved[chunk] = layout.numel
+                self._numel_max = max(self._numel_max, layout.numel)
         return chunks
 
     def _stored(self, layout: ChunkLayout) -> ChunkLayout:
@@ -82,7 +86,7 @@ class HalvedStore(StoreLayer):
 
     def take(self, device: torch.device) -> torch.Tensor:
         """Memory for the values of the largest chunk, fp32, of undefined contents."""
-        return self._spare.take(max(self._halved.values()), device)
+        return self._spare.take(self._numel_max, device)
 
     def give_back(self, values: torch.Tensor) -> None:
         """They came from ``take``, and are not used any more."""
