@@ -7,10 +7,11 @@ one is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 from infinity.engine.phases import Phases
+from infinity.engine.refusals import Refusals
 from infinity.errors import EngineStateError
 from infinity.states import ShardedState
 from infinity.update.reducer import Reducer
@@ -31,11 +32,11 @@ class WeightChanges:
         phases: Phases,
         *,
         lock: threading.RLock,
-        refuse_views: Callable[[ShardedParam], None],
+        refusals: Refusals,
     ) -> None:
         self._owner, self._sharded, self._store = owner, sharded, sharded.store
         self._live_set, self._reducer, self._phases = live_set, reducer, phases
-        self._lock, self._refuse_views = lock, refuse_views
+        self._lock, self._refusals = lock, refusals
 
     def check(self) -> None:
         """Raises WeightsError, before anything changes, for what an update would break."""
@@ -65,7 +66,7 @@ class WeightChanges:
         for param in params:
             if param.is_changed:
                 self.refuse_write(param)
-            self._refuse_views(param)
+            self._refusals.refuse_views(param)
 
     def settle(self) -> None:
         """Do what is due of every chunk."""

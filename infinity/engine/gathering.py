@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from infinity.engine.refusals import Refusals
 from infinity.errors import DaemonLostError, WorldError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.live_set import LiveSet
@@ -18,8 +19,8 @@ from io_daemon.shared.protocol import ObjectKind
 
 
 class Gathering:
-    """``lock``: weights come and go under it. ``refuse_write``, ``refuse_views``: raise WeightsError about a parameter
-    that was changed and must not be, or whose change kept views would not follow, if any are kept."""
+    """``lock``: weights come and go under it. ``refuse_write``: raises WeightsError about a parameter that was changed
+    and must not be."""
 
     def __init__(
         self,
@@ -31,12 +32,11 @@ class Gathering:
         *,
         lock: AbstractContextManager[object],
         refuse_write: Callable[[ShardedParam], None],
-        refuse_views: Callable[[ShardedParam], None],
-        refuse_unseen: Callable[[ShardedParam], None],
+        refusals: Refusals,
     ) -> None:
         self._sharded, self._io, self._collectives = sharded, io, collectives
         self._live_set, self._group_of, self._lock = live_set, group_of, lock
-        self._refuse_write, self._refuse_views, self._refuse_unseen = refuse_write, refuse_views, refuse_unseen
+        self._refuse_write, self._refusals = refuse_write, refusals
         self._num_writable: dict[int, int] = {}
         """Parameter index -> how many of the contexts that it is gathered in keep what is written."""
 
@@ -78,7 +78,7 @@ class Gathering:
         for param in changed:
             self._refuse_write(param)
         for param in unseen:
-            self._refuse_unseen(param)
+            self._refusals.refuse_unseen(param)
 
     def refresh(self, param: ShardedParam) -> None:
         """The store has new weights of the parameter: those that are on the device follow. Collective."""
@@ -97,7 +97,7 @@ class Gathering:
             self._live_set.drop_ahead(group)
             if not group.persistent and not group.in_use:
                 self._live_set.forget(group)
-        self._refuse_views(param)
+        self._refusals.refuse_views(param)
 
     def set_data(self, param: ShardedParam, data: torch.Tensor) -> None:
         """``param.data = data`` inside: new values, in the memory that the weights have."""
@@ -110,7 +110,7 @@ class Gathering:
         changed = torch.tensor([param.is_changed for param in params], dtype=torch.uint8)
         self._collectives.max(changed, f"agree which of {len(params)} gathered parameters were changed")
         for param in [param for param, flag in zip(params, changed.tolist(), strict=True) if flag]:
-            self._refuse_views(param)
+            self._refusals.refuse_views(param)
             with torch.no_grad():
                 values = param.allocate()
                 self._collectives.broadcast(values, f"share the changes of {param.name}", source=modifier_rank)

@@ -18,6 +18,7 @@ from infinity.config import Config
 from infinity.engine.changes import WeightChanges
 from infinity.engine.gathering import Gathering
 from infinity.engine.phases import Phases
+from infinity.engine.refusals import Refusals
 from infinity.engine.state_access import StateAccess
 from infinity.engine.user_gradients import UserGradients
 from infinity.errors import EngineStateError, WeightsError
@@ -53,10 +54,11 @@ class Runtime(owners.Owner):
         self._lock = threading.RLock()
         """Weights come and go under it: modules may be called in several threads, and backward has its own."""
         self._num_calls = 0
-        self.meet_backward: Callable[[ShardedParam], None] = self._refuse_backward
+        self._param_of = {id(param.param): param for param in sharded.params}
+        self._refusals = Refusals(self._param_of)
+        self.meet_backward: Callable[[ShardedParam], None] = self._refusals.refuse_backward
         """What is called with a gradient that arrives outside of the engine's backward: it begins one, or raises."""
         self._cast_once = CastOnce(module, sharded.params, self.device)
-        self._param_of = {id(param.param): param for param in sharded.params}
         self._group_of = {param.index: group for group in sharded.groups for param in group.params}
         zero = config.zero_optimization
         self.policy = sharded.policy
@@ -82,8 +84,7 @@ class Runtime(owners.Owner):
             self._group_of,
             lock=self._lock,
             refuse_write=lambda param: self.changes.refuse_write(param),
-            refuse_views=self._refuse_views,
-            refuse_unseen=self._refuse_unseen,
+            refusals=self._refusals,
         )
         self.states = StateAccess(
             sharded,
@@ -102,7 +103,7 @@ class Runtime(owners.Owner):
             self.reducer,
             phases,
             lock=self._lock,
-            refuse_views=self._refuse_views,
+            refusals=self._refusals,
         )
         self._saved = SavedTensors(self._param_of, sharded.resident, self._bring, self._cast_once.use)
         self._streams = any(not group.persistent for group in sharded.groups)
@@ -206,14 +207,7 @@ class Runtime(owners.Owner):
         if changed:
             owners.refuse_write(self, changed[0].param)
         if unseen and self._streams:
-            self._refuse_unseen(unseen[0])
-
-    def _refuse_unseen(self, param: ShardedParam) -> NoReturn:
-        self.refuse(
-            param.param,
-            "was saved for backward where its engine does not see it, in another thread or with hooks switched off",
-            "use it in the thread that calls the engine, or call a module that owns it there",
-        )
+            self._refusals.refuse_unseen(unseen[0])
 
     def hooks(self, *, outermost: bool) -> AbstractContextManager[None]:
         if not self._streams or not torch.is_grad_enabled() or not hooks_are_allowed():
@@ -285,32 +279,13 @@ class Runtime(owners.Owner):
         if self._gathering.keeps_writes(self._param_of[id(param)]):
             self._gathering.set_data(self._param_of[id(param)], data)
             return
-        self.refuse(
-            param,
-            "is sharded: its .data cannot be replaced",
-            "change values inside infinity.zero.GatheredParameters(param, modifier_rank=0), dtype and device before "
-            "infinity.initialize() or by the config",
-        )
+        self._refusals.refuse_data(param)
 
     def copy(self, param: nn.Parameter) -> NoReturn:
-        self.refuse(
-            param,
-            "is sharded: a deep copy would need the whole model in memory",
-            "copy the model before infinity.initialize(), or load engine.full_state_dict() into one built anew",
-        )
+        self._refusals.refuse_copy(param)
 
     def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
-        found = self._param_of.get(id(param))
-        name = found.name if found is not None else "a parameter"
-        raise WeightsError(f"{name} (shape {tuple(param.shape)})", problem, remedy)
-
-    def _refuse_views(self, param: ShardedParam) -> None:
-        if param.has_outliving_views():
-            self.refuse(
-                param.param,
-                "has a view that is kept outside the model, and would not follow its update",
-                "keep a copy, with .clone(), or drop the view before its weights change",
-            )
+        self._refusals.refuse(param, problem, remedy)
 
     # Passes: what the loop drives
 
@@ -351,14 +326,6 @@ class Runtime(owners.Owner):
         with self._lock:
             if self.reducer.take(group, param):
                 self._complete(group)
-
-    def _refuse_backward(self, param: ShardedParam) -> None:
-        self.refuse(
-            param.param,
-            "got a gradient from a backward that its engine does not see",
-            "call engine.backward(loss) instead of loss.backward(); where another engine's loss depends on this "
-            "model, freeze it meanwhile with requires_grad_(False)",
-        )
 
     def _complete(self, group: ParamGroup) -> None:
         with self._lock:
