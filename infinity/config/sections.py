@@ -100,8 +100,10 @@ class TorchAutocast(Section):
 class DataTypes(Section):
     grad_accum_dtype: DtypeName | None = None
     """dtype of the gradients kept until the update; None = the narrowest that loses nothing."""
+    buffer_dtype: DtypeName | None = None
+    """dtype of floating-point buffers; None = as ``weights/buffers.py`` says."""
     keep_in_fp32_modules: Literal["auto"] | Annotated[tuple[str, ...], BeforeValidator(as_tuple)] = "auto"
-    """Patterns of names of buffers that stay fp32 in 16-bit training; "auto": the model's own, if it has any."""
+    """Patterns of names of buffers that are fp32 in 16-bit training; "auto": the model's own, if it has any."""
 
 
 class OffloadParam(Section):

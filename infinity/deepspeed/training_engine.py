@@ -36,6 +36,7 @@ class DeepSpeedEngine(Engine):
     _raw: Mapping[str, Any]
     _num_micro_steps: int
     _users_backward: UsersBackward
+    buffers_follow_weights = False
     gradient_average = enable_backward_allreduce = warn_unscaled_loss = True
     has_moe_layers = False
 

@@ -11,7 +11,7 @@ from torch import nn
 from infinity.config import Config
 from infinity.engine.facade import Engine
 from infinity.observe.observer import Observers
-from infinity.plan.precision import Precision
+from infinity.plan.precision import DTYPES, Precision
 from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
@@ -51,6 +51,7 @@ def build_engine(
         precision = replace(Precision.of(config), keeps_gradients=False)
     else:
         precision = Precision.of(config, optimizer.rule.states, unsigned=optimizer.rule.unsigned_kinds)
+    came_in_fp32 = all(_came_in_fp32(param) for param in layout.params)
     sharded = ShardedModel(
         layout,
         config=config,
@@ -76,7 +77,15 @@ def build_engine(
         for param in layout.params:
             if (staged := staged_param(param)) is not None:
                 staged.discard()
-        move_buffers(model, device, precision.weight, kept=config.data_types.keep_in_fp32_modules)
+        data_types = config.data_types
+        move_buffers(
+            model,
+            device,
+            precision.weight,
+            dtype=DTYPES[data_types.buffer_dtype] if data_types.buffer_dtype else None,
+            follow=came_in_fp32 and kind.buffers_follow_weights,
+            kept=data_types.keep_in_fp32_modules,
+        )
         return kind(
             model,
             sharded,
@@ -90,6 +99,12 @@ def build_engine(
     except BaseException:
         sharded.store.close()
         raise
+
+
+def _came_in_fp32(param: nn.Parameter) -> bool:
+    """Whether its model was made in fp32, also where ``Init`` has cast it since."""
+    staged = staged_param(param)
+    return param.dtype is torch.float32 or (staged is not None and staged.area.casts_weights)
 
 
 def _bring_back(layout: Layout) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -35,6 +35,9 @@ class Engine(Checkpoints, Exports):
     calls its large parameters are sharded: they keep shape and dtype, every use of one brings its weights for that use,
     and what cannot be served is refused by name with ``WeightsError``.
     """
+
+    buffers_follow_weights: ClassVar[bool] = True
+    """Whether fp32 buffers of the state dict of an fp32 model are cast where the configuration casts its weights."""
 
     def __init__(
         self,

@@ -28,7 +28,7 @@ from infinity.tiers.base import HostTier
 from infinity.update.in_backward import InBackward, refuse_before_step, refuse_norm
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.update import Outcome, Update
-from infinity.weights.buffers import FollowedBuffers
+from infinity.weights.buffers import FollowedBuffers, mixed_dtypes_named
 from infinity.weights.saved_tensors import stale_graphs_named
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.metrics import TenantStats
@@ -93,7 +93,8 @@ class TrainingLoop:
             self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
             self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
             args, kwargs = self._casting.inputs((args, kwargs))
-            with self._observers.around_forward(self.global_steps + 1), self._casting.around_forward():
+            observed = self._observers.around_forward(self.global_steps + 1)
+            with observed, self._casting.around_forward(), mixed_dtypes_named(module, (args, kwargs)):
                 return module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, scale: bool, create_graph: bool) -> torch.Tensor:

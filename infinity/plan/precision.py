@@ -25,7 +25,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     weight: torch.dtype
-    """The dtype of the module's parameters and floating-point buffers, and of forward and backward."""
+    """The dtype of the module's parameters, and of forward and backward."""
     reduce: torch.dtype
     """The dtype of the gradients' reduction."""
     gradient: torch.dtype

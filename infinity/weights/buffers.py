@@ -10,12 +10,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from contextlib import contextmanager
+from typing import Final, Literal
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from infinity.errors import WeightsError
 from infinity.tiers.collectives import Collectives
+
+_MIXES: Final = re.compile("dtype|scalar type")
+"""What torch says, in one form or another, where operands of an operation differ in their dtypes."""
 
 
 class FollowedBuffers:
@@ -53,18 +59,68 @@ def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def move_buffers(
-    model: nn.Module, device: torch.device, dtype: torch.dtype, *, kept: Sequence[str] | Literal["auto"] = "auto"
+    model: nn.Module,
+    device: torch.device,
+    weight_dtype: torch.dtype,
+    *,
+    dtype: torch.dtype | None = None,
+    follow: bool = True,
+    kept: Sequence[str] | Literal["auto"] = "auto",
 ) -> None:
-    """Buffers go to ``device``; those in fp32 take the weights' dtype, others keep what they were made with.
+    """Buffers go to ``device``. A model in fp32 that the configuration makes 16-bit takes its fp32 buffers along: those
+    of its state dict, which are values as weights are. The others are constants that constructors compute, and what
+    reads an export computes them anew: rotary frequencies, above all, lose their positions in bf16.
 
     Args:
-        kept: patterns of full names of buffers that stay fp32, found anywhere in a name, * for any characters; "auto":
-            what the model's modules list themselves, as transformers' do.
+        weight_dtype: the dtype of the weights from now on.
+        dtype: what floating-point buffers, fp64 ones too, are cast to instead; None: as above.
+        follow: whether buffers follow the weights at all: not those of a model that came in 16 bits.
+        kept: patterns of full names of buffers that are fp32 beside 16-bit weights, found anywhere in a name, * for any
+            characters; "auto": what the model's modules list themselves, as transformers' do.
     """
-    patterns = list(_own_patterns(model, dtype)) if kept == "auto" else [_regular(name) for name in kept]
+    patterns = list(_own_patterns(model, weight_dtype)) if kept == "auto" else [_regular(name) for name in kept]
+    for name, buffer, is_value in _buffers_of(model):
+        target = buffer.dtype
+        if weight_dtype is not torch.float32 and any(re.search(pattern, name) for pattern in patterns):
+            target = torch.float32 if buffer.is_floating_point() and buffer.itemsize < 4 else target
+        elif dtype is not None:
+            target = dtype if buffer.is_floating_point() else target
+        elif follow and is_value and buffer.dtype is torch.float32:
+            target = weight_dtype
+        buffer.data = buffer.data.to(device=device, dtype=target)
+
+
+def _buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Each with its name, and whether a state dict holds it, under any of its names."""
+    values = {
+        id(buffer)
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        stays = buffer.dtype is not torch.float32 or any(re.search(pattern, name) for pattern in patterns)
-        buffer.data = buffer.data.to(device=device, dtype=None if stays else dtype)
+        yield name, buffer, id(buffer) in values
+
+
+@contextmanager
+def mixed_dtypes_named(model: nn.Module, inputs: object) -> Iterator[None]:
+    """Around a forward: where torch refuses to mix dtypes and no input is in fp32, buffers in fp32 beside 16-bit
+    weights are what brought it in, and are named."""
+    try:
+        yield
+    except RuntimeError as error:
+        narrow = {param.dtype for param in model.parameters()} & {torch.bfloat16, torch.float16}
+        fp32 = [name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
+        given = (each.dtype for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
+        is_other = isinstance(error, WeightsError) or not _MIXES.search(str(error))
+        if is_other or not narrow or not fp32 or torch.float32 in given:
+            raise
+        short = "bf16" if torch.bfloat16 in narrow else "fp16"
+        raise WeightsError(
+            ", ".join(fp32[:4]),
+            f"in fp32 met weights in {short}: {error}",
+            f'write "data_types": {{"buffer_dtype": "{short}"}}, or cast what the buffers give in forward()',
+        ) from error
 
 
 def _own_patterns(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:

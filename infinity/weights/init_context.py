@@ -125,6 +125,7 @@ class Init:
         admit_kind(key, param)
         if self._area is None:
             raise AssertionError("registered outside the context")
-        if self._dtype is not None and param.is_floating_point():
+        if self._dtype is not None and self._dtype is not param.dtype and param.is_floating_point():
+            self._area.casts_weights |= param.dtype is torch.float32
             param.data = param.data.to(self._dtype)
         self._area.adopt(param, key)

@@ -44,6 +44,8 @@ class StagingArea(owners.Owner):
         self.connection: DaemonConnection | None = None
         self.is_building = True
         """The model is being built: this is true between entering and leaving ``Init``."""
+        self.casts_weights = False
+        """``Init`` was told a dtype that weights in fp32 were cast to."""
         self.arena_bytes = 0
         """The arenas of all ranks of the job on this node: to be left out of the engine's budget."""
         self.num_params = 0

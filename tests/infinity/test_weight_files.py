@@ -289,7 +289,6 @@ def test_transformers_reads_what_was_trained_here(max_shard_size: str, tmp_path:
     model = _llama()
     tokens = torch.arange(24).view(2, 12)
     settings = config(tmp_path, bf16=True)
-    settings["data_types"] = {"keep_in_fp32_modules": ["inv_freq"]}  # as from_pretrained does
     with infinity.initialize(model=model, config=settings)[0] as engine:
         engine.backward(engine(input_ids=tokens, labels=tokens).loss)
         engine.step()
@@ -300,6 +299,12 @@ def test_transformers_reads_what_was_trained_here(max_shard_size: str, tmp_path:
         expected = engine.full_state_dict()
     read: Any = type(model)
     again = read.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16).eval()
+    with infinity.Init(config_dict_or_path=settings):
+        staged = read.from_pretrained(tmp_path / "ours", dtype=torch.bfloat16)
+    with infinity.initialize(model=staged, config=settings)[0] as engine:
+        engine.eval()
+        with torch.no_grad():
+            assert torch.equal(engine(input_ids=tokens).logits, logits)
     with torch.no_grad():
         assert torch.equal(again(input_ids=tokens).logits, logits)
     assert_same(dict(again.state_dict()), expected)

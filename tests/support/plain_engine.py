@@ -20,8 +20,16 @@ EPS = 1e-8
 
 
 def cast_weights(model: nn.Module) -> None:
-    """fp32 parameters and buffers to bf16 in place, as a bf16 section asks; what has another dtype keeps it."""
-    for tensor in [*model.parameters(), *model.buffers()]:
+    """fp32 parameters to bf16 in place, as a bf16 section asks, and with them all of an fp32 model's buffers that its
+    state dict holds; what has another dtype keeps it."""
+    all_fp32 = all(param.dtype is torch.float32 for param in model.parameters())
+    values = [
+        buffer
+        for module in model.modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    ]
+    for tensor in [*model.parameters(), *(values if all_fp32 else [])]:
         if tensor.dtype is torch.float32 and not tensor.is_meta:
             tensor.data = tensor.data.bfloat16()
 

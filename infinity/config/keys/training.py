@@ -69,12 +69,16 @@ PRECISION: tuple[Key, ...] = (
     ),
     works("data_types.grad_accum_dtype", "dtype in which gradients are kept until the update"),
     works(
+        "data_types.buffer_dtype",
+        "dtype of floating-point buffers; by default those of a state dict follow fp32 weights into 16 bits, and all "
+        "others, and all of a model that comes in 16 bits, stay as they are",
+    ),
+    works(
         "data_types.keep_in_fp32_modules",
         'names of buffers that stay fp32, * for any characters; "auto": those that the model lists itself',
         auto="value",
     ),
     refused("data_types.param_dtype", "bf16.enabled and fp16.enabled decide", "remove it"),
-    refused("data_types.buffer_dtype", "floating buffers take the weights' dtype", "remove it"),
 )
 
 OPTIMIZER: tuple[Key, ...] = (

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from infinity.tiers.collectives import Collectives
-from infinity.weights.buffers import FollowedBuffers, move_buffers
+from infinity.weights.buffers import FollowedBuffers
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
 
 
@@ -82,48 +82,3 @@ def test_one_rank_sends_nothing() -> None:
     followed = FollowedBuffers(module, Collectives(None))
     followed.before_forward()
     assert values(module) == values(Buffered(0))
-
-
-# Dtypes.
-
-
-class Kept(nn.Module):
-    """As a model of transformers' that names parts to be left in fp32."""
-
-    _keep_in_fp32_modules = ("scale",)
-    _keep_in_fp32_modules_strict = ("norm*mean",)
-
-    def __init__(self) -> None:
-        super().__init__()
-        for name in ("scale", "norm_running_mean", "plain"):
-            self.register_buffer(name, torch.zeros(2))
-        self.register_buffer("count", torch.zeros(2, dtype=torch.int64))
-        self.register_buffer("wide", torch.zeros(2, dtype=torch.float64))
-
-
-def dtypes_after(dtype: torch.dtype, kept: Any = "auto") -> dict[str, str]:
-    model = nn.Sequential(Kept(), nn.Module())
-    model[1].register_buffer("scale", torch.zeros(2))
-    places = {name: id(buffer) for name, buffer in model.named_buffers()}
-    move_buffers(model, torch.device("cpu"), dtype, kept=kept)
-    assert {name: id(buffer) for name, buffer in model.named_buffers()} == places
-    return {name: str(buffer.dtype).removeprefix("torch.") for name, buffer in model.named_buffers()}
-
-
-OTHERS = {"0.count": "int64", "0.wide": "float64"}
-
-
-def test_buffers_in_fp32_take_the_weights_dtype_but_those_that_a_module_keeps() -> None:
-    assert dtypes_after(torch.bfloat16) == {
-        "0.scale": "bfloat16", "0.norm_running_mean": "float32", "0.plain": "bfloat16", "1.scale": "bfloat16", **OTHERS,
-    }  # fmt: skip
-    assert dtypes_after(torch.float16) == {
-        "0.scale": "float32", "0.norm_running_mean": "float32", "0.plain": "float16", "1.scale": "float16", **OTHERS,
-    }  # fmt: skip
-
-
-def test_the_user_may_name_what_stays_instead() -> None:
-    assert dtypes_after(torch.float16, ["plain", "1*ale"]) == {
-        "0.scale": "float16", "0.norm_running_mean": "float16", "0.plain": "float32", "1.scale": "float32", **OTHERS,
-    }  # fmt: skip
-    assert set(dtypes_after(torch.bfloat16, []).values()) == {"bfloat16", "int64", "float64"}
