@@ -90,13 +90,10 @@ class EvictionOrder:
 
     def rank_anew(self) -> None:
         """What objects rank by has changed."""
-        if not self._unranked:
-            self._unranked, self._heap = self._heap, self._unranked
-        else:  # the plan has changed twice before all were ranked
-            self._unranked += self._heap
-            self._heap = []
-            if self._is_mostly_dead(self._unranked):
-                self._unranked = _live(self._unranked)
+        self._unranked += self._heap
+        self._heap = []
+        if self._is_mostly_dead(self._unranked):  # the plan has changed twice before all were ranked
+            self._unranked = _live(self._unranked)
 
     def dismantle(self) -> None:
         """Let go of all objects, one by one: in one go a large arena's would hold up all threads."""

@@ -266,8 +266,7 @@ class _Choice:
             if len(taken) == len(missing):
                 kept[taken] = True
                 continue
-            for gap in taken:
-                begin, end, wrap_begin, wrap_end = parts[gap]
+            for gap in taken:  # none of them wraps: that is its object's last gap, tried last
+                begin, end, _, _ = parts[gap]
                 room[begin:end] += frames[gap]
-                room[wrap_begin:wrap_end] += frames[gap]
         return kept

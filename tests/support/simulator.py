@@ -13,7 +13,7 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
 from io_daemon.policy.extents import ExtentAllocator
@@ -135,6 +135,8 @@ class ModelTenant:
                 self.failures[action.seq] = action
                 self.leases.pop(action.seq, None)
                 self.on_grant(action.seq)
+            elif replace(action, chunk=0, born_mask=0) != Complete(action.seq, Status.OK, *[0] * 8):
+                raise AssertionError(f"a grant names no failure: {action}")
             elif action.seq in self.leases:
                 self.truth.grant(action.seq, action.born_mask)
                 self.on_grant(action.seq)

@@ -12,6 +12,7 @@ from torch import Tensor, nn, optim
 
 import infinity
 import infinity.utils
+from infinity.deepspeed.optimizers import FusedAdam
 from infinity.errors import ConfigError, EngineStateError
 from infinity.update.torch_rule import rule_of
 from tests.support.optimizers import PaperLion, PaperMuon
@@ -154,6 +155,16 @@ NAMED: list[tuple[str, dict[str, Any], Make]] = [
     ),
     ("Lion", {"lr": 1e-3, "betas": [0.9, 0.99], "weight_decay": 0.1}, lambda g: PaperLion(g, 1e-3, (0.9, 0.99), 0.1)),
     ("AdamW", {"lr": 0.01, "bias_correction": False, "weight_decay": 0.1}, lambda g: PaperAdam(g, 0.01, 0.1)),
+    (
+        "Adam",
+        {"lr": 0.01, "bias_correction": False, "weight_decay": 0.1, "betas": [0.8, 0.9]},
+        lambda g: FusedAdam(g, 0.01, bias_correction=False, weight_decay=0.1, betas=(0.8, 0.9)),
+    ),
+    (
+        "Adam",
+        {"lr": 0.01, "bias_correction": False, "weight_decay": 0.1, "betas": [0.8, 0.9], "adam_w_mode": False},
+        lambda g: FusedAdam(g, 0.01, False, adam_w_mode=False, weight_decay=0.1, betas=(0.8, 0.9)),
+    ),
     (
         "rmsprop",
         {"lr": 0.01, "alpha": 0.9, "centered": True, "momentum": 0.9},

@@ -18,6 +18,8 @@ from infinity.weights import access, dispatcher, owners, placeholder
 dispatcher.watch()  # as whoever makes placeholders does: this file is right alone, too
 VALUES = torch.arange(6.0).view(2, 3)
 
+dispatcher.watch()
+
 
 class NotedOwner(owners.Owner):
     """Has the weights of some parameters."""

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import random
+
+import pytest
+
+from io_daemon.policy import eviction
 from io_daemon.policy.cursor import Cursor
 from io_daemon.policy.eviction import EvictionOrder
 from io_daemon.policy.swap_object import SwapObject
@@ -35,3 +40,35 @@ def test_it_knows_whether_something_in_it_is_to_be_written() -> None:
     order.dismantle()
     known.append(order.has_dirty)
     assert known == [False, True, True, False, True, False]
+
+
+def test_whoever_leaves_leaves_by_what_is_predicted_now(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often predictions change before all are ranked anew, nobody leaves by an older one."""
+    monkeypatch.setattr(eviction, "SLICE", 3)
+    rng = random.Random(5)
+    cursor = Cursor()
+    predicted: dict[int, int] = {}
+
+    def refresh(item: SwapObject) -> None:
+        item.next_use = predicted[item.object_id]
+
+    monkeypatch.setattr(cursor, "refresh", refresh)
+    for _ in range(200):
+        order, items = EvictionOrder(cursor), objects(12)
+        predicted.update({item.object_id: rng.randrange(100) for item in items})
+        for item in items:
+            order.push(item)
+        left: list[SwapObject] = []
+        while len(order):
+            if rng.random() < 0.5:
+                predicted.update({item.object_id: rng.randrange(100) for item in items})
+                order.rank_anew()
+            least = rng.randrange(-1, 100)
+            leaving = order.pop_above(least)
+            staying = [predicted[item.object_id] for item in items if item in order]
+            if leaving is None:
+                assert max(staying) <= least, "all are ranked before there is said to be none"
+            else:
+                left.append(leaving)
+                assert predicted[leaving.object_id] == leaving.next_use > least
+        assert sorted(item.object_id for item in left) == list(range(12))
