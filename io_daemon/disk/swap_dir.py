@@ -39,7 +39,11 @@ class SwapDir:
     notes: tuple[str, ...]
 
     def free_bytes(self) -> int:
-        space = os.statvfs(self.path)
+        """0 if the directory is there no more, or its filesystem does not answer: nothing more can be had of it."""
+        try:
+            space = os.statvfs(self.path)
+        except OSError:
+            return 0
         return space.f_bavail * space.f_frsize
 
 

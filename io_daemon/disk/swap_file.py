@@ -197,8 +197,16 @@ class SwapFile:
         self._write_header()
 
     def unlink(self) -> None:
-        """Remove the name; the space follows when the last I/O has let go of the file."""
-        self.path.unlink(missing_ok=True)
+        """Remove the name, if it is still this file's; the space follows when the last I/O has let go of the file."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.path.samestat(os.stat(self.path, follow_symlinks=False), os.fstat(self.fd)):
+                os.unlink(self.path)
+
+    def give_up_space(self) -> None:
+        """Keep the header alone, for a later reclaim, where the file still has a name: somebody has moved it, or its
+        directory. No I/O may be in flight. Raises DeviceIOError."""
+        if os.fstat(self.fd).st_nlink:
+            self.shrink(PAGE_BYTES)
 
     def close(self) -> None:
         os.close(self.fd)

@@ -32,9 +32,12 @@ class SocketLock:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if _stands_for(path, fd):
                     return cls(path, fd)  # else its holder has unlinked it in between
-            except BlockingIOError:
+            except OSError as error:
                 os.close(fd)
-                return None
+                if isinstance(error, BlockingIOError):
+                    return None
+                reason = f"{path} cannot be locked ({error.strerror}): name one on a local filesystem"
+                raise ConfigError("socket", str(socket_path), reason) from error
             os.close(fd)
         raise ConfigError("socket", str(socket_path), f"{path} is replaced all the time: name another")
 

@@ -7,12 +7,13 @@ import contextlib
 import errno
 import logging
 import os
+import resource
 import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from io_daemon.errors import ProtocolError, WorldError
+from io_daemon.errors import ConfigError, ProtocolError, WorldError
 from io_daemon.policy.trace import Trace
 from io_daemon.serve.node import Node
 from io_daemon.serve.tenant import Tenant
@@ -143,7 +144,7 @@ class Conversation:
         except ProtocolError:
             raise
         except (WorldError, ValueError, OSError) as error:
-            answer = Fault.of(error)
+            answer = Fault.of(_with_remedy(error))
         finally:
             close_all(fds)
         await self._channel.send(answer, answer_fds, timeout_s=SEND_TIMEOUT_S)
@@ -181,6 +182,14 @@ class Conversation:
                 return Done()
             case _:
                 raise ProtocolError(f"{type(message).__name__.lower()} is nothing that a rank says")
+
+
+def _with_remedy(error: Exception) -> Exception:
+    if getattr(error, "errno", 0) not in (errno.EMFILE, errno.ENFILE):
+        return error
+    open_files_max, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    remedy = "the daemon can open no more: raise `ulimit -n` where it is started, or LimitNOFILE= in its unit"
+    return ConfigError("open files of the daemon", open_files_max, remedy)
 
 
 def _bulk(fds: Sequence[int], num_bytes: int) -> bytes:

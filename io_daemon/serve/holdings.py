@@ -146,6 +146,7 @@ class Seat:
         """Only when no I/O of the tenant is in flight any more."""
         with contextlib.ExitStack() as steps:  # each is taken, whatever becomes of the others
             steps.callback(self.swap_file.close)
+            steps.callback(self.swap_file.give_up_space)
             steps.callback(self.swap_file.unlink)
             steps.callback(self.device.reactor.remove_file, self.file)
             steps.callback(self.device.reactor.remove_buffer, self.buffer)

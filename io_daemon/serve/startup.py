@@ -56,8 +56,8 @@ def keep_threads_apart() -> None:
 
 def raise_open_files_limit() -> None:
     """To what this process is allowed: a tenant takes about ten descriptors."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(OSError, ValueError):
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 

@@ -275,7 +275,7 @@ def _receive(sock: socket.socket, assembler: Assembler) -> bool:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     assembler.feed(data, fds)
     if flags & socket.MSG_CTRUNC:
-        raise errors.ProtocolError("fds were lost in transit: too many, or this process may open no more")
+        raise errors.ProtocolError("fds were lost in transit: too many, or this process may open no more (ulimit -n)")
     return bool(data)
 
 

@@ -81,6 +81,9 @@ class FakeSwapFile:
     def unlink(self) -> None:
         self.linked = False
 
+    def give_up_space(self) -> None:
+        check(not (self.linked or self.closed), f"{self.path} gives up its space too early or too late")
+
     def close(self) -> None:
         check(not self.closed, f"{self.path} is closed twice")
         self.closed = True
