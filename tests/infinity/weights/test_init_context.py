@@ -117,6 +117,11 @@ def test_the_dialects_other_arguments_say_what_the_configuration_says(tmp_path: 
         ({"remote_device": "cpu", "config": {"zero_optimization": {"offload_param": {"device": "nvme"}}}},
          "remote_device", "contradicts zero_optimization.offload_param.device = 'nvme'"),
         ({"pin_memory": True}, "pin_memory", "nothing is offloaded"),
+        ({"remote_device": "cpu", "config": {"zero_optimization": 3}}, "remote_device", "as an object"),
+        ({"remote_device": "cpu", "config": {"zero_optimization": {"offload_param": 1}}}, "remote_device", "an object"),
+        ({"config": {}, "config_dict_or_path": {}}, "config", "old name"),
+        ({"dtype": torch.int32}, "dtype", "floating-point"),
+        ({"process_group": object(), "data_parallel_group": object()}, "data_parallel_group", "another group"),
         ({"mpu": object()}, "mpu", "process_group"),
         ({"zero_param_parallel_group": object()}, "zero_param_parallel_group", "ZeRO\\+\\+ is not built"),
         ({"zero_quantized_weights": True}, "zero_quantized_weights", "communication is exact"),
@@ -131,6 +136,15 @@ def test_arguments_that_cannot_be_honoured_are_refused_by_name(
     with pytest.raises(ConfigError, match=remedy) as refusal:
         infinity.Init(**arguments)
     assert refusal.value.key == key
+
+
+@pytest.mark.parametrize("name", ["config", "config_dict_or_path"])
+def test_the_configuration_is_taken_by_either_name(name: str, tmp_path: Path) -> None:
+    nvme = {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    arguments: dict[str, Any] = {name: {"zero_optimization": nvme}}
+    with infinity.Init(**arguments) as init:
+        _build()
+    assert init.config.zero_optimization.offload_param.device == "nvme"
 
 
 def test_an_argument_that_nobody_knows_is_a_type_error() -> None:

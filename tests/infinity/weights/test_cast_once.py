@@ -1,0 +1,96 @@
+"""Under autocast torch casts a weight once and keeps that: a second use after it was let go of is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity.errors import WeightsError
+from infinity.weights.autocast import KEPT_NUMEL, CastOnce
+from infinity.weights.param import ShardedParam
+
+CPU = torch.device("cpu")
+
+
+class Tied(nn.Module):
+    """Its own weight, which a child has, too, and a child of its own."""
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.child, self.other = nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False)
+        self.weight = self.child.weight
+        self.to(dtype)
+
+    def forward(self, *modules: nn.Module) -> None:
+        for module in modules:
+            module(torch.ones(1, 2))
+
+
+def cast_once(model: nn.Module, dtype: torch.dtype = torch.float32) -> CastOnce:
+    params = [
+        ShardedParam(index, name, param, dtype, CPU) for index, (name, param) in enumerate(model.named_parameters())
+    ]
+    return CastOnce(model, params, CPU)
+
+
+@pytest.fixture
+def under_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16):
+        yield
+
+
+def uses(cast: CastOnce, model: Tied, *steps: Any) -> None:
+    """One call from outside; a number is given up, a module is called."""
+    cast.begin_call(model)
+    try:
+        for step in steps:
+            if isinstance(step, int):
+                cast.release(step)
+            else:
+                step(torch.ones(1, 2).to(next(model.parameters()).dtype))
+    finally:
+        cast.end_call()
+
+
+@pytest.mark.usefixtures("under_autocast")
+def test_a_second_use_is_refused_once_casts_were_let_go_of() -> None:
+    model = Tied()
+    cast = cast_once(model)
+    uses(cast, model, model.other, model.other, model.child)
+    uses(cast, model, model.other, KEPT_NUMEL, model.other)  # as many may be kept
+    with pytest.raises(WeightsError, match=r"other\.weight is used in two calls"):
+        uses(cast, model, model.other, KEPT_NUMEL, 1, model.other)
+    uses(cast, model, KEPT_NUMEL, 1, model.other, KEPT_NUMEL, model.other)  # counted anew once it is empty
+    uses(cast, model, model.other)  # and each call from outside is another
+
+
+@pytest.mark.usefixtures("under_autocast")
+def test_what_is_called_from_outside_uses_its_own_weights_from_the_beginning() -> None:
+    model = Tied()
+    cast = cast_once(model)
+    with pytest.raises(WeightsError, match="two calls"):
+        uses(cast, model, KEPT_NUMEL + 1, model.child)
+
+
+@pytest.mark.usefixtures("under_autocast")
+def test_weights_that_are_narrow_already_are_not_cast() -> None:
+    model = Tied(torch.bfloat16)
+    cast = cast_once(model, torch.bfloat16)
+    uses(cast, model, model.other, KEPT_NUMEL + 1, model.other, model.child)
+
+
+@pytest.mark.parametrize("why", ["off", "no_grad", "no cache"])
+def test_nothing_is_watched_where_nothing_is_kept(why: str) -> None:
+    model = Tied()
+    cast = cast_once(model)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=why != "off", cache_enabled=why != "no cache")
+    with autocast, torch.set_grad_enabled(why != "no_grad"):
+        assert cast.watch() is False
+        uses(cast, model, model.other, KEPT_NUMEL + 1, model.other, model.child)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cast.watch() is True
+        cast.end_call()
