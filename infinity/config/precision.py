@@ -29,6 +29,9 @@ def check_precision(config: Config, complaints: Complaints) -> None:
             "states have the dtype of what is stepped: write bf16_master_weights_and_grads: true, too",
         )
     weights = "fp16" if config.fp16.enabled else "bf16" if bf16.enabled else "fp32"
+    if config.data_types.param_dtype not in (None, weights):
+        remedy = f"weights are {weights} by the sections bf16 and fp16: enable the one that is meant, or leave this out"
+        complaints.add("data_types.param_dtype", config.data_types.param_dtype, remedy)
     if accumulated not in (None, "fp32", weights):
         choices = "fp32" if weights == "fp32" else f"fp32 or {weights}"
         complaints.add("data_types.grad_accum_dtype", accumulated, f"gradients are {weights} here: write {choices}")

@@ -98,6 +98,8 @@ class TorchAutocast(Section):
 
 
 class DataTypes(Section):
+    param_dtype: DtypeName | None = None
+    """dtype of the weights; it only confirms what the sections bf16 and fp16 say."""
     grad_accum_dtype: DtypeName | None = None
     """dtype of the gradients kept until the update; None = the narrowest that loses nothing."""
     buffer_dtype: DtypeName | None = None

@@ -67,6 +67,7 @@ PRECISION: tuple[Key, ...] = (
         "list",
         "weights travel as they are; communication_data_type asks for narrower gradients",
     ),
+    works("data_types.param_dtype", "the dtype of weights, which bf16.enabled or fp16.enabled has to say as well"),
     works("data_types.grad_accum_dtype", "dtype in which gradients are kept until the update"),
     works(
         "data_types.buffer_dtype",
@@ -78,7 +79,6 @@ PRECISION: tuple[Key, ...] = (
         'names of buffers that stay fp32, * for any characters; "auto": those that the model lists itself',
         auto="value",
     ),
-    refused("data_types.param_dtype", "bf16.enabled and fp16.enabled decide", "remove it"),
 )
 
 OPTIMIZER: tuple[Key, ...] = (

@@ -98,6 +98,7 @@ _TOP = {
     "torch_autocast.enabled": Example(True, f"{_AUTOCAST}::test_losses_and_weights_are_those_of_a_plain_loop"),
     "torch_autocast.dtype": Example("fp16", f"{_AUTOCAST}::test_in_fp16_the_loss_is_scaled_as_by_torchs_grad_scaler"),
     "data_types.grad_accum_dtype": Example("fp32", f"{_PRECISION}::test_gradients_add_up_in_the_dtype_asked_for"),
+    "data_types.param_dtype": Example("fp32", "infinity/config/test_config.py::test_dtypes_that_agree_are_taken"),
     "data_types.buffer_dtype": Example(
         "fp32",
         "infinity/weights/test_buffer_dtypes.py::test_constants_stay_in_fp32_and_values_follow_fp32_weights_into_16_bits",

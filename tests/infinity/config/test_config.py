@@ -529,6 +529,7 @@ def test_subsumed_keys_are_logged_once(caplog: pytest.LogCaptureFixture) -> None
         ({"bf16": {"enabled": True, "bf16_optimizer_states": True}}, "bf16.bf16_optimizer_states", "master_weights"),
         ({"bf16": {"bf16_master_weights_and_grads": True}}, "bf16.bf16_master_weights_and_grads", "bf16.enabled"),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, "data_types.grad_accum_dtype", "write fp32"),
+        ({"data_types": {"param_dtype": "bf16"}}, "data_types.param_dtype", "weights are fp32 by the sections"),
         (
             {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bfloat16"}},
             "data_types.grad_accum_dtype",
@@ -540,3 +541,10 @@ def test_dtypes_that_contradict_each_other_are_refused(sections: dict[str, Any],
     error = _refusal({**SMALLEST, **sections})
     assert error.key == key
     assert words in error.remedy
+
+
+@pytest.mark.parametrize(("section", "dtype"), [("fp16", "float16"), ("bf16", "bf16"), (None, "fp32")])
+def test_dtypes_that_agree_are_taken(section: str | None, dtype: str) -> None:
+    sections: dict[str, Any] = {section: {"enabled": True}} if section else {}
+    parsed = parse_config({**SMALLEST, **sections, "data_types": {"param_dtype": dtype}})
+    assert parsed.data_types.param_dtype == (section or "fp32")
