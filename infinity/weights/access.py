@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from infinity.weights import placeholder
-from infinity.weights.ds_names import DsNames, ZeroParamStatus, partitioning_owner_of
+from infinity.weights.ds_names import MAKING_A_PARAMETER, DsNames, ZeroParamStatus, partitioning_owner_of
 from infinity.weights.owners import (
     Owner,
     known_owner_of,
@@ -143,7 +143,7 @@ class UnshardedParameter(OwnedParameter):
 
     def detach(self) -> torch.Tensor:
         """Torch's, unless ``nn.Parameter(param)`` asks."""
-        if sys._getframe(1).f_code is _MAKING_A_PARAMETER:
+        if sys._getframe(1).f_code is MAKING_A_PARAMETER:
             refuse_remake(known_owner_of(self), self)
         return super().detach()
 
@@ -155,10 +155,6 @@ class UnshardedParameter(OwnedParameter):
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
         known_owner_of(self).set_gradient(self, value)
-
-
-_MAKING_A_PARAMETER: Final = nn.Parameter.__new__.__code__
-"""Detaches what it is given, and raises a RuntimeError unless that is of the same class."""
 
 
 class _Elsewhere:
@@ -342,7 +338,7 @@ def _layout(func: Any) -> Callable[..., Any]:
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     param = _param_of(tensor)
     owner = known_owner_of(param)
-    if sys._getframe(2).f_code is _MAKING_A_PARAMETER:  # behind __torch_function__
+    if sys._getframe(2).f_code is MAKING_A_PARAMETER:  # behind __torch_function__
         if param is not tensor:
             refuse_remake(owner, param)
         return owner.remake(param)

@@ -4,6 +4,7 @@ shards has none of them, nor has one of an engine below stage 3, which is how sc
 from __future__ import annotations
 
 import itertools
+import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from enum import Enum
@@ -28,6 +29,8 @@ _ids: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _next_id: Final = itertools.count()
 _held: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """What ``all_gather`` opened and ``partition`` closes, by parameter."""
+MAKING_A_PARAMETER: Final = nn.Parameter.__new__.__code__
+"""Detaches what it is given, and raises a RuntimeError unless that is of the same class."""
 
 
 def partitioning_owner_of(param: nn.Parameter) -> Owner:
@@ -140,6 +143,18 @@ class GatheredParameter(DsNames):
     def ds_status(self) -> ZeroParamStatus:
         """The weights are in memory now."""
         return ZeroParamStatus.AVAILABLE
+
+    def __init__(self, *_given: Any, **_more: Any) -> None:
+        """What ``nn.Parameter(param)`` has made is a parameter of the user's own, in the same memory."""
+        del self._is_param
+        self.__class__ = nn.Parameter  # type: ignore[assignment]
+
+    def detach(self) -> torch.Tensor:
+        """Torch's; of this class, as torch wants it, where ``nn.Parameter(param)`` asks."""
+        detached = super().detach()
+        if sys._getframe(1).f_code is MAKING_A_PARAMETER:
+            return torch.Tensor._make_subclass(GatheredParameter, detached)
+        return detached
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), nn.Parameter(self.detach().clone(), requires_grad=self.requires_grad))
