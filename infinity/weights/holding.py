@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any, NoReturn, Protocol
@@ -64,6 +65,9 @@ class ModuleCalls:
         self._holder = holder
         self._thread = _Thread()
         self._removable: list[Any] = []
+        for layer in model.modules():
+            if isinstance(layer, nn.TransformerEncoderLayer):
+                _hide_hooks(layer)
         for name, module in model.named_modules():
             groups = groups_of.get(module, ())
             if groups or module is model:
@@ -137,6 +141,25 @@ class _Hook:
 
     def __deepcopy__(self, _memo: Any) -> NoReturn:
         refuse_module_copy(self._name, "copied")
+
+
+class _UncountedHooks(OrderedDict[int, Any]):
+    """A module's hooks, whose number is that of the user's: ours are called and not counted."""
+
+    def __len__(self) -> int:
+        return sum(not isinstance(hook, _Hook) for hook in self.values())
+
+    def __bool__(self) -> bool:
+        return any(True for _ in self)
+
+
+def _hide_hooks(layer: nn.TransformerEncoderLayer) -> None:
+    """The layer takes its fast path, whose bits are others, only where no part of it has a hook. Where the user has
+    hung one there, its handle knows the dict that it is in, and plain torch leaves that path as well."""
+    for module in layer.modules():
+        for name in ("_forward_hooks", "_forward_pre_hooks"):
+            if not getattr(module, name):
+                setattr(module, name, _UncountedHooks())
 
 
 def _refuse_transforms(name: str) -> None:

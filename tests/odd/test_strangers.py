@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrizations
 
+import infinity
 from tests.odd.nets import ROWS, WIDTH, Net, square
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, NVME, STAGE_2, STAGE_2_BF16, STAGE_2_NVME, Case, Cases
 
@@ -264,6 +266,56 @@ def the_fast_path_of_an_encoder(world: Any) -> None:
         with torch.no_grad():
             world.observe("fast", engine(world.randn(2, 5, WIDTH, seed=9), src_key_padding_mask=mask))
         engine.train()
+
+
+class Layered(nn.Module):
+    """An encoder's layer by itself, whose fast path asks for hooks, and which gets a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(WIDTH, 4, 48, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Any:
+        mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+        return self.layer(x, src_key_padding_mask=mask)
+
+
+def _evaluated(world: Any, engine: Any, name: str) -> None:
+    engine.eval()
+    with torch.no_grad():
+        world.observe(name, engine(world.randn(2, 5, WIDTH, seed=9)))
+    engine.train()
+
+
+@cases(settings=SETTINGS, must="equal")
+def the_fast_path_of_one_layer(world: Any) -> None:
+    """It is left where any part of the layer has a hook, of the user's as well."""
+    model = Layered()
+    engine = world.initialize(model)
+    for step in range(2):
+        world.backward(engine, square(engine(world.randn(2, 5, WIDTH, seed=step))))
+        engine.step()
+        _evaluated(world, engine, "fast")
+    with world.autocast():
+        _evaluated(world, engine, "fast, under autocast")
+    handle = model.layer.linear1.register_forward_hook(lambda *_: None)
+    _evaluated(world, engine, "slow")
+    handle.remove()
+    _evaluated(world, engine, "fast again")
+
+
+# Between Init and initialize
+
+
+@cases(settings=SETTINGS, must="equal")
+def a_gathered_weight_is_parametrized(world: Any) -> None:
+    """As Transformers' models of sound do where weights are staged: a parameter is made of one that is gathered."""
+    model: Any = world.build(Net)
+    with infinity.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+        parametrizations.weight_norm(model.head)
+    with infinity.zero.GatheredParameters([model.blocks[0].expand.weight], modifier_rank=0):
+        model.blocks[0].expand.weight = nn.Parameter(model.blocks[0].expand.weight, requires_grad=False)
+    loop(world, world.initialize(model), 3)
 
 
 @cases.parametrized()
