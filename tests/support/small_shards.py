@@ -61,9 +61,10 @@ class SmallShards:
         return values
 
     def write_weights(self) -> None:
-        """Into the store, and MASTER beside WEIGHT."""
+        """Into the store: WEIGHT and MASTER, of these what it has."""
         full = self.full
-        kinds = [ObjectKind.WEIGHT, *([ObjectKind.MASTER] if self.precision.master else [])]
+        kept = [ObjectKind.WEIGHT] if self.precision.keeps_weights else []
+        kinds = [*kept, *([ObjectKind.MASTER] if self.precision.master else [])]
         for chunk, placement in enumerate(self.chunks):
             for kind in kinds:
                 for segment in placement.segments:
@@ -105,6 +106,7 @@ class SmallShards:
                 dtype=self.precision.weight,
                 reduce_dtype=self.precision.reduce,
                 persistent=persistent,
+                home=self.precision.home(trainable=trainable),
                 name=f"group {number}",
             )
         )

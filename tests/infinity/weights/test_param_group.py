@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,6 +21,8 @@ from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
 WEIGHT = ObjectKind.WEIGHT.mask
 SHAPES = [(200, 100), (64,), (7, 3000), (5,)]
 """Three chunks on one rank; parameters begin and end inside of them."""
+
+MASTERS_ONLY = replace(BF16, keeps_weights=False)
 
 
 def written(collectives: Collectives | None = None, **options: Any) -> SmallShards:
@@ -139,6 +142,23 @@ def test_a_persistent_groups_weights_stay_where_they_are() -> None:
     assert [param.full.data_ptr() for param in group.params if param.full is not None] == places
     assert len(places) == 4
     assert not show(group)[0].view(-1)[: NORM_BLOCK // 2].any(), "what the store has now"
+
+
+def test_where_the_store_has_masters_only_weights_are_made_of_them_but_after_an_update() -> None:
+    shards = written(persistent=[0], precision=MASTERS_ONLY)
+    (group,) = shards.groups
+    group.wait_for_unshard()
+    assert_whole(shards)
+    assert shards.store.acquired() == [(chunk, ObjectKind.MASTER.mask, 0) for chunk in range(len(shards.chunks))]
+    for param in group.params:
+        param.allocate().fill_(7)  # as an update puts them there
+    group.reshard()
+    group.wait_for_unshard(updated=True)
+    assert all(bool((shown == 7).all()) for shown in show(group))
+    assert len(shards.store.acquired()) == len(shards.chunks), "nothing was read"
+    group.reshard()
+    group.wait_for_unshard()
+    assert_whole(shards)
 
 
 def test_another_kind_is_gathered_beside_the_weights() -> None:
