@@ -9,6 +9,7 @@ not all that torch does with memory asks anybody (``share_memory_()`` would end 
 
 from __future__ import annotations
 
+import threading
 from functools import cache
 from typing import Any, NoReturn
 
@@ -18,6 +19,8 @@ from torch.utils._pytree import tree_leaves
 
 from infinity.errors import WeightsError
 from infinity.weights import access, owners, placeholder
+
+_watching = threading.Lock()
 
 
 def _refuse(operation: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -57,9 +60,14 @@ def _param_with_memory_of(tensor: torch.Tensor) -> nn.Parameter | None:
     return None
 
 
-@cache
-def watch() -> Any:
+def watch() -> None:
     """From now on placeholders are watched, in every thread, for the process's life."""
+    with _watching:  # torch takes one registration, and several threads may make their first engines at once
+        _watch()
+
+
+@cache
+def _watch() -> Any:
     make: Any = torch.library.Library
     everything, metadata = make("_", "IMPL"), make("aten", "IMPL")
     everything.fallback(_refuse, placeholder.KEY)

@@ -302,6 +302,18 @@ def test_latency_is_counted_from_the_first_round_to_the_last(make_bench: MakeBen
     assert clat["min_ns"] >= delay_ns
 
 
+@pytest.mark.parametrize("slow", ["write", "read"])
+def test_latencies_of_both_ways_have_the_least_and_the_most_of_either(make_bench: MakeBench, slow: str) -> None:
+    bench = make_bench(faults=[("delay", ("write", "read").index(slow), 30_000)])
+    bench.write(0, 0, BLOCK_BYTES)
+    bench.submit_read(1, 0, 0, BLOCK_BYTES, verify=False)
+    bench.finish()
+    both, each = bench.reactor.clat(), bench.reactor.latencies()
+    quick = "read" if slow == "write" else "write"
+    assert (both["min_ns"], both["max_ns"]) == (each[quick]["clat"]["min_ns"], each[slow]["clat"]["max_ns"])
+    assert both["min_ns"] < both["max_ns"]
+
+
 def test_closed_reactors_take_no_blocks(tmp_path: Path) -> None:
     with ReactorBench(tmp_path / "file", "posix") as bench:
         assert bench.reactor.close()

@@ -240,3 +240,16 @@ def test_files_and_buffers_come_and_go(make_bench: MakeBench, tmp_path: Path) ->
         bench.reactor.remove_buffer(buffer)
         written = (tmp_path / f"other-{turn}").read_bytes()
         assert written == bench.to_write[turn : BLOCK_BYTES + 2 * turn].tobytes()
+
+
+@pytest.mark.parametrize("queue_depth", [1, 3])
+def test_posix_has_a_thread_for_each_io_in_flight(queue_depth: int) -> None:
+    def threads() -> int:
+        names = [task.joinpath("comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+        return sum(name == "io-posix" for name in names)
+
+    before = threads()
+    reactor = Reactor("posix", queue_depth, BLOCK_BYTES)
+    started = threads() - before
+    reactor.close(1000)
+    assert started == queue_depth

@@ -170,6 +170,7 @@ WEIGHTS: Final = Room(
         "saved_tensors.py": [W + "test_saved_tensors.py", *USES, ODD + "test_saved_activations.py"],
         "sharded_model.py": [W + "test_sharded_model.py", *USES, T + "test_training_loop.py", T + "test_ranks.py"],
         "staging.py": [W + "test_staging.py", *USES, T + "test_training_loop.py", T + "test_ranks.py"],
+        "state_io.py": [W + "test_state_io.py", T + "test_state_access.py", *USES],
         "state_dicts.py": [T + "test_refusals.py", PROGRAMS, ODD + "test_state_dicts.py"],
         "streams.py": [W + "test_streams.py", *USES],
         "structure.py": [W + "test_structure.py", *USES, ODD + "test_weights_elsewhere.py"],

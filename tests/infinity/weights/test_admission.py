@@ -108,6 +108,8 @@ def test_elements_that_share_a_place_are_refused(weight: torch.Tensor) -> None:
         torch.ones(()),
         torch.arange(6.0).unfold(0, 2, 2),
         torch.as_strided(torch.arange(20.0), (3, 4), (4, 1)),
+        torch.as_strided(torch.arange(4.0), (1, 4), (2, 1)),
+        torch.as_strided(torch.arange(4.0), (1, 4, 1), (0, 1, 1)),
     ],
     ids=[
         "transposed",
@@ -120,6 +122,8 @@ def test_elements_that_share_a_place_are_refused(weight: torch.Tensor) -> None:
         "a scalar",
         "windows side by side",
         "rows side by side",
+        "one row with a stride of its own",
+        "one row without a stride",
     ],
 )
 def test_every_other_way_to_lie_is_taken(weight: torch.Tensor) -> None:

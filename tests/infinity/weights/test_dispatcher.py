@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -50,6 +52,44 @@ def param(engine: Any) -> nn.Parameter:
     found: nn.Parameter = engine.module.layer.weight
     assert placeholder.is_held_by(found)
     return found
+
+
+FIRST_ENGINES = """
+import threading
+import torch
+from infinity.weights import dispatcher
+
+meeting, registered, failed = threading.Barrier(2), [], []
+library = torch.library.Library
+
+class Slow(library):
+    def fallback(self, *args, **kwargs):
+        try:  # whoever else is on its way to the same registration gets here first
+            meeting.wait(1)
+        except threading.BrokenBarrierError:
+            pass
+        registered.append(args[1])
+        super().fallback(*args, **kwargs)
+
+def watch():
+    try:
+        dispatcher.watch()
+    except Exception as error:
+        failed.append(error)
+
+torch.library.Library = Slow
+threads = [threading.Thread(target=watch) for _ in range(2)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+print(len(registered), failed)
+"""
+
+
+def test_threads_that_make_their_first_engines_at_once_register_once() -> None:
+    run = subprocess.run([sys.executable, "-c", FIRST_ENGINES], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == "2 []"
 
 
 PAST_PYTHON: dict[str, Callable[[torch.Tensor], Any]] = {
