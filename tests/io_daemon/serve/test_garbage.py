@@ -74,15 +74,15 @@ def test_nonsense_is_answered_or_ends_its_own_connection(daemon: ServedDaemon, b
         except OSError as error:  # it hung up before all was sent
             assert error.errno in (errno.ECONNRESET, errno.EPIPE), body[:80]
             item = None
-        if item is not None:
-            control.close_all(item[1])
-        if item is None or isinstance(item[0], Ended):
-            assert item is None or "daemon failed" not in item[0].reason, (body[:200], item)
+        answer, fds = item if item is not None else (None, [])
+        control.close_all(fds)
+        if answer is None or isinstance(answer, Ended):
+            assert answer is None or "daemon failed" not in answer.reason, (body[:200], answer)
             ends["ended"] += 1
             rank.close()
             rank = None
         else:
-            assert not isinstance(item[0], Fault) or item[0].text, body[:80]
+            assert not isinstance(answer, Fault) or answer.text, body[:80]
             ends["answered"] += 1
     if rank is not None:
         rank.close()
