@@ -123,6 +123,7 @@ UPDATE: Final = Room(
     suffixes=(".py",),
     usual=[U + "test_rules.py", U + "test_sub_group.py", U + "test_optimizer.py", *TRAINING],
     nearest={
+        "algorithms.py": [U + "test_rules.py", U + "test_dry_run.py", *TRAINING],
         "dry_run.py": [U + "test_dry_run.py", U + "test_rules.py", *TRAINING],
         "gradients.py": [U + "test_gradients.py", *TRAINING, *RANKS],
         "in_backward.py": [T + "test_update_in_backward.py"],

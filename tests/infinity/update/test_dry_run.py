@@ -10,8 +10,10 @@ import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
+from infinity.config import parse_config
 from infinity.errors import ConfigError
 from infinity.update import dry_run, torch_rule
+from infinity.update.algorithms import make_optimizer
 from infinity.update.dry_run import Birth, options_of, unlike
 from infinity.update.dry_run import dry_run as watch
 from infinity.update.rule import UpdateRule
@@ -170,3 +172,33 @@ def test_what_is_kept_once_has_its_type() -> None:
     assert numbers(lambda p: optim.AdamW(p)) == {"step": torch.float32}
     assert numbers(lambda p: Counted(p, lr=0.1)) == {"seen": int}
     assert numbers(lambda p: optim.SGD(p, lr=0.1)) == {}
+
+
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("AdamW", {"weight_decay": 0.1}),
+        ("AdamW", {"weight_decay": 0.1, "bias_correction": False}),
+        ("Lion", {"weight_decay": 0.1}),
+        ("SGD", {"momentum": 0.9, "weight_decay": 0.1}),
+        ("Adagrad", {"weight_decay": 0.1}),
+    ],
+)
+def test_a_parameter_without_a_gradient_neither_moves_nor_gets_state(kind: str, params: dict[str, Any]) -> None:
+    """As torch's: decay is a part of the step that it does not take."""
+    config = parse_config({"train_batch_size": 1, "optimizer": {"type": kind, "params": {"lr": 0.1, **params}}})
+    assert config.optimizer is not None
+    optimizer = make_optimizer(config.optimizer, [{}])
+    (group,) = optimizer.param_groups
+    still, moved = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(3))
+    group["params"][:] = [still, moved]
+    optimizer.state.clear()
+    if kind == "Adagrad":
+        for param in (still, moved):
+            optimizer.state[param] = {"step": torch.tensor(0.0), "sum": torch.zeros(3)}
+    moved.grad = torch.ones(3)
+    optimizer.step()
+    assert torch.equal(still, torch.ones(3))
+    assert not torch.equal(moved, torch.ones(3))
+    state = optimizer.state.get(still, {})
+    assert not state or (kind == "Adagrad" and not state["sum"].any())
