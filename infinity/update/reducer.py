@@ -53,6 +53,8 @@ class Reducer:
         """The running micro-batch is the last one and a gradient norm is wanted."""
         self.puts_off = False
         """The running backward is not reduced: its gradients stay whole, and are reduced with the next one's."""
+        self.reduces_each = False
+        """Every backward is reduced by itself, and not the sum of several."""
         self._has_put_off = False
         self.divisor = 1
         """What the running backward's gradients are divided by, where its loss was not."""
@@ -174,7 +176,7 @@ class Reducer:
 
     def _add_own(self, group: ParamGroup, *, final: bool = False) -> None:
         if group.has_gradients:
-            params, gradient_of = group.take_gradients()
+            params, gradient_of = group.take_gradients(rounded=self.reduces_each)
             self._used[params] = 1
             self._add(group, gradient_of, params, final=final)
 

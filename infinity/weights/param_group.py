@@ -308,9 +308,15 @@ class ParamGroup:
             kept = self._kept.get(param.index)
             self._kept[param.index] = flat if kept is None else kept + flat
 
-    def take_gradients(self) -> tuple[list[int], GradientOf]:
-        """One rank: the parameters that have a gradient, and their flat gradients by segment."""
+    def take_gradients(self, *, rounded: bool) -> tuple[list[int], GradientOf]:
+        """One rank: the parameters that have a gradient, and their flat gradients by segment.
+
+        Args:
+            rounded: to the dtype of the reduction, as several ranks' are, wherever that loses bits.
+        """
         flats = self._flat_gradients()
+        if rounded and self._reduce_dtype is not torch.float32:
+            flats = {param: flat.to(self._reduce_dtype) for param, flat in flats.items()}
 
         def gradient_of(segment: Segment) -> torch.Tensor | None:
             flat = flats.get(segment.param)

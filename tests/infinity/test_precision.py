@@ -183,3 +183,29 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
     assert [scale for scale, *_ in rows] == [256, 256, 256, 128, 128, 128, 64, 64]
     assert [norm is None for _, _, norm, _ in rows] == [not applied for _, applied, _, _ in rows]
     assert [iteration for *_, iteration in rows] == [0, 1, 1, 2, 3, 3, 4, 5]
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_one_rank_rounds_the_gradients_of_each_micro_batch_as_several_do(stage: int) -> None:
+    """DeepSpeed's weights, which were held against this sum once: rounded gradients, added up in fp32."""
+
+    def model() -> nn.Linear:
+        torch.manual_seed(0)
+        return nn.Linear(24, 24)
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "communication_data_type": "bf16",
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    batches = [torch.randn(4, 24, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
+    plain, expected = model(), torch.zeros(24, 24)
+    with infinity.initialize(model=model(), config=config)[0] as engine:
+        for batch in batches:
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+            (gradient,) = torch.autograd.grad(plain(batch).square().mean() / 2, [plain.weight])
+            expected += gradient.bfloat16()
+        assert torch.equal(engine.full_state_dict()["weight"], plain.weight.detach() - expected)
