@@ -22,7 +22,7 @@ from typing import Any, Final
 
 from benchmarks.deepspeed_venv import prepare_venv
 from benchmarks.machine import free_port
-from benchmarks.side import REPOSITORY, keep_results
+from benchmarks.side import REPOSITORY, RESULTS, keep_results
 
 EXAMPLES: Final = REPOSITORY / "examples"
 TIMEOUT_S: Final = 600
@@ -32,8 +32,8 @@ TRAINING: Final = (
     "--disable_tqdm", "true", "--lr_scheduler_type", "linear", "--warmup_steps", "2", "--save_steps", "3",
     "--output_dir", "out", "--model", "model",
 )  # fmt: skip
-LOSSES: Final = ("losses", "resumed", "following", "again", "eval_loss")
-"""What the scripts print, or the loop's report has."""
+LOSSES: Final = ("losses", "resumed", "following", "again", "eval_loss", "tokens")
+"""What the scripts print, or the loop's report has; of tokens 0 differ, or it does not hold."""
 OUT: Final = "out"
 LOOP: Final = REPOSITORY / "tests" / "infinity" / "deepspeed" / "script.py"
 LOOP_CONFIG: Final = {
@@ -59,7 +59,8 @@ class Row:
     words: tuple[str, ...]
     relative: float = 1e-6
     forgotten: tuple[str, ...] = ()
-    """What is not compared: under NVMe offload the real one resumes from fresh weights, without a word."""
+    """What is not compared: under NVMe offload the real one resumes from fresh weights, and under ``Init`` it loses
+    what a constructor writes to its weights (``_init_weights``), each without a word."""
     resumed: bool = False
     """It is run again from the checkpoint of its third step."""
 
@@ -67,8 +68,12 @@ class Row:
 def rows() -> list[Row]:
     """What is run, each in a directory that has a model and the configurations ``*.json``."""
     trainer = (str(EXAMPLES / "trainer.py"), *TRAINING, "--deepspeed")
+    best = ("--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", "3", "--learning_rate", "3e-2")
+    lora = (str(EXAMPLES / "peft_lora.py"), *TRAINING, "--deepspeed")
+    generate = (str(EXAMPLES / "generate.py"), "--model", "model", "--deepspeed")
     accelerate = (str(EXAMPLES / "accelerate_loop.py"), "--model", "model", "--output", OUT, "--plugin")
     loop = (str(LOOP), "--out", OUT, "--deepspeed_config")
+    own = (str(EXAMPLES / "loop.py"), "--deepspeed_config", "loop.json")
     return [
         *(
             Row(
@@ -78,6 +83,7 @@ def rows() -> list[Row]:
             )
             for name in LOOPS
         ),
+        Row("deepspeed.initialize, z3 nvme, made under Init", own, forgotten=("losses", "again")),
         Row("Trainer, z3", (*trainer, "zero3.json")),
         Row("Trainer, z3, resumed", (*trainer, "zero3.json"), resumed=True),
         Row("Trainer, z3 nvme", (*trainer, "zero3_nvme.json")),
@@ -85,6 +91,13 @@ def rows() -> list[Row]:
             "Trainer, z3 nvme, resumed", (*trainer, "zero3_nvme.json"), resumed=True, forgotten=("losses", "eval_loss")
         ),
         Row("Trainer, z2 fp16 cpu", (*trainer, "zero2_fp16_cpu.json", "--fp16"), relative=1e-3),
+        Row("Trainer, z3, best model at the end", (*trainer, "zero3.json", *best)),
+        Row("PEFT LoRA, z3", (*lora, "zero3.json")),
+        Row("PEFT LoRA, z3, resumed", (*lora, "zero3.json"), resumed=True),
+        Row("PEFT LoRA, z3 nvme", (*lora, "zero3_nvme.json")),
+        Row("from_pretrained and generate, z3", (*generate, "zero3.json")),
+        Row("from_pretrained and generate, z3 nvme", (*generate, "zero3_nvme.json")),
+        Row("Accelerate by plugin, z3", (*accelerate, "zero3.json")),
         Row("Accelerate by plugin, z3 nvme", (*accelerate, "zero3_nvme.json"), forgotten=("again",)),
     ]
 
@@ -94,7 +107,7 @@ def furnish(directory: Path, model: Path) -> None:
     (directory / "model").symlink_to(model)
     for name in ("swap", OUT):
         (directory / name).mkdir()
-    for name in ("zero3_nvme.json", "zero2_fp16_cpu.json"):
+    for name in ("zero3_nvme.json", "zero2_fp16_cpu.json", "loop.json"):
         (directory / name).write_text((EXAMPLES / name).read_text())
     config: dict[str, Any] = json.loads((EXAMPLES / "zero3_nvme.json").read_text())
     zero = {name: value for name, value in config["zero_optimization"].items() if not name.startswith("offload")}
@@ -134,7 +147,7 @@ class Contender:
             )
         except subprocess.TimeoutExpired:
             return {"error": f"no end within {TIMEOUT_S} s"}
-        answers = [line for line in ended.stdout.splitlines() if line.startswith('{"losses')]
+        answers = [line for line in ended.stdout.splitlines() if line.startswith(('{"losses', '{"tokens'))]
         report = directory / OUT / "report-0.json"
         answers += [report.read_text()] if report.exists() else []
         if ended.returncode or not answers:
@@ -155,13 +168,15 @@ def compare(row: Row, num_ranks: int, theirs: Mapping[str, Any], ours: Mapping[s
     line: dict[str, Any] = {"script": row.name, "ranks": num_ranks, "deepspeed": theirs, "infinity": ours}
     if "error" not in ours and "error" not in theirs:
         mine, others = parts_of(ours), parts_of(theirs)
-        line["relative"] = {
-            name: max(abs(a - b) / abs(a) for a, b in zip(others[name], mine[name], strict=True)) for name in others
-        }
+        line["relative"] = {name: _relative(others[name], mine[name]) for name in others}
         line["holds"] = all(
             difference <= row.relative for name, difference in line["relative"].items() if name not in row.forgotten
         )
     return line
+
+
+def _relative(theirs: Sequence[float], ours: Sequence[float]) -> float:
+    return max(abs(a - b) / max(abs(a), 1e-9) for a, b in zip(theirs, ours, strict=True))
 
 
 def shown(answer: Mapping[str, Any]) -> str:
@@ -169,6 +184,14 @@ def shown(answer: Mapping[str, Any]) -> str:
     if "error" in answer:
         return str(answer["error"])[:80]
     return ", ".join(f"{name} {part[0]:.7f} … {part[-1]:.7f}" for name, part in parts_of(answer).items())
+
+
+def keep_line(line: Mapping[str, Any]) -> None:
+    """Write the row in the place of an older one of the same script and number of ranks."""
+    path = RESULTS / "same_scripts.json"
+    older = json.loads(path.read_text())["rows"] if path.exists() else []
+    rows = {(each["script"], each["ranks"]): each for each in [*older, line]}
+    keep_results("same_scripts", {"rows": [rows[key] for key in sorted(rows)]})
 
 
 def main() -> int:
@@ -194,11 +217,11 @@ def main() -> int:
             for num_ranks in options.ranks if options.only in row.name else ():
                 line = compare(row, num_ranks, real.run(row, num_ranks), ours.run(row, num_ranks))
                 lines.append(line)
+                keep_line(line)
                 print(f"{row.name}, {num_ranks} rank{'s' * (num_ranks > 1)}")
                 print(f"  DeepSpeed {shown(line['deepspeed'])}\n  infinity  {shown(line['infinity'])}")
                 found = line.get("relative", {}).items()
                 print(f"  relative difference {', '.join(f'{name} {value:.1e}' for name, value in found)}", flush=True)
-    keep_results("same_scripts", {"rows": lines})
     return int(any("error" in line["infinity"] or not line.get("holds", True) for line in lines))
 
 

@@ -29,8 +29,8 @@ from torch.multiprocessing.spawn import spawn
 from tests.infinity.deepspeed.differential.case import CASES, Case, plain
 
 TOPICS: Final = (
-    "configuration", "schedules", "starting", "training", "backwards", "precision", "parameters", "state", "leaves",
-    "checkpoints", "parts", "collectives",
+    "configuration", "schedules", "starting", "training", "backwards", "precision", "buffers", "parameters", "state",
+    "leaves", "checkpoints", "parts", "collectives",
 )  # fmt: skip
 TIMEOUT_S: Final = 60
 
