@@ -68,7 +68,7 @@ class Row:
 def rows() -> list[Row]:
     """What is run, each in a directory that has a model and the configurations ``*.json``."""
     trainer = (str(EXAMPLES / "trainer.py"), *TRAINING, "--deepspeed")
-    best = ("--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", "3", "--learning_rate", "3e-2")
+    best = ("--load_best_model_at_end", "--eval_strategy", "steps", "--eval_steps", "3", "--learning_rate", "1e-2")
     lora = (str(EXAMPLES / "peft_lora.py"), *TRAINING, "--deepspeed")
     generate = (str(EXAMPLES / "generate.py"), "--model", "model", "--deepspeed")
     accelerate = (str(EXAMPLES / "accelerate_loop.py"), "--model", "model", "--output", OUT, "--plugin")

@@ -148,11 +148,16 @@ def make_loader(
     collate_fn: Callable[[list[Any]], Any] | None = None,
     num_workers: int = 0,
     pin_memory: bool = False,
+    deals_to_one: bool = False,
 ) -> PlacedLoader:
-    """A loader over this rank's share; of a dataset without a length, over what it yields here."""
+    """A loader over this rank's share; of a dataset without a length, over what it yields here.
+
+    ``deals_to_one``: a rank that is alone is dealt its samples, too, in the order of ``DistributedSampler`` and not in
+    one that torch's generator says.
+    """
     if sampler is None and not isinstance(dataset, IterableDataset):
         sized: Any = dataset
-        if collectives.world_size > 1:
+        if collectives.world_size > 1 or deals_to_one:
             sampler = _Dealt(
                 dataset,
                 num_replicas=collectives.world_size,

@@ -78,7 +78,8 @@ def initialize(
     evaluates and generates, and trains nothing.
 
     Args:
-        args: what a script's parser gave; ``deepspeed_config`` is the path of a configuration.
+        args: what a script's parser gave; ``deepspeed_config`` is the path of a configuration, and ``local_rank``, if
+            there is one, is set to this rank's: torchrun gives no such argument.
         model: the model, built plainly or under ``zero.Init``. One that an engine from here already has goes over to
             the new engine, with the weights that it has now; the old one ends.
         optimizer: a torch optimizer, or a function from parameters to one.
@@ -138,6 +139,8 @@ def initialize(
     if not isinstance(engine, DeepSpeedEngine):
         raise AssertionError("another engine than asked for")
     engine.speak(raw)
+    if hasattr(args, "local_rank"):
+        args.local_rank = engine.local_rank
     if made is not None:
         optimizer_kinds.speak(made, engine, engine.settings)
     _engines.add(engine)

@@ -37,6 +37,7 @@ class DeepSpeedEngine(Engine):
     _num_micro_steps: int
     _users_backward: UsersBackward
     buffers_follow_weights = False
+    deals_to_one = True
     gradient_average = enable_backward_allreduce = warn_unscaled_loss = True
     has_moe_layers = False
 

@@ -38,6 +38,8 @@ class Engine(Checkpoints, Exports):
 
     buffers_follow_weights: ClassVar[bool] = True
     """Whether fp32 buffers of the state dict of an fp32 model are cast where the configuration casts its weights."""
+    deals_to_one: ClassVar[bool] = False
+    """Whether a rank that is alone has the order of ``DistributedSampler``, instead of a seed of torch's generator."""
 
     def __init__(
         self,
@@ -256,6 +258,7 @@ class Engine(Checkpoints, Exports):
             collate_fn=collate_fn,
             num_workers=num_local_io_workers,
             pin_memory=pin_memory,
+            deals_to_one=self.deals_to_one,
         )
 
     def make_training_loader(

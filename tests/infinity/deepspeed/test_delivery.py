@@ -122,7 +122,7 @@ def test_a_script_trains_with_the_bits_of_plain_torch(launcher: tuple[str, ...],
     ended = _infinity(*launcher, SCRIPT, "--out", out, "--deepspeed_config", config)
     assert ended.returncode == 0, ended.stderr
     (report,) = _assert_trained_as_torch(out, tmp_path, 1)
-    assert report["local_rank"] == -1
+    assert report["local_rank"] == 0
 
 
 def test_two_ranks_by_the_command_deepspeed_have_the_bits_of_ddp(config: Path, tmp_path: Path) -> None:

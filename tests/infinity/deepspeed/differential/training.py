@@ -3,12 +3,14 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import deepspeed  # type: ignore[import-not-found]
 import torch
 from torch import nn
+from torch.utils.data import TensorDataset
 
 from tests.infinity.deepspeed.differential.case import case, cases_over, raised
 from tests.infinity.deepspeed.differential.nets import batches, config, stack, start, sums, train
@@ -271,3 +273,15 @@ def batch_sizes_change(_directory: Path, stage: int) -> Any:
 def losses_of_stages_are_alike(_directory: Path) -> Any:
     runs = [train(start(stack(), config(stage)), 5) for stage in range(4)]
     return runs[0], [max(abs(a - b) for a, b in zip(run, runs[0], strict=True)) < 1e-6 for run in runs]
+
+
+@case()
+def order_of_a_dataset(_directory: Path) -> Any:
+    model, args = stack(), argparse.Namespace(local_rank=-1)
+    data = TensorDataset(torch.arange(22).float())
+    engine, _, loader, _ = deepspeed.initialize(
+        args=args, model=model, model_parameters=model.parameters(), training_data=data, config=config(1)
+    )
+    epochs = [[batch.tolist() for (batch,) in loader] for _ in range(2)]
+    evaluated = [batch.tolist() for (batch,) in engine.deepspeed_io(data, batch_size=4, route="eval")]
+    return epochs, evaluated, len(loader), args.local_rank == engine.local_rank
