@@ -61,7 +61,7 @@ POLICY: Final = Room(
         "fair_queue.py": [P + "test_fair_queue.py"],
         "residency.py": [P + "test_plan_room.py", P + "test_residency.py", P + "test_simulation.py"],
         "step_trace.py": [P + "test_step_trace_figures.py", P + "test_step_trace.py"],
-        "swap_object.py": [P + "test_choices.py", P + "test_residency.py", *SCHEDULING],
+        "swap_object.py": [SCHEDULING[1], P + "test_residency.py", *SCHEDULING[:1], *SCHEDULING[2:]],
         "trace.py": [P + "test_trace.py", *SCHEDULING],
         "window.py": [P + "test_window.py"],
     },
