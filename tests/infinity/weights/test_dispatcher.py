@@ -14,7 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import WeightsError
-from infinity.weights import placeholder
+from infinity.weights import access, dispatcher, placeholder
 
 CONFIG: dict[str, Any] = {
     "train_batch_size": 2,
@@ -156,6 +156,13 @@ def test_no_other_tensor_takes_its_memory_over(param: nn.Parameter, given: str, 
     thief.share_memory_()  # type: ignore[no-untyped-call]  # which would end the process with a placeholder's
     thief.data = param.clone()
     assert torch.equal(thief, VALUES), "the remedy"
+
+
+def test_memory_is_known_by_its_parameter_whoever_else_has_none(engine: Any) -> None:
+    with access.raw():
+        for param in engine.module.parameters():
+            assert dispatcher._param_with_memory_of(param) is param
+        assert dispatcher._param_with_memory_of(torch.zeros(4, 3)) is None
 
 
 def test_the_memory_of_a_parameter_that_is_gone_is_refused() -> None:
