@@ -32,7 +32,7 @@ import infinity
 from benchmarks.gpt import GPT, GPTShape
 from benchmarks.side import keep_results
 from infinity.commands.cli import main as command
-from infinity.commands.demo.footprint import process_tree, pss_bytes
+from infinity.commands.demo.footprint import process_tree, pss_of
 from infinity.engine import Engine
 from infinity.files.directory import WeightsDirectory
 from infinity.files.entry import Entry
@@ -43,10 +43,10 @@ SIZES = {"small": GPTShape(d_model=1536, num_layers=10), "large": GPTShape(d_mod
 SAMPLE_S = 0.2
 
 
-def pss_now() -> tuple[int, int]:
+def pss_now(above: int = 0) -> tuple[int, int]:
     """PSS of this process, and of all its children together; one that ends meanwhile counts nothing."""
-    own, *children = process_tree(os.getpid())
-    return pss_bytes(own), sum(pss_bytes(child) for child in children)
+    own, *children = pss_of(process_tree(os.getpid()), above).values()
+    return own, sum(children)
 
 
 class Peaks:
@@ -55,16 +55,20 @@ class Peaks:
     def __init__(self) -> None:
         self.phases: dict[str, dict[str, float]] = {}
         self._peak = (0, 0)
+        self._lock = threading.Lock()
+        """A sample that began in one phase is not the next one's."""
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
         self._thread.start()
 
     def _sample(self) -> None:
         while not self._ended.wait(SAMPLE_S):
-            self._peak = max(self._peak, pss_now(), key=sum)
+            with self._lock:
+                self._peak = max(self._peak, pss_now(above=sum(self._peak)), key=sum)
 
     def run(self, phase: str, work: Callable[[], Any]) -> Any:
-        self._peak, begun = pss_now(), time.monotonic()
+        with self._lock:
+            self._peak, begun = pss_now(), time.monotonic()
         result = work()
         peak, seconds = self._peak, time.monotonic() - begun
         self.phases[phase] = {"peak_pss_bytes": sum(peak), "of_it_the_daemon": peak[1], "seconds": seconds}

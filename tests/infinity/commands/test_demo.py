@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from infinity.commands.demo import footprint as footprint_module
 from infinity.commands.demo.footprint import (
     DeviceBytes,
     Footprint,
@@ -21,6 +22,7 @@ from infinity.commands.demo.footprint import (
     Sample,
     process_tree,
     pss_bytes,
+    pss_of,
     swap_descriptors,
 )
 from infinity.commands.demo.plot import save_plot
@@ -120,6 +122,21 @@ def test_pss_counts_a_shared_page_once_over_the_process_tree(tmp_path: Path) -> 
             child.stdin.close()
     assert alone > num_bytes
     assert together - alone < num_bytes / 2
+
+
+def test_an_arena_that_changes_hands_while_they_are_looked_at_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, daemon, arena = 1, 2, 500
+    mapped_by = {rank}
+
+    def look(pid: int) -> int:
+        share = arena // len(mapped_by) if pid in mapped_by else 0
+        mapped_by.add(daemon)  # between the first look and the second
+        return 100 + share
+
+    monkeypatch.setattr(footprint_module, "pss_bytes", look)
+    assert sum(pss_of([rank, daemon]).values()) == 200 + arena
+    mapped_by.remove(daemon)
+    assert sum(pss_of([rank, daemon], above=10 * arena).values()) > 200 + arena, "no peak: one look is enough"
 
 
 def test_open_swap_files_tell_whether_they_are_direct(tmp_path: Path) -> None:
