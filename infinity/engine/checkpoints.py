@@ -19,6 +19,7 @@ from infinity.engine.loop import TrainingLoop
 from infinity.engine.saving import Saving
 from infinity.errors import CheckpointError, DaemonLostError, EngineStateError
 from infinity.states import StepPhase
+from infinity.weights.heap import return_freed
 
 _log = logging.getLogger(__name__)
 
@@ -80,6 +81,7 @@ class Checkpoints(nn.Module):
                 loop.background.work = LateSave(loop, saving, latest=save_latest)
             else:
                 saving.run(latest=save_latest)
+                return_freed()  # what pieces passed through; not of an asynchronous save, for which training waits
         return True
 
     def wait_for_checkpoint(self) -> None:
@@ -154,6 +156,7 @@ class Checkpoints(nn.Module):
             loop.runtime.collectives.agree(f"load the checkpoint {path} with checksum {stored.checksum:08x}").wait()
             loading = _together(loop, lambda: Loading(loop, stored, wanted), "compare a checkpoint", path)
             loading.run(lambda work, what: _together(loop, work, what, path), changed)
+            return_freed()
             return loading.client_state
 
 

@@ -18,6 +18,7 @@ from infinity.errors import WeightsError, WeightsFileError
 from infinity.files.entry import Entry
 from infinity.files.export import Export
 from infinity.files.shards import WHOLE_BYTES, parse_size
+from infinity.weights.heap import return_freed
 from infinity.weights.param import ShardedParam
 
 
@@ -106,6 +107,7 @@ def save_weights(
                 except WeightsFileError as error:
                     failed.append(error)
         collectives.together(finish, "publish files of weights")
+    return_freed()
 
 
 def _entry(tensor: ShardedParam | torch.Tensor) -> Entry:

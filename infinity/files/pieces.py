@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-PIECE_NUMEL = 1 << 22
-"""Elements that are read or written at once."""
+PIECE_NUMEL = 1 << 21
+"""Elements that are read or written at once; two such pieces are in memory while one takes the other's place."""
 
 
 def pieces(numel: int, numel_max: int | None = None, *, num_ranks: int = 1) -> Iterator[tuple[int, int]]:
