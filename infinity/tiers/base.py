@@ -20,10 +20,11 @@ it can finish with what it holds.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Protocol, TypeVar
 
 import torch
@@ -170,11 +171,27 @@ def _give_back(done: list[tuple[Lease, tuple[int, int]]]) -> None:
         lease.release(dirty=dirty, dead=dead)
 
 
+class ManyPieces(list[torch.Tensor]):
+    """Pieces, one or more a parameter, that know where each begins: who goes through thousands of parameters, and looks
+    for each from the first piece on, takes their square of looks."""
+
+    def __init__(self, pieces: Iterable[torch.Tensor]) -> None:
+        super().__init__(pieces)
+        self.starts = list(accumulate((piece.numel() for piece in self), initial=0))
+
+
 def spans(pieces: Sequence[torch.Tensor], offset: int, numel: int) -> Iterator[tuple[int, torch.Tensor]]:
     """The parts of ``pieces`` that hold elements [offset, offset + numel), as (elements before it, view)."""
+    first = 0
+    if isinstance(pieces, ManyPieces):
+        first = max(0, bisect_right(pieces.starts, offset) - 1)
+        offset -= pieces.starts[first]
     done = 0
-    for piece in pieces:
-        if offset < piece.numel() and done < numel:
+    for index in range(first, len(pieces)):
+        if done == numel:
+            return
+        piece = pieces[index]
+        if offset < piece.numel():
             taken = min(piece.numel() - offset, numel - done)
             yield done, piece[offset : offset + taken]
             done += taken

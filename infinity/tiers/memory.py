@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from infinity.errors import EngineStateError
-from infinity.tiers.base import ChunkLayout, Lease, ShardStore
+from infinity.tiers.base import ChunkLayout, Lease, ManyPieces, ShardStore
 from infinity.tiers.pool import MemoryPool
 from io_daemon.shared.protocol import Access, kinds_of
 
@@ -86,7 +86,7 @@ class MemoryStore(ShardStore):
     def open(self, chunk: int, kind: int, *, read: bool) -> list[torch.Tensor]:
         """The object's elements; zeros if it was never written and is to be read."""
         if (chunk, kind) in self._elsewhere:
-            return self._elsewhere[chunk, kind]()
+            return ManyPieces(self._elsewhere[chunk, kind]())
         tensor = self._objects.get((chunk, kind))
         if tensor is None:
             layout = self._layouts[chunk]

@@ -13,6 +13,7 @@ from torch import nn
 import infinity
 from infinity.errors import WeightsError
 from infinity.plan.sharding import ALIGNMENT
+from infinity.update import sub_group
 from io_daemon.shared.protocol import align_up
 
 BASE: dict[str, Any] = {
@@ -66,6 +67,35 @@ def test_every_stage_gives_the_bits_of_stage_3(offload: str, bf16: bool, tmp_pat
         assert _same(_run(config), reference)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_small_weights_are_stepped_as_one_run_with_the_bits_of_each_by_itself(
+    stage: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a parameter has no gradient, which leaves it and its history as they were."""
+    runs, gathered = [], []
+    put_back = sub_group.SubGroup._put_back
+
+    def counted(self: sub_group.SubGroup, *arguments: Any) -> None:
+        gathered.append(sub_group.GATHERED_NUMEL_MAX)
+        put_back(self, *arguments)
+
+    monkeypatch.setattr(sub_group.SubGroup, "_put_back", counted)
+    for numel_max in (0, 1 << 14):
+        monkeypatch.setattr(sub_group, "GATHERED_NUMEL_MAX", numel_max)
+        model = _model()
+        model.register_parameter("unused", nn.Parameter(torch.ones(70)))
+        config = _with(stage, stage3_param_persistence_threshold=100_000)
+        engine, *_ = infinity.initialize(model=model, config={**config, "gradient_clipping": 0.5})
+        for _ in range(4):
+            engine.backward(engine(torch.ones(4, 16)).square().mean())
+            engine.step()
+        runs.append(([0.0], engine.full_state_dict()))
+        engine.destroy()
+    assert _same(*runs)
+    assert torch.equal(runs[0][1]["unused"], torch.ones(70))
+    assert set(gathered) == {1 << 14}
+
+
 def test_parameters_that_are_stepped_whole_are_whole_at_every_stage() -> None:
     matrices = {"optimizer": {"type": "Muon", "params": {"lr": 1e-2}}, "bf16": {"enabled": True}}
     reference = _run({**_with(3), **matrices})
@@ -116,12 +146,17 @@ def test_whole_weights_that_have_no_masters_are_kept_once(*, bf16: bool) -> None
         sum(align_up(p.numel(), ALIGNMENT) for name, p in _model().named_parameters() if name.startswith("2.") is part)
         for part in (False, True)
     )
-    expected = {0: (8, 0), 1: (8, 0), 2: (8, 0), 3: (8 + size, size)}
+    persistent = {"stage3_param_persistence_threshold": 100_000}
+    expected: list[tuple[int, dict[str, int], int, int]] = [
+        *((stage, {}, 8, 0) for stage in (0, 1, 2)),
+        (3, persistent, 8, 0),
+        (3, {}, 8 + size, size),
+    ]
     runs = []
-    for stage, (trained_bytes, frozen_bytes) in expected.items():
+    for stage, zero, trained_bytes, frozen_bytes in expected:
         model = _model()
         model[2].requires_grad_(requires_grad=False)
-        engine: Any = infinity.initialize(model=model, config={**_with(stage), "bf16": {"enabled": bf16}})[0]
+        engine: Any = infinity.initialize(model=model, config={**_with(stage, **zero), "bf16": {"enabled": bf16}})[0]
         held = (trained_bytes + 4 * bf16) * trained + frozen_bytes * frozen
 
         def step(engine: Any = engine) -> float:

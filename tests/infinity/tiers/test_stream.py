@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
-from infinity.tiers.base import ChunkLayout, Lease, stream
+from infinity.tiers.base import ChunkLayout, Lease, ManyPieces, spans, stream
 from tests.support.strict_store import StrictLease, StrictStore
 
 NUM_CHUNKS = 11
@@ -65,3 +66,23 @@ def test_a_lease_that_is_not_granted_ends_it_with_nothing_held(store: StrictStor
     with pytest.raises(OSError, match="the drive"):
         stream(issued(store), lambda _lease, _chunk: (0, 0), num_held_max=4, num_at_once=2)
     assert store.num_held == 0
+
+
+class CountedPieces(ManyPieces):
+    looks = 0
+
+    def __getitem__(self, index: Any) -> Any:
+        self.looks += 1
+        return super().__getitem__(index)
+
+
+def test_of_many_pieces_only_those_are_looked_at_that_hold_what_is_asked_for() -> None:
+    plain = list(torch.arange(40.0).split([3, 1, 8, 2, 16, 10]))
+    for offset in range(40):
+        for numel in range(1, 41 - offset):
+            many = CountedPieces(plain)
+            found = [(done, part.tolist()) for done, part in spans(many, offset, numel)]
+            assert found == [(done, part.tolist()) for done, part in spans(plain, offset, numel)]
+            assert many.looks == len(found)
+    with pytest.raises(IndexError, match="1 of 2 elements"):
+        list(spans(CountedPieces(plain), 39, 2))
