@@ -35,8 +35,8 @@ class Precision:
     keeps_weights: bool = True
     """The store has weights beside their masters. False: they are whole on the device, rounded from their masters,
     and the store has those of frozen parameters alone."""
-    weights_near: bool = False
-    """The store has weights on the device, where it has any."""
+    weights_stay: bool = False
+    """Weights are whole on the device for good."""
     keeps_gradients: bool = True
     """Whether trained parameters have a gradient until the update. False: an engine without an optimizer."""
     update: torch.dtype = FP32
@@ -83,7 +83,7 @@ class Precision:
             gradient=gradient,
             master=master,
             keeps_weights=policy.shards_weights or not master,
-            weights_near=config.zero_optimization.offload_param.device == "none",
+            weights_stay=not policy.shards_weights,
             update=weight if config.bf16.bf16_optimizer_states else FP32,
             states=states or {},
             markers=next(iter(unsigned), None) if config.io_daemon.master_weights == "split" else None,
@@ -141,7 +141,7 @@ class Precision:
         """Whether the store's weights are those on the device, once these are there for good, and have no memory of
         their own. Halves of masters are cut with them, so these have."""
         halved = trainable and self.markers is not None
-        return persistent and self.weights_near and not halved and self.home(trainable=trainable) is ObjectKind.WEIGHT
+        return persistent and self.weights_stay and not halved and self.home(trainable=trainable) is ObjectKind.WEIGHT
 
     @property
     def stepped(self) -> ObjectKind:
