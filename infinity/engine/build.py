@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,11 +17,13 @@ from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
 from infinity.update.optimizer import ShardedOptimizer
-from infinity.weights.buffers import move_buffers
+from infinity.weights.buffers import move_buffers, narrowed_against_the_model
 from infinity.weights.param import ShardedParam, flattened, memory_order
 from infinity.weights.promises import take_promises
 from infinity.weights.sharded_model import Layout, ShardedModel
 from infinity.weights.staging import staged_param
+
+_log = logging.getLogger(__name__)
 
 
 def build_engine(
@@ -77,6 +80,9 @@ def build_engine(
         for param in layout.params:
             if (staged := staged_param(param)) is not None:
                 staged.discard()
+        if collectives.rank == 0 and (names := narrowed_against_the_model(model, precision.weight)):
+            words = "the model wants %s and %d more in fp32; weights have one dtype here, %s: bf16 or fp32 is safer"
+            _log.warning(words, names[0], len(names) - 1, precision.weight)
         data_types = config.data_types
         move_buffers(
             model,

@@ -90,6 +90,14 @@ def move_buffers(
         buffer.data = buffer.data.to(device=device, dtype=target)
 
 
+def narrowed_against_the_model(model: nn.Module, weight_dtype: torch.dtype) -> list[str]:
+    """Names of the parameters that the model's own lists want in fp32 beside others in ``weight_dtype``."""
+    if weight_dtype is torch.float32:
+        return []
+    patterns = list(_own_patterns(model, weight_dtype))
+    return [name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)]
+
+
 def _buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
     """Each with its name, and whether a state dict holds it, under any of its names."""
     values = {

@@ -3,6 +3,7 @@ name it was said."""
 
 from __future__ import annotations
 
+import logging
 from contextlib import nullcontext
 from typing import Any
 
@@ -131,6 +132,20 @@ def test_under_the_name_deepspeed_no_buffer_is_cast_unasked(stage: int) -> None:
     assert found_after(config_of(stage), initialize=initialize) == ("torch.float32", "torch.float32")
     asked = config_of(stage, data_types={"buffer_dtype": "bf16"})
     assert found_after(asked, initialize=initialize) == ("torch.bfloat16", "torch.bfloat16")
+
+
+@pytest.mark.parametrize(("precision", "is_told"), [("fp16", True), ("bf16", False)])
+def test_parameters_that_the_model_wants_in_fp32_are_told(
+    precision: str, is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As of T5: its lists are for fp16 alone, and the real DeepSpeed heeds them for buffers alone."""
+    model = Frequencies()
+    model._keep_in_fp32_modules = ["out"]  # type: ignore[assignment]
+    config = config_of(3) | {"bf16": {"enabled": False}, precision: {"enabled": True}}
+    with caplog.at_level(logging.WARNING, "infinity.engine.build"), infinity.initialize(model=model, config=config)[0]:
+        told = [record.getMessage() for record in caplog.records if "in fp32" in record.getMessage()]
+    assert bool(told) is is_told
+    assert all("out.weight and 1 more" in words and "bf16" in words for words in told)
 
 
 class Shifted(nn.Module):
