@@ -95,9 +95,7 @@ class Table:
         self._frames_offset = geometry.frames_offset
 
     def store_object(self, object_id: int, record: ObjectRecord) -> None:
-        _OBJECT.pack_into(
-            self._bytes,
-            self._objects_offset + object_id * _OBJECT.size,
+        packed = _OBJECT.pack(
             *record.frames,
             record.committed_offset,
             record.pending_offset,
@@ -112,13 +110,19 @@ class Table:
             record.num_writers,
             record.num_frames,
         )
+        self._store(self._objects_offset + object_id * _OBJECT.size, packed)
 
     def store_frame(self, frame: int, object_id: int, piece: int, state: int) -> None:
-        _FRAME.pack_into(self._bytes, self._frames_offset + frame * _FRAME.size, object_id, piece, state)
+        self._store(self._frames_offset + frame * _FRAME.size, _FRAME.pack(object_id, piece, state))
 
     def store_num_chunks(self, num_chunks: int) -> None:
         """How many chunks are registered."""
-        _NUM_CHUNKS.pack_into(self._bytes, TABLE_HEADER.offset_of("num_chunks"), num_chunks)
+        self._store(TABLE_HEADER.offset_of("num_chunks"), _NUM_CHUNKS.pack(num_chunks))
+
+    def _store(self, offset: int, packed: bytes) -> None:
+        """In one copy, in which a byte that stays the same never is another: a rank may be reading where an object lies
+        that it has leased, while something else about the object changes. (``pack_into`` writes zeros first.)"""
+        self._bytes[offset : offset + len(packed)] = packed
 
     def checksum_offset(self, checksum_index: int) -> int:
         """Byte offset of a checksum in the table."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -79,3 +80,20 @@ def test_a_rank_does_not_take_any_memory_for_a_table() -> None:
     with pytest.raises(ProtocolError, match="no residency table"):
         TableView(Region(fd, 4096, writable=False))
     os.close(fd)
+
+
+def test_a_rank_reads_where_its_object_lies_while_the_daemon_writes_something_else_of_it() -> None:
+    """Another lease comes and goes on what this rank has leased: the record is written anew, its place is the same."""
+    table = Table(GEOMETRY, "job", 0)
+    view = TableView(Region(table.fd, GEOMETRY.table_bytes, writable=False))
+    record = ObjectRecord(frames=(3, 1, NO_FRAME, NO_FRAME), num_frames=2, object_bytes=5000)
+    table.store_object(0, record)
+    if (writer := os.fork()) == 0:
+        for number in range(100_000):
+            table.store_object(0, replace(record, num_readers=number % 7))
+        os._exit(0)
+    places = set()
+    while os.waitpid(writer, os.WNOHANG) == (0, 0):
+        places |= {view.placement(0, 0) for _ in range(1000)}
+    assert places == {((3, 1), 5000)}
+    table.close()
