@@ -32,7 +32,6 @@ def build_update(
             scratch=scratch,
             rounding=rounding,
             weights_of=None if precision.keeps_weights else sharded.weights_of,
-            apart=sharded.groups[chunk.group].weights_lie_here,
         )
         for chunk_id, chunk in enumerate(sharded.chunks)
         if sharded.layout.placements[chunk.group].trainable

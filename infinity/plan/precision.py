@@ -137,11 +137,10 @@ class Precision:
         """The kind that the store has the weights in."""
         return ObjectKind.WEIGHT if self.keeps_weights or not trainable else ObjectKind.MASTER
 
-    def lies_in_params(self, *, trainable: bool, persistent: bool) -> bool:
-        """Whether the store's weights are those on the device, once these are there for good, and have no memory of
-        their own. Halves of masters are cut with them, so these have."""
-        halved = trainable and self.markers is not None
-        return persistent and self.weights_stay and not halved and self.home(trainable=trainable) is ObjectKind.WEIGHT
+    def lies_in_params(self, *, trainable: bool) -> bool:
+        """Whether the store's weights are those on the device, once these are there, and have no memory of their
+        own."""
+        return self.weights_stay and self.home(trainable=trainable) is ObjectKind.WEIGHT
 
     @property
     def stepped(self) -> ObjectKind:

@@ -65,19 +65,17 @@ class SubGroup:
         scratch: Scratch,
         rounding: Rounding,
         weights_of: WeightsOf | None = None,
-        apart: bool = False,
     ) -> None:
         """
         Args:
             group_of: parameter index -> index of its optimizer group.
             scratch: shared by all that are stepped one after the other.
             weights_of: where weights are that the store does not have.
-            apart: the chunk's weights lie where its parameters are, and so in as many pieces.
         """
         self.chunk = chunk
         self.placement = placement
         self._rule, self._stepped, self._group_of = rule, precision.stepped, group_of
-        apart &= self._stepped is ObjectKind.WEIGHT
+        apart = precision.lies_in_params(trainable=True)  # and so in as many pieces
         self._gathers = apart and placement.numel < GATHERED_NUMEL_MAX * len(placement.segments)
         cut = apart and not self._gathers
         runs = [Run(segments=(each,)) for each in placement.segments] if cut else runs_of(placement.segments)

@@ -115,12 +115,6 @@ class ParamGroup:
         return self.placement.index
 
     @property
-    def weights_lie_here(self) -> bool:
-        """Whether the store's weights are those of the parameters, once these are here, and have no memory of their
-        own."""
-        return self._lent_to is not None
-
-    @property
     def in_use(self) -> bool:
         return self.num_holds > 0
 

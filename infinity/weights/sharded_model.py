@@ -308,9 +308,7 @@ class ShardedModel:
                 persistent=members.persistent,
                 name=members.name,
                 pool=self.pool,
-                lent_to=self.device_store
-                if self.precision.lies_in_params(trainable=placement.trainable, persistent=members.persistent)
-                else None,
+                lent_to=self.device_store if self.precision.lies_in_params(trainable=placement.trainable) else None,
             )
             for placement, members in zip(self.layout.placements, self.layout.members, strict=True)
         ]
