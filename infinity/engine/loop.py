@@ -122,7 +122,6 @@ class TrainingLoop:
             self.runtime.collectives.agree("begin a backward").wait()
             reducer = self.runtime.reducer
             reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
-            reducer.reduces_each = self._sharded.policy.reduces(boundary=False)
             reducer.puts_off = self._num_without_reduction > 0 or not reduces
             reducer.norms = update.wants_norms and self.is_boundary()
             reducer.divisor = divisor

@@ -72,7 +72,12 @@ class Runtime(owners.Owner):
         num_params = len(sharded.params)
         self.gradients = GradientChunks(self.store, sharded.chunks, num_params)
         self.reducer = Reducer(
-            sharded.groups, self.gradients, collectives, num_params, gradient_dtype=sharded.precision.gradient
+            sharded.groups,
+            self.gradients,
+            collectives,
+            num_params,
+            gradient_dtype=sharded.precision.gradient,
+            reduces_each=self.policy.reduces(boundary=False),
         )
         self.user_gradients = UserGradients(self.reducer, self._group_of, phases)
         self.io = StateIO(sharded)

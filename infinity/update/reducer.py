@@ -38,11 +38,16 @@ class Reducer:
         num_params: int,
         *,
         gradient_dtype: torch.dtype = torch.float32,
+        reduces_each: bool = False,
     ) -> None:
-        """``gradient_dtype``: of gradients whose reduction is put off."""
+        """
+        Args:
+            gradient_dtype: of gradients whose reduction is put off.
+            reduces_each: every backward is reduced by itself, and not the sum of several.
+        """
         self._groups = {group.index: group for group in groups if group.placement.trainable}
         self._gradients, self._collectives = gradients, collectives
-        self._gradient_dtype = gradient_dtype
+        self._gradient_dtype, self._reduces_each = gradient_dtype, reduces_each
         self._used = torch.zeros(num_params, dtype=torch.uint8)
         self._order = sorted(self._groups, reverse=True)
         self._completed: dict[int, None] = {}
@@ -53,8 +58,6 @@ class Reducer:
         """The running micro-batch is the last one and a gradient norm is wanted."""
         self.puts_off = False
         """The running backward is not reduced: its gradients stay whole, and are reduced with the next one's."""
-        self.reduces_each = False
-        """Every backward is reduced by itself, and not the sum of several."""
         self._has_put_off = False
         self.divisor = 1
         """What the running backward's gradients are divided by, where its loss was not."""
@@ -176,7 +179,7 @@ class Reducer:
 
     def _add_own(self, group: ParamGroup, *, final: bool = False) -> None:
         if group.has_gradients:
-            params, gradient_of = group.take_gradients(rounded=self.reduces_each)
+            params, gradient_of = group.take_gradients(rounded=self._reduces_each)
             self._used[params] = 1
             self._add(group, gradient_of, params, final=final)
 
