@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.daemon import ServedDaemon
+from io_daemon.rank.client import Client
+from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
 
 Serve = Callable[..., ServedDaemon]
 
@@ -36,6 +37,18 @@ def serve(swap_dir: Path) -> Iterator[Serve]:
 @pytest.fixture
 def daemon(serve: Serve) -> ServedDaemon:
     return serve()
+
+
+@pytest.fixture
+def bystander(daemon: ServedDaemon) -> Iterator[Client]:
+    """Another tenant, whose data must be whole and whose daemon must answer after the test."""
+    with daemon.attached(job="bystander", num_frames=2) as client:
+        for chunk in client.register(specs(6)):
+            write_chunk(client, chunk, WEIGHT)
+        yield client
+        assert all(chunk_is_intact(client, chunk, WEIGHT) for chunk in range(6))
+        assert client.echo() < DEADLINE_S
+        eventually(lambda: len(daemon.files()) == 1, "only the bystander is left")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ import pytest
 from io_daemon.rank.client import Client
 from io_daemon.shared import control
 from io_daemon.shared.control import Ended, Fault, Message
-from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
+from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually
 from tests.support.raw_rank import RawRank
 
 NONSENSE: tuple[Any, ...] = (
@@ -46,14 +46,6 @@ def bodies() -> Iterator[bytes]:
         yield json.dumps({**whole, "more": 1}).encode()
     yield from (text.encode() for text in TEXTS)
     yield from (b"\xff\xfe", b"\x00" * 100, b"")
-
-
-@pytest.fixture
-def bystander(daemon: ServedDaemon) -> Iterator[Client]:
-    with daemon.attached(job="bystander", num_frames=2) as client:
-        for chunk in client.register(specs(6)):
-            write_chunk(client, chunk, WEIGHT)
-        yield client
 
 
 def brought(rank: RawRank, state: str) -> RawRank:

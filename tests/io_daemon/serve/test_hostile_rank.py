@@ -25,23 +25,11 @@ from io_daemon.shared.control import (
     encode,
 )
 from io_daemon.shared.protocol import PROTOCOL_VERSION, Opcode, Status
-from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
+from tests.support.daemon import DEADLINE_S, ServedDaemon, eventually
 from tests.support.raw_rank import RawRank
 
 TAIL_OFFSET, HEAD_OFFSET, SLEEPS_OFFSET = 64, 128, 192
 SQES_MAX, CQES_MAX = 1024, 4096
-
-
-@pytest.fixture
-def bystander(daemon: ServedDaemon) -> Iterator[Client]:
-    """Another tenant, whose data must be whole and whose daemon must answer after the test."""
-    with daemon.attached(job="bystander", num_frames=2) as client:
-        for chunk in client.register(specs(6)):
-            write_chunk(client, chunk, WEIGHT)
-        yield client
-        assert all(chunk_is_intact(client, chunk, WEIGHT) for chunk in range(6))
-        assert client.echo() < DEADLINE_S
-        eventually(lambda: len(daemon.files()) == 1, "only the bystander is left")
 
 
 @pytest.fixture
