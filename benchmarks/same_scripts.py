@@ -169,9 +169,9 @@ def compare(row: Row, num_ranks: int, theirs: Mapping[str, Any], ours: Mapping[s
     if "error" not in ours and "error" not in theirs:
         mine, others = parts_of(ours), parts_of(theirs)
         line["relative"] = {name: _relative(others[name], mine[name]) for name in others}
-        line["holds"] = all(
-            difference <= row.relative for name, difference in line["relative"].items() if name not in row.forgotten
-        )
+        compared = line["relative"].keys() - set(row.forgotten)
+        if compared:  # where nothing is, nothing holds either
+            line["holds"] = all(line["relative"][name] <= row.relative for name in compared)
     return line
 
 
