@@ -19,7 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
-from benchmarks.engine_worker import LAYER_NUMEL, engine_config
+from benchmarks.engine_worker import engine_config
 from benchmarks.machine import describe_machine
 from benchmarks.memory import reported_bytes
 from benchmarks.side import keep_results, spread
@@ -44,7 +44,6 @@ def worker(arguments: argparse.Namespace) -> None:
         host_budget_bytes=arguments.host_budget_mib * MIB,
         learning_rate=1e-4,
         device="nvme",
-        layer_numel=LAYER_NUMEL,
     )
     with infinity.Init(config_dict_or_path=config):
         model = GPT(shape)

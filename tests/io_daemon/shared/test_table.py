@@ -89,11 +89,15 @@ def test_a_rank_reads_where_its_object_lies_while_the_daemon_writes_something_el
     record = ObjectRecord(frames=(3, 1, NO_FRAME, NO_FRAME), num_frames=2, object_bytes=5000)
     table.store_object(0, record)
     if (writer := os.fork()) == 0:
-        for number in range(100_000):
-            table.store_object(0, replace(record, num_readers=number % 7))
-        os._exit(0)
+        try:
+            for number in range(100_000):
+                table.store_object(0, replace(record, num_readers=number % 7))
+            os._exit(0)
+        finally:
+            os._exit(1)  # whatever happens, the tests do not go on in two processes
     places = set()
-    while os.waitpid(writer, os.WNOHANG) == (0, 0):
+    while (ended := os.waitpid(writer, os.WNOHANG)) == (0, 0):
         places |= {view.placement(0, 0) for _ in range(1000)}
+    assert ended == (writer, 0)
     assert places == {((3, 1), 5000)}
     table.close()
