@@ -23,6 +23,7 @@
 #include "narrow.hpp"
 #include "region.hpp"
 #include "ring.hpp"
+#include "squares.hpp"
 #include "wire_layout.hpp"
 
 namespace nb = nanobind;
@@ -390,6 +391,22 @@ void bind_reactor(nb::module_& module) {
       .def("reset_latencies", &BenchReactor::reset_latencies);
 }
 
+template <typename Value>
+void bind_add_squares(nb::module_& module) {
+  module.def(
+      "add_squares",
+      [](const Column<const Value>& values, const Column<float>& state, std::size_t first,
+         std::size_t count) {
+        const auto value = as_span(values, values.size());
+        const auto sums = as_span(state, kSquareState);
+        if (first > count || value.size() > count - first)
+          throw std::invalid_argument("a column has no more numbers than its count");
+        const nb::gil_scoped_release release;
+        add_squares(value, sums, first, count);
+      },
+      "values"_a.noconvert(), "state"_a.noconvert(), "first"_a, "count"_a);
+}
+
 }  // namespace
 }  // namespace infinity
 
@@ -482,6 +499,8 @@ NB_MODULE(_native, module) {
         widen_blocks(bytes, value, is_signed);
       },
       "stored"_a.noconvert(), "values"_a.noconvert(), "is_signed"_a);
+  bind_add_squares<float>(module);
+  bind_add_squares<std::int16_t>(module);
   bind_region(module);
   bind_rings(module);
   bind_reactor(module);

@@ -56,6 +56,15 @@ def narrow_blocks(values: NDArray[np.int32], stored: NDArray[np.uint8], is_signe
 def widen_blocks(stored: NDArray[np.uint8], values: NDArray[np.int32], is_signed: bool) -> None:
     """Write the values that ``narrow_blocks`` stored. GIL released."""
 
+def add_squares(
+    values: NDArray[np.float32] | NDArray[np.int16], state: NDArray[np.float32], first: int, count: int
+) -> None:
+    """Go on summing the squares of a column of ``count`` numbers, fp32 or bf16 by their bits, with those from number
+    ``first`` on, as torch's norm of a contiguous fp32 tensor on a CPU does: ``state`` [16], zeros at first, is eight
+    sums, the squares of the last ``count % 8`` numbers, and 0, or NaN if a number is not finite. GIL released.
+
+    Raises ValueError where ``state`` has another length or the numbers lie beyond ``count``."""
+
 @final
 class Region:
     """A shared mapping of a memfd (or any mappable fd). Raises OSError. Unmapped when the last user is gone."""

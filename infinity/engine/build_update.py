@@ -47,7 +47,6 @@ def build_update(
         optimizer,
         runtime.gradients,
         store=sharded.store,
-        collectives=sharded.sharers,
         scale=loss_scale_of(config),
         num_params=len(sharded.params),
         max_norm=config.gradient_clipping,

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -25,6 +26,7 @@ from infinity.errors import EngineStateError, WeightsError
 from infinity.states import StepPhase
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
+from infinity.update.norms import norms_of
 from infinity.update.reducer import Reducer
 from infinity.weights import access, owners
 from infinity.weights.autocast import CastOnce
@@ -70,7 +72,13 @@ class Runtime(owners.Owner):
             prefetch_numel_max=zero.stage3_prefetch_bucket_size,
         )
         num_params = len(sharded.params)
-        self.gradients = GradientChunks(self.store, sharded.chunks, num_params)
+        norms = norms_of(
+            [param.numel for param in sharded.params],
+            num_ranks=collectives.world_size,
+            on_cpu=self.device.type == "cpu",
+            sum_over_ranks=partial(sharded.sharers.sum, what="sum the norm of the gradients"),
+        )
+        self.gradients = GradientChunks(self.store, sharded.chunks, num_params, norms)
         self.reducer = Reducer(
             sharded.groups,
             self.gradients,

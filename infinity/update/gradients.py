@@ -1,38 +1,33 @@
 """Reduced gradients, kept as chunks of the store between backward and the update, so that they may spill.
 
 The first micro-batch that yields a gradient for a parameter copies it, later ones add (fp32): as ``p.grad`` does in
-torch, adding to zeros would turn -0.0 into 0.0. Norms are taken per norm block while the bytes are warm, and summed in
-index order, all in fp64: their sum does not depend on chunk size or tier, and what it depends on, the cut of groups and
-shards, is lost in its rounding to fp32.
+torch, adding to zeros would turn -0.0 into 0.0. Norms are taken while the bytes are warm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 
-from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, Segment, runs_of
+from infinity.plan.sharding import ChunkPlacement, Segment, runs_of
 from infinity.tiers.base import Lease, ShardStore, spans, stream
+from infinity.update.norms import Norm, Norms
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
 
 LEASES_AHEAD = 2
 TOGETHER_NUMEL = 1 << 15
 """Gradients that are smaller on average are put together first: that costs less than a call for each."""
-BLOCKS_TOGETHER = 4
-"""Norms of so many blocks are taken by one call: in fp64 they lie in a core's own cache."""
 
 
 class GradientChunks:
-    def __init__(self, store: ShardStore, chunks: Sequence[ChunkPlacement], num_params: int) -> None:
-        self._store = store
+    def __init__(self, store: ShardStore, chunks: Sequence[ChunkPlacement], num_params: int, norms: Norms) -> None:
+        self._store, self._norms = store, norms
         self._chunks = chunks
         self._runs = [runs_of(chunk.segments) for chunk in chunks]
         self._written = [False] * num_params
         """The parameters whose segments hold something in this step: the next micro-batch adds, where not it copies."""
-        self._block_norms: dict[int, torch.Tensor] = {}
-        """By chunk, fp64, in the order of its elements."""
 
     def holds_any(self, params: Sequence[int]) -> bool:
         """Whether an earlier micro-batch has left a gradient of one of the parameters."""
@@ -41,7 +36,7 @@ class GradientChunks:
     def clear(self) -> None:
         """Forget the step's gradients; what the chunks hold is no longer read."""
         self._written = [False] * len(self._written)
-        self._block_norms.clear()
+        self._norms.clear()
 
     def add(self, chunk_ids: Sequence[int], gradient_of: GradientOf, params: Sequence[int], *, norms: bool) -> None:
         """Add one param group's reduced gradients to its chunks.
@@ -87,54 +82,28 @@ class GradientChunks:
             for segment, gradient in zip(run.segments, given, strict=True):
                 if gradient is not None:
                     _store(pieces, segment.chunk_offset, gradient, add=self._written[segment.param])
-        self._block_norms.pop(chunk, None)
-        if norms:
-            segments = self._chunks[chunk].segments
-            held = [s for s in segments if self._written[s.param] or gradient_of(s) is not None]
-            self._block_norms[chunk] = self._norms(pieces, held)
+        for segment in self._chunks[chunk].segments:
+            if gradient_of(segment) is None:
+                continue
+            if norms:
+                self._norms.take(segment, pieces)
+            else:
+                self._norms.drop(segment)
 
-    def _norms(self, pieces: Sequence[torch.Tensor], segments: Sequence[Segment]) -> torch.Tensor:
-        norms = []
-        for offset, numel, count in (blocks for segment in segments for blocks in _norm_blocks(segment)):
-            parts = [part for _, part in spans(pieces, offset, count * numel)]
-            values = torch.cat(parts) if len(parts) > 1 else parts[0]
-            norms.append(torch.linalg.vector_norm(values.view(count, numel), dim=1, dtype=torch.float64))
-        return torch.cat(norms) if norms else torch.zeros(0, dtype=torch.float64)
-
-    def square_sum(self) -> torch.Tensor:
-        """Sum of squares of this rank's gradients, 0-D fp64 on the CPU."""
-        total = 0.0
+    def norm(self) -> Norm:
+        """Of the step's gradients on all ranks. Collective."""
+        every_held: list[Segment] = []
         for chunk, placement in enumerate(self._chunks):
             held = [s for s in placement.segments if self._written[s.param]]
-            if not held:
-                continue
-            if chunk not in self._block_norms:
-                self._block_norms[chunk] = self._read_norms(chunk, held)
-            norms = self._block_norms[chunk]
-            for square in (norms * norms).tolist():
-                total += square
-        return torch.tensor(total, dtype=torch.float64)
-
-    def _read_norms(self, chunk: int, segments: Sequence[Segment]) -> torch.Tensor:
-        lease = self._store.acquire(chunk, read=ObjectKind.GRAD.mask)
-        lease.wait()
-        norms = self._norms(lease.pieces(ObjectKind.GRAD), segments)
-        lease.release()
-        return norms
-
-
-def _norm_blocks(segment: Segment) -> Iterator[tuple[int, int, int]]:
-    """(chunk offset, numel, how many) of the segment's norm blocks that are taken together: only whole ones are."""
-    first = numel = count = 0
-    for offset, length in segment.norm_ranges():
-        if count and numel == length == NORM_BLOCK and count < BLOCKS_TOGETHER:
-            count += 1
-            continue
-        if count:
-            yield first, numel, count
-        first, numel, count = offset, length, 1
-    if count:
-        yield first, numel, count
+            if lacking := [s for s in held if self._norms.lacks(s)]:
+                lease = self._store.acquire(chunk, read=ObjectKind.GRAD.mask)
+                lease.wait()
+                pieces = lease.pieces(ObjectKind.GRAD)
+                for segment in lacking:
+                    self._norms.take(segment, pieces)
+                lease.release()
+            every_held += held
+        return self._norms.total(every_held)
 
 
 def _store(pieces: Sequence[torch.Tensor], offset: int, gradient: torch.Tensor, *, add: bool) -> None:

@@ -6,7 +6,6 @@ looks at their chunk, or the next step begins.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,6 @@ import torch
 
 from infinity.errors import EngineStateError
 from infinity.tiers.base import Lease, stream
-from infinity.tiers.collectives import Collectives
 from infinity.tiers.due import DueStore, Work
 from infinity.update.dry_run import options_of
 from infinity.update.gradients import GradientChunks
@@ -48,7 +46,6 @@ class Update:
         gradients: GradientChunks,
         *,
         store: DueStore,
-        collectives: Collectives,
         scale: LossScale,
         num_params: int,
         max_norm: float,
@@ -62,7 +59,7 @@ class Update:
         self.is_early = False
         """Whether the running step began inside backward, and ``begin`` is still to come."""
         self._optimizer, self._gradients = optimizer, gradients
-        self._store, self._collectives = store, collectives
+        self._store = store
         self._max_norm = max_norm
         self.scale = scale
         self._histories: list[History] = [None] * num_params
@@ -70,6 +67,8 @@ class Update:
         self.grad_norm: float | None = None
         """Global norm before clipping in the last step, not finite if that was skipped; None if nobody asked."""
         self._norm_asked = max_norm > 0 or scale.checks_overflow
+        self._is_finite = True
+        """Whether the gradients are, of which the norm was taken last."""
         self._clip_once: float | None = None
         self._whole = whole
         self._present: Sequence[bool] = ()
@@ -159,7 +158,7 @@ class Update:
         self.settle()  # what the step before left to chunks that nobody has used since
         self._is_running, self._terms, self.num_updated = True, None, 0
         factor = self._factor()
-        if self.scale.checks_overflow and not math.isfinite(self.grad_norm or 0.0):
+        if self.scale.checks_overflow and not self._is_finite:
             return Outcome.SKIPPED
         self._present = list(present)
         wholes = self._whole.group_of if self._whole is not None else {}
@@ -299,9 +298,8 @@ class Update:
         return factor / self.scale.value
 
     def _norm(self) -> torch.Tensor:
-        total = self._gradients.square_sum()
-        self._collectives.sum(total, "sum the norm of the gradients")
-        norm = (total.sqrt() / self.scale.value).float()
+        value, self._is_finite = self._gradients.norm()
+        norm = value / self.scale.value
         self.grad_norm = float(norm)
         return norm
 

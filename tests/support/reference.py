@@ -67,12 +67,12 @@ class MasterWeights:
 
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.master_of: dict[nn.Parameter, Tensor] = {}
+        self.master_of: dict[nn.Parameter, Tensor] = {
+            parameter: parameter.detach().clone().float() for parameter in model.parameters() if parameter.requires_grad
+        }
         groups = decay_groups(model)
         for group in groups:
-            parameters = group["params"]
-            group["params"] = [parameter.detach().clone().float() for parameter in parameters]
-            self.master_of.update(zip(parameters, group["params"], strict=True))
+            group["params"] = [self.master_of[parameter] for parameter in group["params"]]
         self.optimizer = CHOICES[recipe.optimizer].plain(groups)
         self.dynamic = PlainScale(power=SCALE_POWER, window=SCALE_WINDOW, hysteresis=1, consecutive=False)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
 
 from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, Segment
 from infinity.update.gradients import LEASES_AHEAD, GradientChunks
+from infinity.update.norms import BlockNorms, Norm, Norms, ParamNorms
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import SmallShards
@@ -20,10 +21,10 @@ SHAPES = [(30_000,), (64,), (40_000,), (100,)]
 
 
 class Fixture:
-    def __init__(self, chunk_numel: int = NORM_BLOCK, piece_numel: int = 5000) -> None:
+    def __init__(self, chunk_numel: int = NORM_BLOCK, piece_numel: int = 5000, norms: Norms | None = None) -> None:
         self.shards = SmallShards([SHAPES], chunk_numel=chunk_numel, piece_numel=piece_numel)
         self.store = self.shards.store
-        self.gradients = GradientChunks(self.store, self.shards.chunks, len(SHAPES))
+        self.gradients = GradientChunks(self.store, self.shards.chunks, len(SHAPES), norms or of_blocks())
         self.ids = [chunk for chunk, _ in self.shards.groups[0].chunks]
 
     def add(self, flats: dict[int, torch.Tensor], *, norms: bool = False) -> None:
@@ -38,6 +39,17 @@ class Fixture:
             if segment.param == param
         ]
         return torch.cat(parts)
+
+
+def of_blocks() -> Norms:
+    return BlockNorms(sum_over_ranks=lambda total: None)
+
+
+def of_params() -> Norms:
+    return ParamNorms([shape[0] for shape in SHAPES])
+
+
+EITHER = pytest.mark.parametrize("norms", [of_blocks, of_params])
 
 
 def gradient_of(flats: dict[int, torch.Tensor]) -> GradientOf:
@@ -86,11 +98,11 @@ def test_a_cleared_step_is_forgotten() -> None:
     fixture = Fixture()
     fixture.add(gradients_of(range(4)), norms=True)
     fixture.gradients.clear()
-    assert fixture.gradients.square_sum() == 0
+    assert fixture.gradients.norm() == Norm(torch.tensor(0.0), is_finite=True)
     again = gradients_of([0], seed=1)
     fixture.add(again)
     assert torch.equal(fixture.held(0), again[0])
-    assert float(fixture.gradients.square_sum()) == pytest.approx(float(again[0].double().square().sum()), rel=1e-6)
+    assert float(fixture.gradients.norm().value) == pytest.approx(float(again[0].double().norm()), rel=1e-6)
 
 
 def test_a_gradient_is_replaced_by_given_values_and_added_to_from_there() -> None:
@@ -108,7 +120,8 @@ def test_a_gradient_is_replaced_by_given_values_and_added_to_from_there() -> Non
     assert torch.equal(fixture.held(0), values + first[0])
     (chunk, placement) = next((i, each) for i, each in enumerate(fixture.shards.chunks) if i == 1)
     begin = next(segment.param_offset for segment in placement.segments if segment.param == 0)
-    gradients = GradientChunks(fixture.store, [*[ChunkPlacement(group=0, start=0, numel=0, segments=())], placement], 4)
+    nothing = ChunkPlacement(group=0, start=0, numel=0, segments=())
+    gradients = GradientChunks(fixture.store, [nothing, placement], 4, of_blocks())
     gradients.replace(0, begin, torch.full((30_000 - begin,), 7.0))
     assert torch.equal(fixture.held(0)[begin:], torch.full((30_000 - begin,), 7.0)), f"of chunk {chunk} alone"
 
@@ -145,49 +158,64 @@ def test_a_fault_gives_all_leases_back() -> None:
     assert fixture.store.num_held == 0
 
 
-def block_norms(flats: dict[int, torch.Tensor]) -> float:
-    """The sum of squares by norm blocks in fp64, as by hand."""
-    shards, total = SmallShards([SHAPES]), 0.0
-    for placement in shards.chunks:
-        for segment in placement.segments:
-            if segment.param in flats:
-                part = flats[segment.param][segment.param_offset : segment.param_offset + segment.numel]
-                total += float(part.double().norm()) ** 2
-    return total
+def torch_norm(flats: dict[int, torch.Tensor]) -> torch.Tensor:
+    """As torch takes it, of parameters in their order."""
+    return torch.nn.utils.get_total_norm([flats[param] for param in sorted(flats)])
 
 
 @pytest.mark.parametrize("warm", [False, True])
-def test_the_norm_is_that_of_what_was_given_whatever_the_chunks(warm: bool) -> None:
-    flats, sums = gradients_of([0, 1, 3]), []
+@EITHER
+def test_the_norm_is_that_of_what_was_given_whatever_the_chunks(norms: Callable[[], Norms], warm: bool) -> None:
+    """On one rank torch's own to the bit."""
+    flats, found = gradients_of([0, 1, 3]), []
     for chunk_numel, piece_numel in ((NORM_BLOCK, 5000), (NORM_BLOCK, NORM_BLOCK), (4 * NORM_BLOCK, 3 * NORM_BLOCK)):
-        fixture = Fixture(chunk_numel, piece_numel)
+        fixture = Fixture(chunk_numel, piece_numel, norms())
         fixture.add(flats, norms=warm)
-        sums.append(fixture.gradients.square_sum())
-        assert sums[-1].dtype is torch.float64
-    assert sums[0] == sums[1] == sums[2]
-    assert float(sums[0]) == pytest.approx(block_norms(flats), rel=1e-12)
+        found.append(fixture.gradients.norm().value)
+        assert found[-1].dtype is torch.float32
+    assert found[0] == found[1] == found[2]
+    exact = torch.cat([flat.double() for flat in flats.values()]).norm().float()
+    assert found[0] == (exact if norms is of_blocks else torch_norm(flats))
 
 
-def test_norms_are_read_once_and_taken_while_warm_not_at_all() -> None:
-    fixture = Fixture()
+@EITHER
+def test_norms_are_read_once_and_taken_while_warm_not_at_all(norms: Callable[[], Norms]) -> None:
+    fixture = Fixture(norms=norms())
     flats = gradients_of([0, 3])
     fixture.add(flats, norms=True)
     num_leases = len(fixture.store.acquired())
-    assert float(fixture.gradients.square_sum()) == pytest.approx(block_norms(flats), rel=1e-12)
+    assert float(fixture.gradients.norm().value) == pytest.approx(float(torch_norm(flats)), rel=1e-6)
     assert len(fixture.store.acquired()) == num_leases, "they were taken on the way"
     fixture.add(flats)
     twice = {param: flat * 2 for param, flat in flats.items()}
     num_leases = len(fixture.store.acquired())
     for _ in range(2):
-        assert float(fixture.gradients.square_sum()) == pytest.approx(block_norms(twice), rel=1e-12)
+        assert float(fixture.gradients.norm().value) == pytest.approx(float(torch_norm(twice)), rel=1e-6)
         assert fixture.store.acquired()[num_leases:] == [(0, GRAD, 0), (1, GRAD, 0), (4, GRAD, 0)]
     assert fixture.store.num_held == 0
     assert fixture.store.released()[-1] == (4, 0, 0)
 
 
-def test_the_last_micro_batchs_norms_count_what_earlier_ones_left() -> None:
-    fixture = Fixture()
+@EITHER
+def test_the_norm_counts_what_earlier_micro_batches_left(norms: Callable[[], Norms]) -> None:
+    fixture = Fixture(norms=norms())
     first, last = gradients_of([0, 2]), gradients_of([1])
     fixture.add(first)
     fixture.add(last, norms=True)
-    assert float(fixture.gradients.square_sum()) == pytest.approx(block_norms({**first, **last}), rel=1e-12)
+    assert float(fixture.gradients.norm().value) == pytest.approx(float(torch_norm({**first, **last})), rel=1e-6)
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+@EITHER
+def test_a_gradient_that_is_not_finite_is_told_wherever_it_is(norms: Callable[[], Norms], bad: float) -> None:
+    for place in (0, 17, 29_999):
+        fixture = Fixture(norms=norms())
+        flats = gradients_of(range(4))
+        flats[0][place] = bad
+        fixture.add(flats, norms=True)
+        assert not fixture.gradients.norm().is_finite
+    fixture = Fixture(norms=norms())
+    fixture.add({2: torch.full(SHAPES[2], 1e30)}, norms=True)
+    value, is_finite = fixture.gradients.norm()
+    assert is_finite, "as the scaler of torch has it: no gradient is infinite"
+    assert (norms is of_blocks) == bool(value.isfinite())

@@ -95,16 +95,6 @@ def blow_up(step: int) -> float:
     return math.inf if step in FORCED else 1.0
 
 
-def plain_norm(params: list[nn.Parameter], scale: float) -> float:
-    """Of each gradient, in fp64."""
-    total = 0.0
-    for param in params:
-        if param.grad is None:
-            raise RuntimeError("every parameter is used")
-        total += float(param.grad.double().norm()) ** 2
-    return float(torch.tensor(math.sqrt(total) / scale).float()) if math.isfinite(total) else total
-
-
 Row = tuple[float, bool, float]
 """Scale of the step, whether it was applied, its norm."""
 
@@ -117,16 +107,14 @@ def plain_run(scale: PlainScale, clipping: float) -> tuple[list[Row], dict[str, 
     rows = []
     for step in range(NUM_STEPS):
         (half(batch(step), blow_up(step)).float() * scale.scale).backward()
-        norm = plain_norm(params, scale.scale)
-        applied = math.isfinite(norm)
-        rows.append((scale.scale, applied, norm))
+        for master, param in zip(masters, params, strict=True):
+            master.grad = None if param.grad is None else param.grad.float() / scale.scale
+        norm = torch.nn.utils.get_total_norm([master.grad for master in masters if master.grad is not None])
+        applied = bool(norm.isfinite())
+        rows.append((scale.scale, applied, float(norm)))
         if applied:
-            factor = torch.ones(())
             if clipping:
-                factor = (clipping / (torch.tensor(norm) + 1e-6)).clamp(max=1.0)
-            for master, param in zip(masters, params, strict=True):
-                if param.grad is not None:
-                    master.grad = param.grad.float() * (factor / scale.scale)
+                torch.nn.utils.clip_grads_with_norm_(masters, clipping, norm)
             optimizer.step()
             with torch.no_grad():
                 for master, param in zip(masters, params, strict=True):

@@ -13,11 +13,11 @@ from infinity.config import parse_config
 from infinity.errors import ConfigError
 from infinity.plan.sharding import ChunkPlacement
 from infinity.tiers.base import Lease
-from infinity.tiers.collectives import Collectives
 from infinity.tiers.due import DueStore
 from infinity.tiers.layers import TracedStore
 from infinity.tiers.snapshot import SnapshotStore
 from infinity.update.loss_scale import FixedLossScale, LossScale
+from infinity.update.norms import Norm
 from infinity.update.optimizer import ShardedOptimizer, group_indices, sharded_from_config, sharded_from_torch
 from infinity.update.rule import History
 from infinity.update.sub_group import Terms
@@ -54,12 +54,12 @@ def count_of(history: History) -> int:
 class FixedGradients:
     """A norm to clip by."""
 
-    def __init__(self, square_sum: float) -> None:
-        self.value, self.num_asked, self.num_cleared = square_sum, 0, 0
+    def __init__(self, norm: float, *, is_finite: bool) -> None:
+        self.found, self.num_asked, self.num_cleared = Norm(torch.tensor(norm), is_finite), 0, 0
 
-    def square_sum(self) -> torch.Tensor:
+    def norm(self) -> Norm:
         self.num_asked += 1
-        return torch.tensor(self.value, dtype=torch.float64)
+        return self.found
 
     def clear(self) -> None:
         self.num_cleared += 1
@@ -69,7 +69,13 @@ class Fixture:
     """Six groups of one parameter and one chunk each."""
 
     def __init__(
-        self, *, max_norm: float = 0.0, ahead: int = 2, square_sum: float = 16.0, scale: LossScale | None = None
+        self,
+        *,
+        max_norm: float = 0.0,
+        ahead: int = 2,
+        norm: float = 4.0,
+        is_finite: bool = True,
+        scale: LossScale | None = None,
     ) -> None:
         self.shards = SmallShards([[(64,)]] * NUM_CHUNKS)
         self.store = self.shards.store
@@ -77,7 +83,7 @@ class Fixture:
         self.due = DueStore(TracedStore(snapshots), snapshots, num_ahead=ahead)
         self.calls: list[dict[str, Any]] = []
         self.sub_groups = [CountedSubGroup(i, chunk, self.calls) for i, chunk in enumerate(self.shards.chunks)]
-        self.gradients = FixedGradients(square_sum)
+        self.gradients = FixedGradients(norm, is_finite=is_finite)
         params = [param.param for param in self.shards.params]
         groups = [{"params": params[:3], "lr": 0.5}, {"params": params[3:], "lr": 0.25, "weight_decay": 0.125}]
         self.optimizer = from_config(optimizer_config(), groups)
@@ -86,7 +92,6 @@ class Fixture:
             self.optimizer,
             self.gradients,  # type: ignore[arg-type]
             store=self.due,
-            collectives=Collectives(None),
             scale=scale or FixedLossScale(),
             num_params=NUM_CHUNKS,
             max_norm=max_norm,
@@ -199,7 +204,7 @@ def test_gradients_are_clipped_as_torch_clips() -> None:
     factor = float((1.0 / (torch.tensor(4.0) + 1e-6)).clamp(max=1.0))
     assert fixture.factors == [factor] * 6
     assert fixture.update.grad_norm == 4.0
-    fixture.gradients.value = 0.25
+    fixture.gradients.found = Norm(torch.tensor(0.5), is_finite=True)
     fixture.run(ALL)
     assert fixture.factors[6:] == [1.0] * 6, "never made larger"
     assert fixture.gradients.num_asked == 2
@@ -250,18 +255,25 @@ def test_the_loss_scale_is_taken_out_of_the_gradients_and_of_the_norm() -> None:
     assert clipped.factors == [pytest.approx(0.5 / 8, rel=1e-5)] * 6
 
 
-@pytest.mark.parametrize("square_sum", [float("inf"), float("nan")])
-def test_an_overflow_changes_nothing_and_is_told(square_sum: float) -> None:
-    fixture = Fixture(square_sum=square_sum, scale=FixedLossScale(8.0, checks_overflow=True))
+@pytest.mark.parametrize("norm", [float("inf"), float("nan")])
+def test_an_overflow_changes_nothing_and_is_told(norm: float) -> None:
+    fixture = Fixture(norm=norm, is_finite=False, scale=FixedLossScale(8.0, checks_overflow=True))
     assert fixture.run(ALL) is Outcome.SKIPPED
     assert (fixture.calls, fixture.counts, fixture.gradients.num_cleared) == ([], [0] * 6, 1)
     assert [fixture.optimizer.overflow] == [True]
     assert not any(fixture.due.is_due(chunk) for chunk in range(NUM_CHUNKS))
-    fixture.gradients.value = 1.0
+    fixture.gradients.found = Norm(torch.tensor(1.0), is_finite=True)
     assert fixture.run(ALL) is Outcome.APPLIED
     assert [fixture.optimizer.overflow] == [False]
-    unchecked = Fixture(square_sum=square_sum, max_norm=1.0)
+    unchecked = Fixture(norm=norm, is_finite=False, max_norm=1.0)
     assert unchecked.run(ALL) is Outcome.APPLIED
+
+
+def test_a_norm_too_large_for_fp32_is_no_overflow() -> None:
+    """As torch has it: the scaler looks at gradients, and what is clipped by an infinite norm is zero."""
+    fixture = Fixture(norm=float("inf"), max_norm=1.0, scale=FixedLossScale(8.0, checks_overflow=True))
+    assert fixture.run(ALL) is Outcome.APPLIED
+    assert fixture.factors == [0.0] * 6
 
 
 def test_sub_groups_may_be_stepped_in_any_order_and_at_any_time() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
+from infinity.update.norms import BlockNorms
 from infinity.update.reducer import Reducer
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import SmallShards
@@ -25,7 +26,8 @@ class OneRank:
         self.shards = SmallShards(SHAPES, collectives, frozen=FROZEN)
         self.rank = self.shards.collectives.rank
         self.added: list[tuple[int, list[int], bool]] = []
-        self.gradients = GradientChunks(self.shards.store, self.shards.chunks, NUM_PARAMS)
+        norms = BlockNorms(sum_over_ranks=lambda total: None)
+        self.gradients = GradientChunks(self.shards.store, self.shards.chunks, NUM_PARAMS, norms)
         add = self.gradients.add
 
         def recorded(chunk_ids: Sequence[int], gradient_of: Any, params: Sequence[int], *, norms: bool) -> None:

@@ -1,0 +1,81 @@
+#include "squares.hpp"
+
+#include <algorithm>
+#include <bit>
+
+#include "clones.hpp"
+
+// No product and sum may become one operation, which rounds once: see CMakeLists.txt.
+
+namespace infinity {
+namespace {
+
+[[gnu::always_inline]] inline float number(float value) noexcept { return value; }
+
+[[gnu::always_inline]] inline float number(std::int16_t bits) noexcept {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(static_cast<std::uint16_t>(bits)) << 16);
+}
+
+// Both sums are chains, each rounded as it goes: the lanes are all that can be done at a time.
+template <typename Value>
+[[gnu::always_inline]] inline void add_rows(const Value* values, std::size_t rows,
+                                            float* state) noexcept {
+  float lanes[kSquareLanes];
+  float nothing[kSquareLanes] = {};
+  for (std::size_t lane = 0; lane < kSquareLanes; ++lane) lanes[lane] = state[lane];
+  for (std::size_t row = 0; row < rows; ++row, values += kSquareLanes) {
+    for (std::size_t lane = 0; lane < kSquareLanes; ++lane) {
+      const float value = number(values[lane]);
+      lanes[lane] += value * value;
+      nothing[lane] += value * 0.0F;
+    }
+  }
+  for (std::size_t lane = 0; lane < kSquareLanes; ++lane) {
+    state[lane] = lanes[lane];
+    state[kSquareState - 1] += nothing[lane];
+  }
+}
+
+INFINITY_CLONES void add_whole_rows(const float* values, std::size_t rows, float* state) noexcept {
+  add_rows(values, rows, state);
+}
+
+INFINITY_CLONES void add_whole_rows(const std::int16_t* values, std::size_t rows,
+                                    float* state) noexcept {
+  add_rows(values, rows, state);
+}
+
+template <typename Value>
+void add(std::span<const Value> values, std::span<float> state, std::size_t first,
+         std::size_t count) {
+  const std::size_t in_rows = count - count % kSquareLanes;
+  const auto add_one = [&](std::size_t index) {
+    const std::size_t place = first + index;
+    const float value = number(values[index]);
+    state[place < in_rows ? place % kSquareLanes : kSquareLanes + place - in_rows] += value * value;
+    state[kSquareState - 1] += value * 0.0F;
+  };
+  std::size_t done = 0;
+  while (done < values.size() && (first + done) % kSquareLanes != 0) add_one(done++);
+  const std::size_t end = std::min(values.size(), in_rows > first ? in_rows - first : 0);
+  if (done < end) {
+    const std::size_t rows = (end - done) / kSquareLanes;
+    add_whole_rows(values.data() + done, rows, state.data());
+    done += rows * kSquareLanes;
+  }
+  while (done < values.size()) add_one(done++);
+}
+
+}  // namespace
+
+void add_squares(std::span<const float> values, std::span<float> state, std::size_t first,
+                 std::size_t count) {
+  add(values, state, first, count);
+}
+
+void add_squares(std::span<const std::int16_t> values, std::span<float> state, std::size_t first,
+                 std::size_t count) {
+  add(values, state, first, count);
+}
+
+}  // namespace infinity
