@@ -109,6 +109,8 @@ BESIDE = {
 
 SPLIT_SHARE = 0.3
 """Of the programs in bf16, those whose masters the store has in halves."""
+CLIPPINGS = (0.0, 0.0, 0.01, 1.0)
+"""Largest norms of gradients: every one is cut, few are."""
 
 WRITES = re.compile(r"mul_\(0\.9\)|load_state_dict|\.data = ")
 PART = re.compile(r"\bp(\d+)\b")
@@ -135,6 +137,7 @@ class Program:
     """One of ``BESIDE``, or no second engine."""
     beside_within: bool = False
     """Whether the second engine is used between the first one's forward and backward, else after its step."""
+    clipping: float = 0.0
 
     @property
     def writes(self) -> bool:
@@ -166,7 +169,7 @@ class Program:
         make = "world.build(build)" if self.under_init else "build()"
         script = [
             f"model = {make}",
-            f"engine = world.initialize(model, accumulation={self.accumulation})",
+            f"engine = world.initialize(model, accumulation={self.accumulation}, clipping={self.clipping})",
             *(
                 [f"beside = world.initialize(another({self.seed}, trains={self.beside != 'teacher'}))"]
                 if others
@@ -214,6 +217,7 @@ class Program:
             "accumulation": 1,
             "num_steps": 1,
             "beside": "",
+            "clipping": 0.0,
         }
         for field, value in plain.items():
             if getattr(self, field) != value:
@@ -229,9 +233,9 @@ class Program:
             if setting != self.setting:
                 yield replace(self, setting=setting)
 
-    def _with_split(self, split: bool) -> Program:
+    def _with_split_and_clipping(self, split: bool, clipping: float) -> Program:
         has_masters = self.setting.bf16 and self.setting.stage == 3
-        return replace(self, setting=replace(self.setting, split=split and has_masters))
+        return replace(self, setting=replace(self.setting, split=split and has_masters), clipping=clipping)
 
     def _with_part(self, number: int, text: str) -> Program:
         return replace(self, parts=(*self.parts[:number], text, *self.parts[number + 1 :]))
@@ -303,7 +307,7 @@ def program(seed: int, *, nvme_share: float = 0.01) -> Program:
         # drawn last: what a seed gave before stays what it is
         beside=draw.choice(tuple(BESIDE)) if draw.random() < 0.1 else "",
         beside_within=draw.random() < 0.5,
-    )._with_split(draw.random() < SPLIT_SHARE)
+    )._with_split_and_clipping(draw.random() < SPLIT_SHARE, draw.choice(CLIPPINGS))
 
 
 def _setting(draw: random.Random, nvme_share: float) -> Setting:
