@@ -91,7 +91,7 @@ class GradientChunks:
                 self._norms.drop(segment)
 
     def norm(self) -> Norm:
-        """Of the step's gradients on all ranks. Collective."""
+        """The norm of the step's gradients on all ranks. Collective."""
         every_held: list[Segment] = []
         for chunk, placement in enumerate(self._chunks):
             held = [s for s in placement.segments if self._written[s.param]]
