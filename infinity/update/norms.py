@@ -8,6 +8,7 @@ million elements).
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Final, NamedTuple, Protocol
@@ -19,6 +20,8 @@ from numpy.typing import NDArray
 from infinity.plan.sharding import NORM_BLOCK, Segment
 from infinity.tiers.base import spans
 from io_daemon import _native
+
+_log = logging.getLogger(__name__)
 
 Sums = NDArray[np.float32]
 
@@ -68,7 +71,7 @@ def norms_of(
     """
     if num_ranks == 1 and on_cpu and torch_sums_in_lanes():
         return ParamNorms(numels)
-    return BlockNorms(sum_over_ranks)
+    return BlockNorms(sum_over_ranks, is_second_best=num_ranks == 1)
 
 
 class ParamNorms:
@@ -109,8 +112,9 @@ class BlockNorms:
     """Norms of the group shards' blocks in fp64, whose squares are summed in order: what the sum depends on, where
     groups, shards and chunks are cut, is gone when it is rounded to fp32."""
 
-    def __init__(self, sum_over_ranks: Callable[[torch.Tensor], None]) -> None:
-        self._sum_over_ranks = sum_over_ranks
+    def __init__(self, sum_over_ranks: Callable[[torch.Tensor], None], *, is_second_best: bool = False) -> None:
+        """``is_second_best``: one rank's norms should be torch's, and it is told that these are not."""
+        self._sum_over_ranks, self._is_to_tell = sum_over_ranks, is_second_best
         self._squares: dict[tuple[int, int], list[float]] = {}
         """By parameter and offset in it, of each block."""
 
@@ -133,6 +137,12 @@ class BlockNorms:
         return (segment.param, segment.param_offset) not in self._squares
 
     def total(self, held: Sequence[Segment]) -> Norm:
+        if self._is_to_tell:
+            self._is_to_tell = False
+            _log.warning(
+                "norms of gradients are summed in fp64 here, since torch's own order on this device is not known: what "
+                "is clipped by them differs in the last bits from torch.nn.utils.clip_grad_norm_"
+            )
         total = 0.0
         for segment in held:
             for square in self._squares[segment.param, segment.param_offset]:

@@ -9,7 +9,7 @@ import torch
 
 from infinity.plan.sharding import Segment
 from infinity.update import norms
-from infinity.update.norms import BlockNorms, ParamNorms, norms_of, torch_sums_in_lanes
+from infinity.update.norms import BlockNorms, Norm, ParamNorms, norms_of, torch_sums_in_lanes
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -31,11 +31,19 @@ def test_one_rank_takes_torchs_own_and_several_take_sums_in_fp64() -> None:
     assert isinstance(of(1, on_cpu=False), BlockNorms)
 
 
-def test_where_torch_sums_in_another_order_it_is_not_imitated(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_torch_sums_in_another_order_it_is_not_imitated_and_that_is_told_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """It is asked of torch, not of its version or the processor's name."""
     norm_of = torch.linalg.vector_norm
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda values: norm_of(values.double()).float())
-    assert isinstance(of(1), BlockNorms)
+    for num_ranks, num_told in ((2, 0), (1, 1)):
+        found = of(num_ranks)
+        assert isinstance(found, BlockNorms)
+        assert caplog.messages == []
+        for _ in range(2):
+            assert found.total([]) == Norm(torch.tensor(0.0), is_finite=True)
+        assert ["fp64" in message for message in caplog.messages] == [True] * num_told
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
