@@ -247,11 +247,15 @@ def _staging_areas(model: nn.Module) -> list[StagingArea]:
 def _observers(config: Config, model: nn.Module, device: torch.device, collectives: Collectives) -> Observers:
     """Who looks on, as the configuration asks: rank 0 writes and logs, every rank counts its collectives."""
     collectives.log = CommsLog(config.comms_logger)
+    if config.log_level is not None:
+        for name in ("infinity", "io_daemon"):
+            logging.getLogger(name).setLevel(config.log_level.upper())
     if collectives.rank:
         return Observers()
     if config.dump_state:
         _log.info("the configuration: %s", config.model_dump_json(indent=2))
-    observers: list[Observer] = [*monitors_of(config), Progress(config.steps_per_print)]
+    progress = Progress(config.steps_per_print, config.timers.throughput, device)
+    observers: list[Observer] = [*monitors_of(config), progress]
     if config.wall_clock_breakdown:
         observers.append(WallClock(config.steps_per_print))
     if config.memory_breakdown:

@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from infinity.config.section import NonEmpty, Positive, Section, as_tuple, whole
+
+
+def _lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
 
 
 class TensorBoard(Section):
@@ -51,6 +58,18 @@ class FlopsProfiler(Section):
     """The part of forward that backward computes again, counted with the step's operations."""
     output_file: NonEmpty | None = None
     """None: the table goes to the log."""
+
+
+class ThroughputTimer(Section):
+    """Samples a second, in the progress line."""
+
+    enabled: bool = True
+    synchronized: bool = True
+    """The device is waited for where a period ends, every ``steps_per_print`` steps."""
+
+
+class Timers(Section):
+    throughput: ThroughputTimer = ThroughputTimer()
 
 
 class CommsLogger(Section):

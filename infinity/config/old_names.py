@@ -7,6 +7,7 @@ behind it knows an old name.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -64,7 +65,23 @@ def modernise(raw: Mapping[str, Any], complaints: Complaints) -> Modern:
             else:
                 _put(modern, path, meant)
                 old_name_of[path] = old.path
+    notes += _take_in_flat_sizes(modern)
     return Modern(modern, old_name_of, tuple(notes))
+
+
+def _take_in_flat_sizes(modern: Raw) -> list[str]:
+    """Trainers of preferences write sizes of buckets to the top, under dotted names and with fractions of an element:
+    they change no bit, and what the section itself says goes before them."""
+    notes = []
+    for name in FLAT_SIZES:
+        value = modern.pop(name, None)
+        if value is None:
+            continue
+        notes.append(f"{name} stands at the top: write it inside zero_optimization, whose own value goes before it")
+        if _look_up(modern, name) in (None, "auto"):
+            is_number = isinstance(value, float) and math.isfinite(value)
+            _put(modern, name, int(value) if is_number else value)
+    return notes
 
 
 def _renamed(path: str, new: str) -> OldName:
@@ -98,6 +115,10 @@ def _stage(value: Any, _raw: Raw) -> Mapping[str, Any]:
     return {"zero_optimization.stage": int(value)}
 
 
+def _reduced_in_fp32(value: Any, _raw: Raw) -> Mapping[str, Any]:
+    return {"communication_data_type": "fp32"} if value else {}
+
+
 _WITHOUT_PREFIX = (
     "prefetch_bucket_size",
     "param_persistence_threshold",
@@ -111,10 +132,22 @@ _WITHOUT_PREFIX = (
     "partition_stream_chunk_size",
 )
 
+FLAT_SIZES = tuple(
+    f"zero_optimization.{name}"
+    for name in ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+)
+"""Names with their dots that are taken at the top, too."""
+
 OLD_NAMES: tuple[OldName, ...] = (
     OldName(path="zero_optimization", write="zero_optimization: {stage: 1}", meaning=_stage, if_boolean=True),
     _renamed("allgather_size", "zero_optimization.allgather_bucket_size"),
     _moved_section("bfloat16", "bf16"),
+    OldName(
+        path="fp32_allreduce",
+        write='communication_data_type: "fp32"',
+        meaning=_reduced_in_fp32,
+        boolean=True,
+    ),
     _offloaded("cpu_offload", "offload_optimizer"),
     _offloaded("cpu_offload_param", "offload_param"),
     _offloaded("cpu_offload_params", "offload_param"),

@@ -144,11 +144,13 @@ def _given(raw: Raw, complaints: Complaints, *, before_trainer: bool) -> _Given:
 def _passes(key: Key, value: Any, complaints: Complaints) -> bool:
     """Whether the engine, or the list of what it needs no setting for, hears of the key."""
     if key.switch:
+        # a section that is switched off passes, whatever else it holds; one that does not say is taken for on
         if not isinstance(value, Mapping):
             complaints.take(_refusal(key, value))
-        elif value.get(key.switch, False) is not False:
-            # a section that is switched off passes, whatever else it holds
+        elif key.switch in value and not _is_off(key, value[key.switch]):
             complaints.add(f"{key.path}.{key.switch}", value[key.switch], f"{key.note}; {key.remedy}")
+        elif value and key.switch not in value:
+            complaints.add(key.path, value, f"{key.note}; {key.remedy}, or write {key.switched_off}")
         return False
     if key.standing is Standing.REFUSED:
         if not _is_accepted(key, value):
@@ -164,7 +166,10 @@ def _passes(key: Key, value: Any, complaints: Complaints) -> bool:
 def _leaves(section: Mapping[str, Any], prefix: str, complaints: Complaints) -> Iterator[tuple[str, Any]]:
     for name, value in section.items():
         path = f"{prefix}{name}"
-        if path in BY_PATH:
+        if "." in str(name) and (path in BY_PATH or path in SECTIONS):
+            above, _, last = path.rpartition(".")
+            complaints.add(path, value, f"is a name with dots, which nothing reads: write {last} inside {above}")
+        elif path in BY_PATH:
             yield path, value
         elif path in SECTIONS:
             if isinstance(value, Mapping):
@@ -192,6 +197,10 @@ def _unknown(prefix: str, name: str) -> str:
     if len(siblings) > SIBLINGS_LISTED_MAX:
         return f"unknown key; the closest is {difflib.get_close_matches(name, sorted(siblings), n=1, cutoff=0.0)[0]}"
     return f"unknown key; known here: {', '.join(sorted(siblings))}"
+
+
+def _is_off(key: Key, value: object) -> bool:
+    return value is None or any(_equal(value, off) for off in key.off)
 
 
 def _is_accepted(key: Key, value: object) -> bool:

@@ -29,7 +29,7 @@ def as_markdown() -> str:
 def note_of(key: Key) -> str:
     """What the key does or why not, and what passes of one that is refused."""
     if key.switch:
-        return f"{key.note}; passes with `{key.switch}: false`"
+        return f"{key.note}; passes with `{key.switched_off}`"
     if key.accepts:
         accepted = " or ".join(f"`{_json(value)}`" for value in key.accepts)
         return f"{key.note}; only {accepted} passes"

@@ -50,8 +50,12 @@ def _of_key(key: Key) -> Schema:
     note = f"{key.note}; {key.remedy}" if key.remedy else key.note
     described = {"description": note}
     if key.switch:
-        switched_off = {"type": "object", "properties": {key.switch: {"const": False}}}
-        return {"anyOf": [switched_off, {"type": "null"}], **described}
+        switched_off = {
+            "type": "object",
+            "properties": {key.switch: {"enum": [*key.off, None]}},
+            "required": [key.switch],
+        }
+        return {"anyOf": [switched_off, {"const": {}}, {"type": "null"}], **described}
     if key.accepts is not None:
         return {"enum": [*key.accepts, None, *(["auto"] if key.auto == "default" else [])], **described}
     if key.standing is Standing.REFUSED:

@@ -28,6 +28,11 @@ def never_is_zero(value: object) -> object:
     return 0 if isinstance(value, float) and math.isinf(value) else whole(value)
 
 
+def false_is_none(value: object) -> object:
+    """``number_checkpoints: false`` is how many files say that there is none."""
+    return None if value is False else value
+
+
 def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 

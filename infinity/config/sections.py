@@ -13,7 +13,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from infinity.config.observing import CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Wandb
+from infinity.config.observing import CommsLogger, CsvMonitor, FlopsProfiler, LogLevel, TensorBoard, Timers, Wandb
 from infinity.config.optimizer import Optimizer
 from infinity.config.schedule import Scheduler
 from infinity.config.section import (
@@ -26,6 +26,7 @@ from infinity.config.section import (
     QueueDepth,
     Section,
     as_tuple,
+    false_is_none,
     never_is_zero,
     whole,
 )
@@ -143,7 +144,7 @@ class ActivationCheckpointing(Section):
     """They wait in host memory."""
     contiguous_memory_optimization: bool = False
     """They wait in one piece of memory for each shape."""
-    number_checkpoints: Positive | None = None
+    number_checkpoints: Annotated[Positive | None, BeforeValidator(false_is_none)] = None
     """How many checkpointed calls a forward has."""
     synchronize_checkpoint_boundary: bool = False
     """The device is waited for at the beginning and end of each call."""
@@ -244,6 +245,8 @@ class Config(Section):
     """Memory of process, node and device in the log, every ``steps_per_print`` steps."""
     dump_state: bool = False
     """The resolved configuration in the log at ``initialize``."""
+    log_level: LogLevel | None = None
+    """Of the loggers ``infinity`` and ``io_daemon``, from ``initialize`` on; None = left as it is."""
     dataloader_drop_last: bool = False
     """Whether the loader of ``training_data`` leaves out a last micro-batch that is not full."""
     tensorboard: TensorBoard = TensorBoard()
@@ -251,6 +254,7 @@ class Config(Section):
     wandb: Wandb = Wandb()
     flops_profiler: FlopsProfiler = FlopsProfiler()
     comms_logger: CommsLogger = CommsLogger()
+    timers: Timers = Timers()
     aio: Aio = Aio()
     io_daemon: IoDaemon = IoDaemon()
     subsumed: tuple[str, ...] = ()

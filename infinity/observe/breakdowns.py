@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+import time
 
 import torch
 
+from infinity.config.observing import ThroughputTimer
 from infinity.observe.observer import Periodic, StepFacts
 from io_daemon.disk.kernel_text import read_text
 from io_daemon.disk.mounts import PROC
@@ -17,10 +19,42 @@ _log = logging.getLogger(__name__)
 
 
 class Progress(Periodic):
-    """``steps_per_print``: that the job goes on, at which rates, and how fast."""
+    """``steps_per_print``: that the job goes on, at which rates, and how fast.
+
+    Samples a second are of the steps since the last line, with all that happened between them; the first step, which
+    plans, is not counted."""
+
+    def __init__(self, every: int, timer: ThroughputTimer, device: torch.device) -> None:
+        super().__init__(every)
+        self._times = timer.enabled and every > 0
+        self._waits_for = device if timer.synchronized and device.type != "cpu" else None
+        self._period: tuple[float, int] | None = None
+        """When it began, and the samples before it."""
+        self._last_step: int | None = None
+
+    def after_step(self, facts: StepFacts) -> None:
+        if facts.step - 1 != self._last_step:  # the first, or another engine's past has been loaded
+            self._period = None
+        self._last_step = facts.step
+        super().after_step(facts)
+        if self._times and self._period is None:
+            self._period = self._clock(), facts.samples
 
     def note(self, facts: StepFacts) -> None:
-        _log.info("step %d, lr %s, %.3f s", facts.step, list(facts.learning_rates), facts.step_s)
+        rates = list(facts.learning_rates)
+        _log.info("step %d, lr %s, %.3f s%s", facts.step, rates, facts.step_s, self._throughput(facts.samples))
+
+    def _throughput(self, samples: int) -> str:
+        if self._period is None:
+            return ""
+        then, before = self._period
+        self._period = now, _ = self._clock(), samples
+        return f", {(samples - before) / (now - then):.1f} samples/s"
+
+    def _clock(self) -> float:
+        if self._waits_for is not None:
+            torch.accelerator.synchronize(self._waits_for)
+        return time.perf_counter()
 
 
 class WallClock(Periodic):

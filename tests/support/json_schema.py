@@ -69,6 +69,8 @@ def _holds(value: Any, word: str, rule: Any) -> bool:
             return not is_number or value % rule == 0
         case "minLength":
             return not isinstance(value, str) or len(value) >= rule
+        case "required":
+            return not isinstance(value, dict) or set(rule) <= value.keys()
         case "minItems":
             return not isinstance(value, list) or len(value) >= rule
         case "maxItems":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 from enum import Enum
 from typing import Literal
@@ -32,11 +33,18 @@ class Key:
     """The only values that pass; None = no restriction."""
     shape: Shape = "any"
     """Checked here for subsumed keys only: fields that work are checked by their section's class."""
+    off: tuple[object, ...] = (False,)
+    """The values of ``switch`` that switch the section off."""
     switch: str = ""
-    """For a refused section: the key inside it that turns it on. Absent or false, the section passes, whatever else
-    it holds."""
+    """For a refused section: the key inside it that turns it on. Where it is off the section passes, whatever else
+    it holds; where it is absent the section may hold nothing."""
     auto: Auto = "refused"
     """What "auto" means: an error, the key's default, or a value like any other."""
+
+    @property
+    def switched_off(self) -> str:
+        """What a refused section may say to pass."""
+        return f"{self.switch}: {json.dumps(self.off[0])}"
 
 
 def works(
@@ -54,5 +62,13 @@ def subsumed(path: str, shape: Shape, why: str) -> Key:
     return Key(path=path, standing=Standing.SUBSUMED, note=why, shape=shape, auto="default")
 
 
-def refused(path: str, why: str, remedy: str, *, accepts: tuple[object, ...] = (), switch: str = "") -> Key:
-    return Key(path=path, standing=Standing.REFUSED, note=why, remedy=remedy, accepts=accepts, switch=switch)
+def refused(
+    path: str,
+    why: str,
+    remedy: str,
+    *,
+    accepts: tuple[object, ...] = (),
+    switch: str = "",
+    off: tuple[object, ...] = (False,),
+) -> Key:
+    return Key(path=path, standing=Standing.REFUSED, note=why, remedy=remedy, accepts=accepts, switch=switch, off=off)

@@ -41,7 +41,12 @@ CHECKPOINTS: tuple[Key, ...] = (
 )
 
 SWITCHED: tuple[Key, ...] = (
-    refused("compile", "DeepCompile is not built", "write deepcompile: false", switch="deepcompile"),
+    refused(
+        "tensor_parallel", "there is no tensor parallelism", "remove the section", switch="autotp_size", off=(1, 0)
+    ),
+    refused(
+        "compile", "DeepCompile is not built", "call engine.compile(), which is torch.compile", switch="deepcompile"
+    ),
     *(
         refused(name, why, "remove the section", switch="enabled")
         for name, why in (
@@ -70,8 +75,6 @@ WHOLE: tuple[Key, ...] = (
             ("compression_training", "compression is not built"),
             ("pipeline", "there is no pipeline parallelism"),
             ("sparse_attention", "the model is the caller's"),
-            ("tensor_parallel", "there is no tensor parallelism"),
-            ("timers", "engine.io_report() holds the times"),
             ("weight_quantization", "quantisation is not built"),
             ("weight_quantization_config", "quantisation is not built"),
         )
@@ -106,6 +109,8 @@ OBSERVING: tuple[Key, ...] = (
     works("comms_logger.prof_all", "count all operations"),
     works("comms_logger.prof_ops", "the operations counted where prof_all is false"),
     works("comms_logger.debug", "log what each collective was for"),
+    works("timers.throughput.enabled", "samples a second in the progress line"),
+    works("timers.throughput.synchronized", "the device is waited for before the time is taken"),
 )
 
 TABLES = (ACTIVATIONS, CHECKPOINTS, SWITCHED, WHOLE, OBSERVING)

@@ -31,7 +31,7 @@ LOOP: tuple[Key, ...] = (
     works("wall_clock_breakdown", "times of forward, backward and update in the log, every steps_per_print steps"),
     works("memory_breakdown", "memory of process, node and device in the log, every steps_per_print steps"),
     works("dump_state", "the resolved configuration in the log at initialize"),
-    refused("log_level", "levels are set through Python's logging", "use logging.getLogger('infinity')"),
+    works("log_level", "level of the loggers infinity and io_daemon: debug, info, warning, error or critical"),
     refused("disable_python_gc", "the collector is the caller's", "call gc.disable() yourself", accepts=(False,)),
     works("dataloader_drop_last", "the loader of training_data leaves out a last micro-batch that is not full"),
     subsumed("vocabulary_size", "whole number", "the model knows its own; the key only warned of odd sizes"),

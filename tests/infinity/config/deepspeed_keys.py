@@ -69,6 +69,7 @@ SECTIONS = {
         enabled recompute_fwd_factor profile_step module_depth top_modules detailed output_file
     """,
     "comms_logger": "enabled verbose prof_all debug prof_ops",
+    "timers.throughput": "enabled synchronized",
     "tensorboard": "enabled output_path job_name",
     "csv_monitor": "enabled output_path job_name",
     "wandb": "enabled group team project",
@@ -78,7 +79,7 @@ SECTIONS = {
 WHOLE = """
     amp autotuning compression_training curriculum_learning data_efficiency datastates_ckpt eigenvalue elasticity
     expert_parallel hybrid_engine nebula pipeline progressive_layer_drop quantize_training sparse_attention
-    tensor_parallel timers weight_quantization
+    tensor_parallel weight_quantization
 """
 
 ALL: tuple[str, ...] = (

@@ -69,6 +69,7 @@ _TOP = {
     "gradient_clipping": Example(1.0, _CELL),
     "steps_per_print": Example(100, f"{_SETTINGS}::test_progress_is_printed_every_so_many_steps"),
     **{name: Example(True, _BREAKDOWNS) for name in ("wall_clock_breakdown", "memory_breakdown", "dump_state")},
+    "log_level": Example("warning", f"{_OBSERVING}::test_the_level_of_the_logs_is_the_configurations"),
     "dataloader_drop_last": Example(True, f"{_SETTINGS}::test_a_last_batch_that_is_not_full"),
     "communication_data_type": Example(
         "fp32", f"{_SETTINGS}::test_gradients_travel_and_wait_in_the_dtypes_that_were_asked_for"
@@ -284,6 +285,8 @@ _MONITORS = {
             {"enabled": True, "prof_all": False, "prof_ops": ["all_gather"]},
         ),
         ("comms_logger", "test_each_collective_is_logged_where_it_is_asked_for", {"verbose": True, "debug": True}),
+        ("timers.throughput", "test_samples_a_second_are_of_the_steps_since_the_last_line", {"enabled": False}),
+        ("timers.throughput", "test_the_device_is_waited_for_where_that_is_asked_for", {"synchronized": False}),
     )
     for name, value in values.items()
 }

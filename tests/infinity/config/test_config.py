@@ -149,9 +149,18 @@ def test_values_that_switch_a_refused_key_off_pass(key: Key) -> None:
 
 @pytest.mark.parametrize("key", [key for key in KEYS if key.switch], ids=_path_of)
 def test_a_section_that_is_off_passes_whatever_it_holds(key: Key) -> None:
-    parse_config(_with(key.path, {key.switch: False, "anything": 1}))
-    parse_config(_with(key.path, {"anything": 1}))
+    for off in (*key.off, None):
+        parse_config(_with(key.path, {key.switch: off, "anything": 1}))
+    parse_config(_with(key.path, {}))
     assert _refusal(_with(key.path, "on")).key == key.path
+
+
+@pytest.mark.parametrize("key", [key for key in KEYS if key.switch], ids=_path_of)
+def test_a_section_that_does_not_say_whether_it_is_on_is_refused(key: Key) -> None:
+    """Its switch may be misspelt, or be another version's: nothing in it would be done."""
+    error = _refusal(_with(key.path, {"enable": True}))
+    assert (error.key, error.value) == (key.path, {"enable": True})
+    assert f"write {key.switched_off}" in error.remedy
 
 
 def test_true_is_not_one_and_false_is_not_zero() -> None:
@@ -290,6 +299,8 @@ def test_what_is_required_is_asked_for_by_its_key() -> None:
 def test_deepspeed_spellings_of_numbers_and_names() -> None:
     config = parse_config(
         {
+            "log_level": "Warning",
+            "activation_checkpointing": {"number_checkpoints": False},
             "train_batch_size": 8.0,
             "steps_per_print": float("inf"),
             "gradient_clipping": 1,
@@ -299,6 +310,7 @@ def test_deepspeed_spellings_of_numbers_and_names() -> None:
         }
     )
     assert (config.train_batch_size, config.steps_per_print, config.gradient_clipping) == (8, 0, 1.0)
+    assert (config.log_level, config.activation_checkpointing.number_checkpoints) == ("warning", None)
     assert type(config.zero_optimization.sub_group_size) is int
     assert config.zero_optimization.sub_group_size == 20_000_000
     assert config.optimizer is not None

@@ -51,6 +51,12 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], tuple[str, ...]]] = [
         _zero(allgather_bucket_size=5e8),
         ("allgather_size",),
     ),
+    (
+        {**SMALLEST, "fp32_allreduce": True},
+        {**SMALLEST, "communication_data_type": "fp32"},
+        ("fp32_allreduce",),
+    ),
+    ({**SMALLEST, "fp32_allreduce": False}, SMALLEST, ("fp32_allreduce",)),
     ({**SMALLEST, "aio": {"num_threads": 4}}, {**SMALLEST, "aio": {"intra_op_parallelism": 4}}, ("aio.num_threads",)),
     (_zero(param_persistence_threshold="auto", cpu_offload=None), _zero(), ()),
     (
@@ -136,6 +142,33 @@ def test_an_old_name_that_cannot_be_meant_is_refused(config: dict[str, Any], key
         parse_config(config)
     assert key is None or caught.value.key == key
     assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("inside", [None, "auto", 4096])
+def test_sizes_at_the_top_are_taken_where_the_section_is_silent(inside: Any) -> None:
+    """As trainers of preferences write them, with nine tenths of a number of elements."""
+    name = "stage3_prefetch_bucket_size"
+    config = {**_zero(**{name: inside}), f"zero_optimization.{name}": 0.9 * 64 * 64}
+    parsed = parse_config(config)
+    assert getattr(parsed.zero_optimization, name) == (4096 if inside == 4096 else 3686)
+    said = f"zero_optimization.{name} stands at the top: write it inside zero_optimization"
+    assert parsed.old_names == (f"{said}, whose own value goes before it",)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("zero_optimization.reduce_bucket_size", "5e8"),
+        ("zero_optimization.reduce_bucket_size", -1),
+        ("zero_optimization.reduce_bucket_size", float("nan")),
+        ("zero_optimization.stage", 2),
+        ("optimizer.params.lr", 1e-3),
+    ],
+)
+def test_other_dotted_names_and_wrong_sizes_are_refused(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**_zero(), name: value})
+    assert caught.value.key == name
 
 
 def test_the_origin_of_a_value_is_the_old_name() -> None:

@@ -86,7 +86,7 @@ def test_what_is_subsumed_has_its_shape(key: Key) -> None:
 def test_what_is_refused_is_not_allowed(key: Key) -> None:
     refused: Any = {key.switch: True} if key.switch else "a value that nobody serves"
     assert problems(_with(key.path, refused), SCHEMA)
-    for value in (*(key.accepts or ()), None, *([{key.switch: False, "any": 1}] if key.switch else [])):
+    for value in (*(key.accepts or ()), None, *([{key.switch: key.off[0], "any": 1}] if key.switch else [])):
         assert problems(_with(key.path, value), SCHEMA) == []
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import csv
+import itertools
 import logging
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,10 +17,11 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 import infinity
-from infinity.config.observing import CommsLogger
+from infinity.config.observing import CommsLogger, ThroughputTimer
 from infinity.errors import ConfigError
+from infinity.observe import breakdowns
 from infinity.observe.comms import CommsLog
-from infinity.observe.observer import Observer, Observers
+from infinity.observe.observer import Observer, Observers, StepFacts
 from tests.support.ranks import run_ranks
 
 MICRO, IN, HIDDEN, OUT = 2, 16, 32, 4
@@ -156,6 +158,68 @@ def test_breakdowns_and_the_configuration_are_logged(caplog: pytest.LogCaptureFi
         caplog.clear()
         train(2)
     assert "time (ms)" not in caplog.text
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_samples_a_second_are_of_the_steps_since_the_last_line(
+    enabled: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four samples a step, and half a second between two looks at the clock."""
+    looks = itertools.count()
+    monkeypatch.setattr(breakdowns, "time", SimpleNamespace(perf_counter=lambda: next(looks) / 2))
+    with caplog.at_level(logging.INFO, logger="infinity.observe"):
+        train(6, steps_per_print=2, timers={"throughput": {"enabled": enabled}})
+    ends = [record.getMessage().rpartition(" s")[2] for record in caplog.records if "lr [" in record.getMessage()]
+    said = [record.getMessage().rpartition(", ")[2] for record in caplog.records if "lr [" in record.getMessage()]
+    assert len(ends) == 3
+    if enabled:
+        assert said == ["8.0 samples/s", "16.0 samples/s", "16.0 samples/s"]
+    else:
+        assert ends == ["", "", ""]
+
+
+def test_a_loaded_past_begins_the_throughput_anew(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks = itertools.count()
+    monkeypatch.setattr(breakdowns, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
+    progress = breakdowns.Progress(1, ThroughputTimer(), torch.device("cpu"))
+    with caplog.at_level(logging.INFO, logger="infinity.observe"):
+        for step in (1, 2, 50, 51):
+            progress.after_step(_facts(step))
+    said = [record.getMessage().rpartition(", ")[2] for record in caplog.records]
+    assert [" samples/s" in line for line in said] == [False, True, False, True]
+
+
+@pytest.mark.parametrize("synchronized", [True, False])
+def test_the_device_is_waited_for_where_that_is_asked_for(synchronized: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    waited: list[torch.device] = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", waited.append)
+    cuda = torch.device("cuda", 0)
+    progress = breakdowns.Progress(2, ThroughputTimer(synchronized=synchronized), cuda)
+    for step in range(1, 5):
+        progress.after_step(_facts(step))
+    assert waited == [cuda] * (3 if synchronized else 0), "once after the first step, then at every line"
+
+
+def _facts(step: int) -> StepFacts:
+    seconds = dict.fromkeys(("forward_s", "backward_s", "update_s"), 1.0)
+    return StepFacts(
+        step=step, samples=4 * step, loss=None, learning_rates=(0.1,), loss_scale=1.0, grad_norm=None, **seconds
+    )
+
+
+def test_the_level_of_the_logs_is_the_configurations() -> None:
+    logs = [logging.getLogger(name) for name in ("infinity", "io_daemon")]
+    before = [log.level for log in logs]
+    try:
+        train(1, log_level="ERROR")
+        assert [log.level for log in logs] == [logging.ERROR] * 2
+        train(1)
+        assert [log.level for log in logs] == [logging.ERROR] * 2, "unsaid it stays"
+    finally:
+        for log, level in zip(logs, before, strict=True):
+            log.setLevel(level)
 
 
 def test_operations_of_one_forward_are_counted_by_module(tmp_path: Path) -> None:
