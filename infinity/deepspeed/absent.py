@@ -87,7 +87,7 @@ ABSENT: Final[Mapping[str, str]] = {
     "runtime.compiler": "use engine.compile() or torch.compile()",
     "compile": "DeepCompile is not built: use engine.compile()",
     "profiling": "write the section flops_profiler into the configuration: torch's counter counts",
-    "monitor": "write tensorboard, csv_monitor or wandb into the configuration",
+    "monitor": "write tensorboard, csv_monitor or wandb into the configuration, and figures to engine.monitor",
     "datastates": _OWN_CHECKPOINTS,
     "runtime.checkpoint_engine": _OWN_CHECKPOINTS,
     "runtime.state_dict_factory": _OWN_CHECKPOINTS,

@@ -116,7 +116,8 @@ class DeepSpeedConfig(View):
         values["bfloat16_config"] = View({**dict(parsed.bf16), "immediate_grad_update": immediate(raw)})
         log = {f"comms_logger_{name}" if name == "enabled" else name: value for name, value in sections["comms_logger"]}
         values["comms_config"] = View(log | {"enabled": sections["comms_logger"].enabled})
-        values["monitor_config"] = View({name: sections[name] for name in MONITORS})
+        monitors = {name: sections[name] for name in MONITORS}
+        values["monitor_config"] = View({**monitors, "enabled": any(each.enabled for each in monitors.values())})
         zero = DeepSpeedZeroConfig(**(raw.get("zero_optimization") or {}))
         values |= {"zero_config": zero, "zero_optimization_stage": zero.stage, "zero_enabled": zero.stage > 0}
         for section in ("optimizer", "scheduler"):

@@ -135,8 +135,28 @@ ABSENT: Final[Mapping[str, str]] = {
     "set_custom_curriculum_learning_schedule": "data is the caller's: use a sampler of torch's",
     "set_data_post_process_func": "data is the caller's: use collate_fn",
     "register_compile_pass": "DeepCompile is not built: use engine.compile()",
-    "monitor": "write tensorboard, csv_monitor or wandb into the configuration",
-    "timers": "engine.io_report() holds the times of a step",
+    **dict.fromkeys(
+        ("timers", "tput_timer", "engine_timers", "get_wall_clock_timers"),
+        "engine.io_report() holds the times of a step, and timers.throughput logs samples a second",
+    ),
+    "flops_profiler": "write the section flops_profiler into the configuration: torch's counter counts",
+    **dict.fromkeys(
+        ("allreduce_bucket", "allreduce_and_copy", "allreduce_no_retain", "all_gather_scalar"),
+        "gradients are reduced while engine.backward() goes on: leave the call out",
+    ),
+    **dict.fromkeys(
+        ("seq_data_parallel_group", "seq_parallel_group", "seq_dp_world_size"), "there is no sequence parallelism"
+    ),
+    **dict.fromkeys(
+        ("checkpoint_engine", "save_zero_checkpoint", "save_non_zero_checkpoint"),
+        "checkpoints have one format, of infinity's own: call engine.save_checkpoint()",
+    ),
+    **dict.fromkeys(
+        ("client_optimizer", "client_lr_scheduler"), "engine.optimizer and engine.lr_scheduler are what is stepped"
+    ),
+    "param_names": "engine.named_parameters() has them",
+    "clip_fp32_gradients": "write gradient_clipping into the configuration, or call clip_grad_norm_ on the parameters",
+    "losses": "add up what the engine returned",
     "quantizer": "quantisation is not built: train in bf16, fp16 or fp32",
     "mpu": "there is no model parallelism",
 }

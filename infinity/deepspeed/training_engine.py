@@ -16,6 +16,7 @@ from infinity.config import Config, read_environment
 from infinity.deepspeed.asserted import asserted, asserting
 from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of
 from infinity.deepspeed.distributed import get_world_group
+from infinity.deepspeed.monitors import MonitorMaster
 from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO, data_types
 from infinity.deepspeed.raw_config import section_of
 from infinity.deepspeed.users_backward import UsersBackward
@@ -23,6 +24,7 @@ from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.engine import Engine
 from infinity.engine.handing_back import hand_back
 from infinity.errors import EngineStateError
+from infinity.observe.monitors import Monitor
 from infinity.plan.precision import DTYPES
 from infinity.states import StepPhase
 from infinity.weights.owners import owner_of
@@ -127,6 +129,11 @@ class DeepSpeedEngine(Engine):
         """The dtype of the gradients' reduction."""
         asked = self._loop.config.communication_data_type
         return DTYPES[asked] if asked else data_types(self._loop.config)[0]
+
+    @property
+    def monitor(self) -> MonitorMaster:
+        """Where the configuration's monitors write, for figures of the script's own."""
+        return MonitorMaster(self._loop.config, self._loop.observers.of(Monitor))
 
     # Ranks
 

@@ -161,6 +161,8 @@ TREE: Final[Mapping[str, Names]] = {
     "launcher": {},
     "launcher.launch": {},
     "launcher.runner": _of(f"{_OURS}.constants", "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE"),
+    "monitor": {},
+    "monitor.monitor": _of(f"{_OURS}.monitors", "MonitorMaster"),
     "ops": _renamed(f"{_OURS}.op_builders", __compatible_ops__="compatible_ops", __installed_ops__="installed_ops"),
     "ops.adagrad": _ADAGRAD,
     "ops.adam": _ADAM,

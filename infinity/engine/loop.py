@@ -66,7 +66,7 @@ class TrainingLoop:
         self.boundary: bool | None = None
         """What the user says the next ``step`` is; None: the number of micro-batches decides."""
         self.background = Background()
-        self._observers = observers
+        self.observers = observers
         self._sharded: ShardedModel = runtime.sharded
         self._labels = kind_labels(self._sharded.precision.state_kinds)
         self._times = self._last_times = StepTimes()
@@ -93,7 +93,7 @@ class TrainingLoop:
             self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
             self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
             args, kwargs = self._casting.inputs((args, kwargs))
-            observed = self._observers.around_forward(self.global_steps + 1)
+            observed = self.observers.around_forward(self.global_steps + 1)
             with observed, self._casting.around_forward(), mixed_dtypes_named(module, (args, kwargs)):
                 return module(*args, **kwargs)
 
@@ -105,7 +105,7 @@ class TrainingLoop:
             differentiated = scaled if loss_scale == 1.0 else scaled.float() * loss_scale
             with stale_graphs_named(type(self.runtime.module).__name__):
                 differentiated.backward(retain_graph=retain_graph, create_graph=create_graph)  # type: ignore[no-untyped-call]
-            self._observers.after_backward(loss)
+            self.observers.after_backward(loss)
         return scaled.detach()
 
     @contextmanager
@@ -210,11 +210,11 @@ class TrainingLoop:
         update, optimizer = self.update, self.optimizer
         if update is None or optimizer is None:
             raise AssertionError("an update without an optimizer")
-        self._observers.after_step(
+        self.observers.after_step(
             StepFacts(
                 step=self.global_steps,
                 samples=self.global_samples,
-                loss=self._observers.take_loss(),
+                loss=self.observers.take_loss(),
                 learning_rates=tuple(group["lr"] for group in optimizer.param_groups),
                 loss_scale=optimizer.loss_scale,
                 grad_norm=update.grad_norm,
@@ -295,7 +295,7 @@ class TrainingLoop:
         self.runtime.user_gradients.drop()
         if self.update is not None:
             self.update.forget_clipping()
-        self._observers.drop_losses()
+        self.observers.drop_losses()
         self.micro_steps = 0
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
@@ -329,7 +329,7 @@ class TrainingLoop:
         self.phases.phase = StepPhase.CLOSED
         self.runtime.collectives.part()
         self.runtime.close()
-        self._observers.close()
+        self.observers.close()
         if self.tier is not None:
             self.tier.close()
 

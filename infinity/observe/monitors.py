@@ -9,6 +9,7 @@ from types import ModuleType
 from typing import Any, TextIO
 
 from infinity.config import Config
+from infinity.config.observing import CsvMonitor, TensorBoard, Wandb
 from infinity.errors import ConfigError
 from infinity.observe.observer import Periodic, StepFacts
 
@@ -101,16 +102,18 @@ class WandbRun(Monitor):
 
 def monitors_of(config: Config) -> list[Monitor]:
     """The monitors that the config asks for. Raises ConfigError where a package is missing."""
-    every = config.steps_per_print
+    return monitors_in(config.csv_monitor, config.tensorboard, config.wandb, config.steps_per_print)
+
+
+def monitors_in(files: CsvMonitor, board: TensorBoard, wandb: Wandb, every: int = 0) -> list[Monitor]:
+    """The monitors of three sections, told of every ``every``-th step."""
     monitors: list[Monitor] = []
-    if config.csv_monitor.enabled:
-        section = config.csv_monitor
-        monitors.append(CsvFiles(every, Path(section.output_path or "csv_monitor") / section.job_name))
-    if config.tensorboard.enabled:
-        board = config.tensorboard
+    if files.enabled:
+        monitors.append(CsvFiles(every, Path(files.output_path or "csv_monitor") / files.job_name))
+    if board.enabled:
         monitors.append(TensorBoardFiles(every, Path(board.output_path or "runs") / board.job_name))
-    if config.wandb.enabled:
-        monitors.append(WandbRun(every, project=config.wandb.project, group=config.wandb.group, team=config.wandb.team))
+    if wandb.enabled:
+        monitors.append(WandbRun(every, project=wandb.project, group=wandb.group, team=wandb.team))
     return monitors
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -65,6 +66,9 @@ class Periodic(Observer):
         raise NotImplementedError
 
 
+Kind = TypeVar("Kind", bound=Observer)
+
+
 class Observers(Observer):
     """Several, told in turn."""
 
@@ -85,6 +89,10 @@ class Observers(Observer):
         """The loss of one micro-batch, as the user gave it."""
         if self.wants_loss:
             self._losses.append(loss.detach())
+
+    def of(self, kind: type[Kind]) -> list[Kind]:
+        """Those of a kind, in their order."""
+        return [observer for observer in self._observers if isinstance(observer, kind)]
 
     def take_loss(self) -> float | None:
         """The mean of the losses since it was last taken."""
