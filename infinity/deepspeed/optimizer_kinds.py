@@ -7,14 +7,41 @@ scripts read of that one. What it does stays the same.
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Final
 
 import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.deepspeed.hooks import DeepSpeedZeRoOffload
 from infinity.engine import Engine
+from infinity.errors import EngineStateError
 from infinity.update.optimizer import ShardedOptimizer
+
+_STATES: Final = (
+    "states are sharded by group: use deepspeed.utils.safe_get_full_fp32_param, safe_get_local_fp32_param, …"
+)
+_GRADIENTS: Final = "gradients are sharded by group: use deepspeed.utils.safe_get_full_grad or safe_get_local_grad"
+_OVERFLOW: Final = "optimizer.overflow says after a step whether it was skipped"
+_NORM: Final = "engine.get_global_grad_norm() has the norm"
+_RATES: Final = "optimizer.param_groups have the learning rates, and engine.get_lr() a list of them"
+ABSENT: Final[Mapping[str, str]] = {
+    name: why
+    for names, why in (
+        ("fp32_partitioned_groups_flat fp16_partitioned_groups_flat fp32_groups_flat", _STATES),
+        ("single_partition_of_fp32_groups bit16_groups_flat fp16_groups_flat get_full_hp_param", _STATES),
+        ("params_in_partition params_not_in_partition partition_count fp16_partitioned_groups", _STATES),
+        ("averaged_gradients get_fp32_grad_for_param get_fp32_grad_partitions all_grad_tensors", _GRADIENTS),
+        ("reduce_gradients get_grads_to_reduce", "gradients are reduced while engine.backward() goes on"),
+        ("check_overflow has_overflow has_overflow_serial", _OVERFLOW),
+        ("scaled_global_norm get_grad_norm_direct", _NORM),
+        ("get_lr set_lr", _RATES),
+        ("refresh_fp32_params", "load_checkpoint and safe_set_full_fp32_param keep both copies alike"),
+    )
+    for name in names.split()
+}
+"""What an optimizer of DeepSpeed's has and these have not, with what to do instead."""
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
@@ -24,6 +51,10 @@ class DeepSpeedOptimizer(ShardedOptimizer):
     _config: Config
     custom_loss_scaler = False
     external_loss_scale = None
+
+    def __getattr__(self, name: str) -> Any:
+        why = f" {ABSENT[name]}" if name in ABSENT else ""
+        raise AttributeError(f"infinity's {type(self).__name__} has no {name}{':' if why else ''}{why}")
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
@@ -54,10 +85,21 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, **others: Any) -> None:
         """``engine.backward`` of a loss that is not to be divided by the number of micro-batches."""
+        self._of().backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """See ``engine.offload_states``."""
+        self._of().offload_states(*args, **kwargs)
+
+    def reload_states(self, *args: Any, **kwargs: Any) -> None:
+        """See ``engine.reload_states``."""
+        self._of().reload_states(*args, **kwargs)
+
+    def _of(self) -> Engine:
         engine = self._engine()
         if engine is None:
-            raise RuntimeError("the optimizer's engine is gone")
-        engine.backward(loss, retain_graph=retain_graph, scale_wrt_gas=False)
+            raise EngineStateError("the optimizer's engine is gone")
+        return engine
 
 
 class FP16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
@@ -127,6 +169,9 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
 class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
     """Stage 3."""
 
+    parameter_offload: DeepSpeedZeRoOffload
+    """What scripts take hooks off through."""
+
     @property
     def persistent_parameters(self) -> list[nn.Parameter]:
         """Those whose weights stay in memory."""
@@ -142,3 +187,5 @@ def speak(optimizer: ShardedOptimizer, engine: Engine, config: Config) -> None:
         kind = FP16_Optimizer if config.fp16.enabled else BF16_Optimizer
     optimizer.__class__ = kind
     vars(optimizer).update(_engine=weakref.ref(engine), _config=config)
+    if kind is DeepSpeedZeroOptimizer_Stage3:
+        vars(optimizer)["parameter_offload"] = DeepSpeedZeRoOffload(engine.module)

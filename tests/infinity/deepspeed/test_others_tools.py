@@ -1,0 +1,117 @@
+"""What other libraries do with an engine beside training it: hooks taken off, figures written, states moved away."""
+
+from __future__ import annotations
+
+import csv
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import infinity.deepspeed as deepspeed
+from infinity.deepspeed import optimizer_kinds, questions
+from infinity.deepspeed.optimizer_kinds import ABSENT
+from tests.support.ranks import run_ranks
+
+
+def _config(stage: int = 3, **sections: object) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+        **sections,
+    }
+
+
+def _engine(**words: Any) -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    return deepspeed.initialize(model=model, config=_config(**words))[0]
+
+
+def _step(engine: Any) -> None:
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    engine.step()
+
+
+@pytest.mark.parametrize("device", ["none", "nvme"])
+def test_hooks_that_are_taken_off_and_put_on_change_nothing(device: str, tmp_path: Path) -> None:
+    """As trainers do it around generate(): all weights are gathered, and whatever is hooked is removed."""
+    place = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_param": place, "offload_optimizer": place}
+    found = []
+    for taken_off in (True, False):
+        engine = _engine(zero_optimization=zero, io_daemon={"host_budget_bytes": 64 << 20})
+        outputs = []
+        for _ in range(3):
+            _step(engine)
+            with deepspeed.zero.GatheredParameters(engine.parameters()), torch.no_grad():
+                hooks = engine.optimizer.parameter_offload
+                if taken_off:
+                    assert hooks.module is engine.module
+                    of_others = hooks.module.ds_external_parameters()
+                    for _, param in itertools.chain(hooks.module.named_parameters(), of_others):
+                        param.ds_active_sub_modules.clear()
+                    for hook in [*hooks.forward_hooks, *hooks.backward_hooks]:
+                        hook.remove()
+                    hooks.forward_hooks, hooks.backward_hooks = [], []
+                outputs.append(engine.module(torch.ones(2, 16)))
+                if taken_off:
+                    hooks._register_deepspeed_module(hooks.module)
+        found.append([*outputs, *engine.full_state_dict().values()])
+        engine.destroy()
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_below_stage_3_there_are_no_hooks_to_take_off() -> None:
+    engine = _engine(stage=2)
+    assert not hasattr(engine.optimizer, "parameter_offload")
+    assert not hasattr(engine.module, "ds_external_parameters")
+
+
+def test_figures_of_a_script_stand_beside_the_engines_own(tmp_path: Path) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    engine = _engine(csv_monitor=section, steps_per_print=1)
+    _step(engine)
+    assert engine.monitor.enabled
+    engine.monitor.write_events([("Eval/Loss", torch.tensor(0.5), 2), ("Train/Samples/lr", 7, 4)])
+    engine.destroy()
+    rows = {path.stem: list(csv.reader(path.read_text().splitlines())) for path in (tmp_path / "job").iterdir()}
+    assert rows["Eval_Loss"] == [["step", "Eval/Loss"], ["2", "0.5"]]
+    assert rows["Train_Samples_lr"][1:] == [["2", "0.01"], ["4", "7.0"]]
+    assert not _engine().monitor.enabled
+
+
+def test_the_first_of_two_ranks_writes_and_both_know_that_it_does(tmp_path: Path) -> None:
+    code = f"""
+    import json, torch, infinity.deepspeed as deepspeed
+    from torch import nn
+    monitor = {{"enabled": True, "output_path": {str(tmp_path)!r}, "job_name": "job"}}
+    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config={{
+        "train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW", "params": {{}}}}, "csv_monitor": monitor,
+    }})
+    engine.monitor.write_events([("Eval/Loss", 0.5, engine.global_samples)])
+    print(json.dumps(engine.monitor.enabled))
+    """
+    assert [rank.answer for rank in run_ranks(code, tmp_path, num_ranks=2)] == [True, True]
+    assert (tmp_path / "job" / "Eval_Loss.csv").read_text().splitlines() == ["step,Eval/Loss", "0,0.5"]
+
+
+@pytest.mark.parametrize("name", sorted(ABSENT))
+def test_what_an_optimizer_has_not_is_refused_in_words(name: str) -> None:
+    optimizer = object.__new__(optimizer_kinds.DeepSpeedZeroOptimizer_Stage3)
+    assert not hasattr(optimizer, name)
+    with pytest.raises(AttributeError, match=f"infinity's DeepSpeedZeroOptimizer_Stage3 has no {name}: .{{10}}"):
+        getattr(optimizer, name)
+
+
+def test_what_an_engine_has_not_is_refused_in_words() -> None:
+    engine = _engine()
+    for name, why in questions.ABSENT.items():
+        assert not hasattr(engine, name)
+        with pytest.raises(AttributeError, match=f"infinity's engine has no {name}: ") as caught:
+            getattr(engine, name)
+        assert why in str(caught.value)
