@@ -1,17 +1,21 @@
-"""A user's JSON, from a dict or a file."""
+"""A user's JSON, from a dict or a file. As in DeepSpeed a file may have comments, and commas behind the last entry."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from infinity.config.complaints import Complaints
 from infinity.errors import ConfigError
 
 Raw = dict[str, Any]
 Source = Mapping[str, Any] | str | os.PathLike[str]
+_STRING: Final = r'"(?:\\.|[^"\\\n])*"'
+_COMMENTS: Final = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*.*?\*/", re.DOTALL)
+_LAST_COMMAS: Final = re.compile(rf"{_STRING}|,(?=\s*[}}\]])")
 
 
 def load(config: Source, complaints: Complaints) -> Raw:
@@ -20,6 +24,19 @@ def load(config: Source, complaints: Complaints) -> Raw:
         return dict(config)
     if not isinstance(config, str | os.PathLike):
         raise ConfigError("config", config, "must be a dict or the path of a JSON file")
+    path = os.fspath(config)
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read()
+    except OSError as error:
+        raise ConfigError("config", path, f"cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ConfigError("config", path, f"is not JSON: {error}") from error
+    return read_text(text, path, complaints)
+
+
+def read_text(text: str, path: str, complaints: Complaints) -> Raw:
+    """The JSON object in ``text``, as ``load`` gives it; ``path`` is what errors call it."""
 
     def unique(pairs: list[tuple[str, Any]]) -> Raw:
         seen: Raw = {}
@@ -29,14 +46,15 @@ def load(config: Source, complaints: Complaints) -> Raw:
             seen.setdefault(name, value)
         return seen
 
-    path = os.fspath(config)
     try:
-        with open(path, encoding="utf-8") as file:
-            raw = json.load(file, object_pairs_hook=unique)
-    except OSError as error:
-        raise ConfigError("config", path, f"cannot be read: {error.strerror}") from error
+        raw = json.loads(_LAST_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text)), object_pairs_hook=unique)
     except ValueError as error:
         raise ConfigError("config", path, f"is not JSON: {error}") from error
     if not isinstance(raw, dict):
         raise ConfigError("config", path, "must hold one JSON object")
     return raw
+
+
+def _blank(found: re.Match[str]) -> str:
+    """Spaces in the place of what is not JSON, so that errors name the lines and columns of the file."""
+    return found[0] if found[0].startswith('"') else re.sub(r"[^\n]", " ", found[0])

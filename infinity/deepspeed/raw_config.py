@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import copy
+import os
 from collections.abc import Mapping
 from typing import Any
 
 from infinity.config.complaints import Complaints
-from infinity.config.load import load
+from infinity.config.load import load, read_text
 from infinity.errors import ConfigError
 
 
@@ -15,7 +18,7 @@ def raw_config(config: Any, args: Any = None, config_params: Any = None) -> dict
     """The raw JSON as a dict of the caller's own.
 
     Args:
-        config: a dict or a path.
+        config: a dict, a path, or the JSON itself in URL-safe base64.
         args: what a script's parser gave; its ``deepspeed_config`` or ``deepscale_config`` is a path, too.
         config_params: an old name of ``config``.
 
@@ -27,11 +30,19 @@ def raw_config(config: Any, args: Any = None, config_params: Any = None) -> dict
     if not given:
         raise ConfigError("config", None, "pass a dict or a path as config, or as --deepspeed_config")
     complaints = Complaints()
-    loaded = [load(each, complaints) for each in given]
+    loaded = [_load(each, complaints) for each in given]
     complaints.raise_all()
     if any(each != loaded[0] for each in loaded):
         raise ConfigError("config", "given twice", "config and args.deepspeed_config differ: pass one of them")
     return copy.deepcopy(dict(loaded[0]))
+
+
+def _load(given: Any, complaints: Complaints) -> dict[str, Any]:
+    text = ""
+    if isinstance(given, str) and not os.path.exists(given):
+        with contextlib.suppress(ValueError):  # no base64, or none of a text: it is the path of no file
+            text = base64.b64decode(given, altchars=b"-_", validate=True).decode()
+    return read_text(text, given, complaints) if text.lstrip().startswith("{") else load(given, complaints)
 
 
 def section_of(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:

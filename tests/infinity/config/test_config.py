@@ -512,6 +512,27 @@ def test_files_that_hold_no_configuration(tmp_path: Path, text: str, words: str)
     assert words in _refusal(file).remedy
 
 
+def test_a_file_may_have_comments_and_commas_behind_the_last_entry(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(
+        """// as DeepSpeed reads them
+        {
+          "train_batch_size": 8, # of all ranks
+          "csv_monitor": {"enabled": false, "output_path": "//a/*b*/#c,}", "job_name": "a \\" // b",}, /* of
+          two lines */
+          "zero_optimization": {"stage": 3, "leaf_module": {"names": ["a", "b", // the last
+          ]}}, # and a comment behind the last comma
+        }
+        """
+    )
+    config = parse_config(file)
+    assert (config.train_batch_size, config.zero_optimization.stage) == (8, 3)
+    assert (config.csv_monitor.output_path, config.csv_monitor.job_name) == ("//a/*b*/#c,}", 'a " // b')
+    assert config.zero_optimization.leaf_module.names == ("a", "b")
+    file.write_text('{\n  /* here */ "a": 1,\n  b: 2\n}')
+    assert "line 3 column 3" in _refusal(file).remedy, "places are the file's"
+
+
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     assert "No such file" in _refusal(tmp_path / "none.json").remedy
     assert "dict or the path" in _refusal(3).remedy

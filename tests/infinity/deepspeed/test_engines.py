@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import base64
 import gc
 import json
 from pathlib import Path
@@ -220,12 +221,17 @@ def test_configurations_come_from_arguments_files_and_old_names(tmp_path: Path) 
     path.write_text(json.dumps(_config()))
     parser = deepspeed.add_config_arguments(argparse.ArgumentParser())
     args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(path)])
-    for given in ({"args": args}, {"config": str(path)}, {"config_params": _config()}, {"config": path, "args": args}):
+    encoded = base64.urlsafe_b64encode(path.read_bytes()).decode()
+    ways: list[dict[str, Any]] = [{"args": args}, {"config": str(path)}, {"config": path, "args": args}]
+    for given in (*ways, {"config_params": _config()}, {"config": encoded}):
         engine = deepspeed.initialize(model=_net(), **given)[0]
         assert engine.config == _config()
         engine.destroy()
     with pytest.raises(ConfigError, match="pass a dict or a path"):
         deepspeed.initialize(model=_net())
+    for name in ("deep", "none.json"):  # the first is base64, too
+        with pytest.raises(ConfigError, match=f"config = '{name}': cannot be read: No such file"):
+            deepspeed.initialize(model=_net(), config=name)
     with pytest.raises(ConfigError, match="differ: pass one of them"):
         deepspeed.initialize(model=_net(), args=args, config=_config(stage=2))
     with pytest.raises(ConfigError, match="there is no model parallelism"):
