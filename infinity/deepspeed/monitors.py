@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -23,10 +24,18 @@ class MonitorMaster:
         self.enabled = any(section.enabled for section in sections)
         """Whether anything is written, on this rank or on another."""
         is_first = not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
-        self._monitors = monitors if monitors is not None else monitors_in(*sections) if is_first else ()
+        if monitors is None:
+            monitors = monitors_in(*sections) if is_first else ()
+            weakref.finalize(self, _close, monitors)  # scripts never close one
+        self._monitors = monitors
 
     def write_events(self, event_list: Iterable[tuple[str, Any, int]]) -> None:
         """Write a point of each figure: its name, its value, and the number of samples or steps it stands over."""
         for name, value, place in event_list:
             for monitor in self._monitors:
                 monitor.write(place, {name: float(value)})
+
+
+def _close(monitors: Sequence[Monitor]) -> None:
+    for monitor in monitors:
+        monitor.close()

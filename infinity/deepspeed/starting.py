@@ -20,6 +20,7 @@ from infinity.deepspeed.asserted import asserted
 from infinity.deepspeed.config_classes import CLIPPING
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed
+from infinity.deepspeed.logs import logger
 from infinity.deepspeed.raw_config import raw_config, section_of
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
@@ -145,6 +146,19 @@ def initialize(
         optimizer_kinds.speak(made, engine, engine.settings)
     _engines.add(engine)
     return engine, made, loader, schedule
+
+
+def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:
+    """Log what ``comms_logger`` has counted on this rank, of every engine that there is.
+
+    Raises:
+        ConfigError: ``show_straggler`` or ``return_dict`` is asked for.
+    """
+    for name, value in (("show_straggler", show_straggler), ("return_dict", return_dict)):
+        if value:
+            raise ConfigError(name, value, "engine.comms_summary() has this rank's table, as text")
+    for engine in _engines:
+        logger.info("%s", engine.comms_summary())
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepSpeedEngine:

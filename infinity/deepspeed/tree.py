@@ -129,6 +129,7 @@ _COMM = (
         "has_all_gather_into_tensor has_reduce_scatter_tensor",
     )
     | _of(f"{_OURS}.constants", "default_pg_timeout")
+    | _of(f"{_OURS}.starting", "log_summary")
 )
 
 TREE: Final[Mapping[str, Names]] = {

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import csv
+import importlib
 import itertools
+import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed import optimizer_kinds, questions
+from infinity.deepspeed.monitors import MonitorMaster
 from infinity.deepspeed.optimizer_kinds import ABSENT
-from tests.support.ranks import run_ranks
+from infinity.errors import ConfigError
 
 
 def _config(stage: int = 3, **sections: object) -> dict[str, Any]:
@@ -85,19 +89,30 @@ def test_figures_of_a_script_stand_beside_the_engines_own(tmp_path: Path) -> Non
     assert not _engine().monitor.enabled
 
 
-def test_the_first_of_two_ranks_writes_and_both_know_that_it_does(tmp_path: Path) -> None:
-    code = f"""
-    import json, torch, infinity.deepspeed as deepspeed
-    from torch import nn
-    monitor = {{"enabled": True, "output_path": {str(tmp_path)!r}, "job_name": "job"}}
-    engine, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config={{
-        "train_micro_batch_size_per_gpu": 1, "optimizer": {{"type": "AdamW", "params": {{}}}}, "csv_monitor": monitor,
-    }})
-    engine.monitor.write_events([("Eval/Loss", 0.5, engine.global_samples)])
-    print(json.dumps(engine.monitor.enabled))
-    """
-    assert [rank.answer for rank in run_ranks(code, tmp_path, num_ranks=2)] == [True, True]
-    assert (tmp_path / "job" / "Eval_Loss.csv").read_text().splitlines() == ["step,Eval/Loss", "0,0.5"]
+def test_the_first_rank_writes_and_the_others_know_that_it_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    config = deepspeed.DeepSpeedConfig(_config(csv_monitor=section)).monitor_config
+    for rank in (1, 0):
+        with monkeypatch.context() as patched:
+            patched.setattr(dist, "is_initialized", lambda: True)
+            patched.setattr(dist, "get_rank", lambda rank=rank: rank)
+            monitor = MonitorMaster(config)
+        assert monitor.enabled
+        monitor.write_events([("Eval/Loss", rank, 4)])
+    assert (tmp_path / "job" / "Eval_Loss.csv").read_text().splitlines() == ["step,Eval/Loss", "4,0.0"]
+
+
+def test_the_summary_of_collectives_is_logged(caplog: pytest.LogCaptureFixture) -> None:
+    engine = _engine(comms_logger={"enabled": True})
+    _step(engine)
+    comm = importlib.import_module("infinity.deepspeed.comm")
+    with caplog.at_level(logging.INFO, logger="infinity.deepspeed"):
+        comm.log_summary()
+    assert engine.comms_summary() in [record.getMessage() for record in caplog.records]
+    with pytest.raises(ConfigError, match=r"return_dict = True: engine\.comms_summary"):
+        comm.log_summary(return_dict=True)
 
 
 @pytest.mark.parametrize("name", sorted(ABSENT))
