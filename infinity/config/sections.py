@@ -246,7 +246,7 @@ class Config(Section):
     dump_state: bool = False
     """The resolved configuration in the log at ``initialize``."""
     log_level: LogLevel | None = None
-    """Of the loggers ``infinity`` and ``io_daemon``, from ``initialize`` on; None = left as it is."""
+    """The level of the loggers ``infinity`` and ``io_daemon`` from ``initialize`` on; None = left as it is."""
     dataloader_drop_last: bool = False
     """Whether the loader of ``training_data`` leaves out a last micro-batch that is not full."""
     tensorboard: TensorBoard = TensorBoard()

@@ -29,5 +29,5 @@ class DeepSpeedZeRoOffload:
 
 
 def _external_parameters() -> Iterator[tuple[str, nn.Parameter]]:
-    """Of a module there are none: weights are found wherever they are used."""
+    """A module has none: weights are found wherever they are used."""
     return iter(())
