@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Final, Literal, NamedTuple
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from io_daemon._native import ENGINES, probe_engine
 from io_daemon.config import EngineName, state_dirs
@@ -118,9 +118,9 @@ def choose(directories: Sequence[Path], engine: str, block_bytes: int | None, qu
 def _load(path: Path) -> _Memory:
     """An absent or unreadable file is an empty memory: it only holds what can be measured again."""
     try:
-        return _Memory.model_validate(json.loads(path.read_text()))
+        return _Memory.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return _Memory()
-    except (OSError, json.JSONDecodeError, ValidationError) as error:
+    except (OSError, ValueError) as error:  # of JSON, of UTF-8, of what the fields may be
         log.warning("%s is not used: %s", path, error)
         return _Memory()

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from typing import Final
 
 from io_daemon._native import CompletionRing, Region, SubmissionRing
-from io_daemon.errors import ProtocolError, WorldError
+from io_daemon.errors import ConfigError, ProtocolError, WorldError
+from io_daemon.machine.meminfo import arenas_bytes_max
 from io_daemon.policy.trace import Trace
 from io_daemon.rank.connection import Connection, M, process_state
 from io_daemon.rank.lease import Completion, Grant, Lease, describe, error_of
-from io_daemon.shared.arena import LockMemory, create_arena, frame_offset
+from io_daemon.shared.arena import LockMemory, arena_bytes, create_arena, frame_offset
 from io_daemon.shared.bulk import as_memfd, pack_specs
 from io_daemon.shared.control import (
     Attach,
@@ -110,6 +111,10 @@ class Client:
         BudgetError over the daemon's budget, SwapSpaceError, ConfigError."""
         if self._attached is not None:
             raise ValueError("this client is attached already")
+        wanted_bytes, bytes_max = arena_bytes(num_frames, frame_bytes), arenas_bytes_max()
+        if wanted_bytes > bytes_max:  # a container ends, without a word, whoever takes more than it has
+            problem = f"this machine, or this container, has memory for {bytes_max} bytes of arenas: lower it"
+            raise ConfigError("io_daemon.host_budget_bytes", wanted_bytes, problem)
         arena = create_arena(num_frames, frame_bytes, lock_memory)
         try:
             request = Attach(

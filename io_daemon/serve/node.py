@@ -7,13 +7,12 @@ import logging
 import os
 import time
 from collections.abc import Callable, Coroutine, Sequence
-from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
-from io_daemon.config import UNLIMITED_BYTES, ServeConfig
+from io_daemon.config import ServeConfig
 from io_daemon.disk.swap_file import Owner
 from io_daemon.errors import BudgetError, ConfigError
-from io_daemon.machine.meminfo import cgroup_ram_max_bytes, meminfo
+from io_daemon.machine.meminfo import arenas_bytes_max
 from io_daemon.serve.planner import Planner
 from io_daemon.serve.swap_device import SwapDevice
 from io_daemon.serve.tenant import Tenant
@@ -25,17 +24,6 @@ from io_daemon.shared.protocol import PROTOCOL_VERSION
 log = logging.getLogger(__name__)
 
 
-MEMORY_SHARE: Final = 0.9
-"""Arenas may take this part of the machine's or container's memory where no budget was named. They are pinned while
-the reactors have them registered, so the rest is all that everything else can live in."""
-
-
-def memory_budget_bytes() -> int:
-    """Most bytes of arenas that this machine can hold."""
-    limits = (meminfo(Path("/proc")).get("MemTotal"), cgroup_ram_max_bytes(Path("/sys")))
-    return int(MEMORY_SHARE * min((limit for limit in limits if limit is not None), default=UNLIMITED_BYTES))
-
-
 class Node:
     def __init__(self, config: ServeConfig, devices: Sequence[SwapDevice]) -> None:
         self.tenants: set[Tenant] = set()
@@ -45,7 +33,7 @@ class Node:
         self._planner = Planner()
         self._started_s = time.monotonic()
         self._draining = False
-        self._host_budget_bytes = min(config.host_budget_bytes, memory_budget_bytes())
+        self._host_budget_bytes = min(config.host_budget_bytes, arenas_bytes_max())
         self._arenas_bytes = 0
         """The arenas of all tenants together."""
 

@@ -13,6 +13,7 @@ import pytest
 from io_daemon.disk.mounts import Mount
 from io_daemon.machine.block_device import BlockDevice, PcieLink
 from io_daemon.machine.facts import DirectoryFacts, MachineFacts, describe_machine
+from io_daemon.machine.meminfo import cgroup_ram_max_bytes
 from tests.support.kernel_tree import KernelTree, write
 
 
@@ -62,6 +63,28 @@ def test_the_machine_itself(tree: KernelTree) -> None:
 def test_the_limit_of_the_cgroup(tree: KernelTree, name: str, text: str, limit: int | None) -> None:
     write(tree.sys / "fs" / "cgroup" / name, text)
     assert describe_machine([], proc=tree.proc, sys=tree.sys).cgroup_ram_max_bytes == limit
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "least"),
+    [
+        ("0::/slurm/job_7/step_0", {"memory.max": "max", "slurm/job_7/memory.max": "4096"}, 4096),
+        ("0::/slurm/job_7", {"slurm/memory.max": "4096", "slurm/job_7/memory.max": "8192"}, 4096),
+        ("0::/slurm/job_7", {"slurm/memory.max": "max", "slurm/job_8/memory.max": "4096"}, None),
+        ("0::/", {"memory.max": "8192"}, 8192),
+        ("0::/../outside", {"memory.max": "8192", "outside/memory.max": "4096"}, 8192),
+        ("5:cpu,memory:/job\n1:name=systemd:/other", {"memory/job/memory.limit_in_bytes": "4096"}, 4096),
+        ("5:cpu:/job\n0::/", {"memory/job/memory.limit_in_bytes": "4096"}, None),
+        ("5:memory:/docker/abc", {"memory/memory.limit_in_bytes": "4096"}, 4096),
+        ("what is this", {"memory.max": "4096"}, 4096),
+    ],
+)
+def test_the_limits_of_the_cgroups_above(tree: KernelTree, own: str, limits: dict[str, str], least: int | None) -> None:
+    """A batch system puts a job some levels below the root, and shows it all of them."""
+    write(tree.proc / "self" / "cgroup", own + "\n")
+    for name, text in limits.items():
+        write(tree.sys / "fs" / "cgroup" / name, text)
+    assert cgroup_ram_max_bytes(tree.sys, tree.proc) == least
 
 
 def test_an_nvme_partition(tree: KernelTree, tmp_path: Path) -> None:
