@@ -105,10 +105,19 @@ class DaemonSettings(BaseModel):
         return words
 
 
+def is_text(path: str) -> bool:
+    """Whether its bytes are UTF-8: to the kernel it may be any, to messages and reports it may not."""
+    try:
+        path.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def default_socket_path() -> Path:
     """``$INFINITY_IO_SOCKET``, or the per-user default."""
     named = os.environ.get("INFINITY_IO_SOCKET")
-    return Path(named) if named else user_socket(_runtime_dir(), Path(tempfile.gettempdir()))
+    return Path(named) if named else user_socket(_runtime_dir(), _temp_dir())
 
 
 def user_socket(runtime_dir: Path | None, temp_dir: Path) -> Path:
@@ -131,28 +140,52 @@ def _is_ours(directory: Path) -> bool:
     return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and not status.st_mode & 0o022
 
 
+def runtime_dir(named: str | None) -> Path | None:
+    """``named``, which is what $XDG_RUNTIME_DIR says, if it is a directory."""
+    return Path(named) if named and os.path.isdir(named) else None
+
+
+def temp_dir(named: str | None) -> Path:
+    """``named``, which is what $TMPDIR says, if this process may write there: what a batch system has named is often
+    gone when the job's next step runs. Else where Python finds room, and /tmp where it finds none. Daemon and ranks
+    look for each other below it, so both ask here."""
+    if named and os.path.isdir(named) and os.access(named, os.W_OK | os.X_OK):
+        return Path(os.path.abspath(named))
+    try:
+        return Path(tempfile.gettempdir())
+    except FileNotFoundError:  # nobody may write to any of those that it knows
+        return Path("/tmp")
+
+
 def _runtime_dir() -> Path | None:
-    runtime_dir = os.environ.get("XDG_RUNTIME_DIR")
-    return Path(runtime_dir) if runtime_dir and os.path.isdir(runtime_dir) else None
+    return runtime_dir(os.environ.get("XDG_RUNTIME_DIR"))
+
+
+def _temp_dir() -> Path:
+    return temp_dir(os.environ.get("TMPDIR"))
 
 
 def socket_parents() -> list[Path]:
     """Where directories for private sockets may be made, best first."""
-    parents = (_runtime_dir(), Path(tempfile.gettempdir()), Path("/tmp"))
+    parents = (_runtime_dir(), _temp_dir(), Path("/tmp"))
     return [parent for parent in parents if parent is not None]
 
 
 def state_dirs() -> tuple[Path, ...]:
     """Where what was learnt about this machine is kept: looked for in this order, written to the first.
 
-    ``$INFINITY_STATE_DIR`` alone where it is set; else the user's own directory (not root's) and the machine's."""
+    ``$INFINITY_STATE_DIR`` alone where it is set; else the user's own directory (not root's, and not of one who has no
+    home) and the machine's."""
     named = os.environ.get("INFINITY_STATE_DIR")
     if named:
         return (Path(named),)
     machine = Path("/var/lib/infinity")
     if os.getuid() == 0:
         return (machine,)
-    user = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    try:
+        user = Path(os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state")
+    except RuntimeError:  # a container's user whom no passwd file knows, and no $HOME
+        return (machine,)
     return user / "infinity", machine
 
 

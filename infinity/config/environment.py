@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from io_daemon.config import user_socket
+from io_daemon.config import runtime_dir, temp_dir, user_socket
 from io_daemon.errors import ConfigError
 
 DEBUG_FLAGS = frozenset({"poison"})
@@ -72,7 +71,6 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     if world_size > 1 and not env.get("RANK"):
         raise ConfigError("RANK", None, f"must be set beside WORLD_SIZE = {world_size}; start with `infinity run`")
     socket = env.get("INFINITY_IO_SOCKET", "")
-    runtime_dir = env.get("XDG_RUNTIME_DIR", "")
     return Environment(
         rank=rank,
         local_rank=local_rank,
@@ -85,8 +83,8 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         timeout_s=_seconds(env, "INFINITY_TIMEOUT_S", default=TIMEOUT_S),
         io_socket=Path(socket) if socket else None,
         debug=_debug_flags(env.get("INFINITY_DEBUG", "")),
-        runtime_dir=Path(runtime_dir) if runtime_dir and os.path.isdir(runtime_dir) else None,
-        temp_dir=Path(env.get("TMPDIR") or tempfile.gettempdir()),
+        runtime_dir=runtime_dir(env.get("XDG_RUNTIME_DIR")),
+        temp_dir=temp_dir(env.get("TMPDIR")),
     )
 
 

@@ -40,7 +40,7 @@ def find_mount(path: Path, proc: Path = PROC) -> Mount | None:
     """The mount with the longest mount point above ``path``; a later mount covers an earlier one. Raises OSError."""
     target = path.resolve()
     found: Mount | None = None
-    for line in os.fsdecode((proc / "self" / "mountinfo").read_bytes()).splitlines():
+    for line in os.fsdecode((proc / "self" / "mountinfo").read_bytes()).rstrip("\n").split("\n"):
         mount = Mount.parse(line)
         if target.is_relative_to(mount.mount_point) and (
             found is None or len(mount.mount_point.parts) >= len(found.mount_point.parts)

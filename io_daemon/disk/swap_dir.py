@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from io_daemon.config import is_text
 from io_daemon.disk.mounts import find_mount
 from io_daemon.disk.swap_file import PREFIX, SUFFIX, SwapHeader
 from io_daemon.errors import ConfigError, SwapBusyError
@@ -49,6 +50,8 @@ class SwapDir:
 
 def check_swap_dir(path: Path) -> SwapDir:
     """Exists, writable, direct I/O or not. Raises ConfigError."""
+    if not is_text(str(path)):
+        raise ConfigError("swap_dirs", ascii(str(path)), "is no UTF-8, which all messages are: name another")
     if not path.is_dir():
         raise ConfigError("swap_dirs", str(path), "is no directory: create it, or name another")
     try:

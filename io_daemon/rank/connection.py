@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final, TypeVar
 
-from io_daemon.config import SOCKET_PATH_BYTES_MAX
+from io_daemon.config import SOCKET_PATH_BYTES_MAX, is_text
 from io_daemon.disk.kernel_text import read_text
 from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, WorldError
 from io_daemon.shared.control import Channel, Ended, Fault, Hello, Message, Welcome, close_all
@@ -36,6 +36,9 @@ def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
 
 
 def check_socket_path(path: str) -> None:
+    """Raises ConfigError."""
+    if not is_text(path):
+        raise ConfigError("io_daemon.socket", ascii(path), "is no UTF-8, which all messages are: name another")
     if len(os.fsencode(path)) > SOCKET_PATH_BYTES_MAX:
         raise ConfigError("io_daemon.socket", path, f"is longer than {SOCKET_PATH_BYTES_MAX} bytes: name a shorter one")
 

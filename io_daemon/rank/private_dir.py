@@ -42,7 +42,9 @@ class PrivateDir:
                 for _ in range(TRIES_MAX):
                     path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
                     if (fd := _lock(path)) is not None:
-                        return cls(path, fd)  # else somebody has cleaned it up before it was locked
+                        return cls(path, fd)
+                    with contextlib.suppress(FileNotFoundError):  # somebody has cleaned it up before it was locked
+                        path.rmdir()  # it cannot be locked here
         tried = ", ".join(str(parent) for parent in parents)
         raise ConfigError("io_daemon.socket", "auto", f"no writable directory for a socket ({tried}): write a path")
 

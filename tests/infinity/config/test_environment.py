@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
@@ -57,6 +58,36 @@ def test_debug_flags() -> None:
 def test_runtime_directories_that_are_not_there_are_not_used(tmp_path: Path) -> None:
     assert read_environment({"XDG_RUNTIME_DIR": str(tmp_path)}).runtime_dir == tmp_path
     assert read_environment({"XDG_RUNTIME_DIR": str(tmp_path / "none")}).runtime_dir is None
+
+
+@pytest.mark.parametrize("named", ["gone", "read-only", "usable", "relative"])
+def test_a_temporary_directory_is_one_that_can_be_used(
+    named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Daemon and ranks find each other below it: both take the same."""
+    for name in ("INFINITY_IO_SOCKET", "XDG_RUNTIME_DIR"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    usable = tmp_path / "usable"
+    usable.mkdir()
+    (tmp_path / "read-only").mkdir(mode=0o500)
+    if named == "read-only":  # which root heeds on no filesystem of its own
+        monkeypatch.setattr(os, "access", lambda path, _mode: Path(path) == usable)
+    monkeypatch.setattr(tempfile, "tempdir", str(usable))
+    monkeypatch.setenv("TMPDIR", "usable" if named == "relative" else str(tmp_path / named))
+    environment = read_environment()
+    assert environment.temp_dir == usable
+    assert environment.default_socket == default_socket_path() == usable / f"infinity-{os.geteuid()}" / "io.sock"
+
+
+def test_where_no_file_can_be_made_the_socket_has_a_name_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> NoReturn:
+        raise FileNotFoundError("No usable temporary directory found")
+
+    monkeypatch.setattr(tempfile, "gettempdir", refuse)
+    monkeypatch.setenv("TMPDIR", "/nonexistent")
+    assert read_environment().temp_dir == Path("/tmp")
+    assert default_socket_path() == read_environment().default_socket
 
 
 @pytest.mark.parametrize("has_runtime_dir", [True, False])

@@ -9,6 +9,7 @@ import itertools
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -122,6 +123,29 @@ def test_a_refused_reservation_changes_nothing(tmp_path: Path, monkeypatch: pyte
         swap_file.grow(1 << 20)
     assert swap_file.file_bytes == swap_file.path.stat().st_size == PAGE_BYTES
     swap_file.close()
+
+
+def test_a_limit_of_files_is_told_with_its_remedy(tmp_path: Path) -> None:
+    """The disk has space: it is no use to free more. (The limit is a child's: once lowered, it stays.)"""
+    code = f"""
+        import resource
+        from pathlib import Path
+        from io_daemon.disk.swap_file import Owner, SwapFile
+        from io_daemon.errors import SwapSpaceError
+        file = SwapFile.create(Path({str(tmp_path)!r}), job="j", rank=0, frame_bytes=4096, file_index=0,
+                               owner=Owner.this_process(), direct=False)
+        file.grow(8192)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (16384, 16384))
+        try:
+            file.grow(1 << 20)
+        except SwapSpaceError as error:
+            print(error)
+        print(file.file_bytes, file.path.stat().st_size)
+    """
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    told = subprocess.run(words, capture_output=True, text=True, check=True, timeout=60).stdout.splitlines()
+    assert "ulimit -f" in told[0]
+    assert told[1] == "8192 8192", "it is as before"
 
 
 def test_growing_touches_only_what_lies_beyond_the_end(tmp_path: Path) -> None:
