@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from io_daemon.command.interrupt import quiet_interrupt
+from io_daemon.command.standard_files import fill_standard_files
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    fill_standard_files()
     with quiet_interrupt():
         from io_daemon.command.cli import run
     return run(argv, add_bench=_add_bench)

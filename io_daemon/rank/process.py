@@ -202,14 +202,14 @@ class _StderrTail:
                 with self._lock:
                     self._lines.append(line)
                     if self._passing:
-                        print(line, file=sys.stderr, flush=True)
+                        _tell(line)
 
     def pass_on(self) -> None:
         """What was kept so far, and from now on every line."""
         with self._lock:
             self._passing = True
             for line in self._lines:
-                print(line, file=sys.stderr, flush=True)
+                _tell(line)
 
     def last_words(self) -> str:
         """Ready to follow a sentence; the empty string if nothing was said."""
@@ -219,6 +219,13 @@ class _StderrTail:
 
     def join(self, timeout_s: float) -> None:
         self._thread.join(timeout_s)
+
+
+def _tell(line: str) -> None:
+    """On the user's stderr, if there is one: a job goes on when its terminal has gone."""
+    if sys.stderr is not None:
+        with contextlib.suppress(OSError, ValueError):  # ValueError: it is closed
+            print(line, file=sys.stderr, flush=True)
 
 
 def _read_line(stream: IO[bytes], deadline: float) -> tuple[bytes, bool]:

@@ -32,6 +32,7 @@ from io_daemon.shared.control import AsyncChannel, Ended
 
 log = logging.getLogger(__name__)
 
+STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
 LAST_WORDS_TIMEOUT_S: Final = 1.0
 FIRST_TENANT_TIMEOUT_S: Final = 3600.0
 """A private daemon to which nobody has come after so long was started by somebody who is gone."""
@@ -48,8 +49,9 @@ async def serve(config: ServeConfig) -> int:
     raise_open_files_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOPPING:
         loop.add_signal_handler(number, stop.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a rank that takes its own by sigwait has handed us its mask
     with contextlib.ExitStack() as resources:
         resources.enter_context(watching_parent(stop, config))
         engine, engine_notes = choose_engine(config.engine)

@@ -184,7 +184,7 @@ def _unlink_leftover(path: Path) -> None:
 def announce_ready(config: ServeConfig, engine: str, swap_dirs: Sequence[SwapDir]) -> None:
     """To systemd, if it waits, and as one JSON line on stdout to whoever started us."""
     address = notify_socket()
-    if address is not None:
+    if address is not None and not config.private:  # a private daemon is no service: its rank's may be
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notifier:
             try:
                 notifier.connect("\0" + address[1:] if address.startswith("@") else address)

@@ -63,12 +63,14 @@ def test_an_engine_that_works_no_more_is_forgotten(tmp_path: Path, monkeypatch: 
     assert choose([tmp_path], "auto", None, None) == ("auto", 1 << 20, 32, None)
 
 
-@pytest.mark.parametrize("text", ["", "no json", '{"version": 2}', '{"devices": {"x": {"engine": "warp"}}}'])
+@pytest.mark.parametrize(
+    "text", [b"", b"no json", b"\xff\xfe", b'{"version": 2}', b'{"devices": {"x": {"engine": "warp"}}}']
+)
 def test_a_damaged_memory_is_said_and_ignored(
-    text: str, state: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    text: bytes, state: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     state.mkdir()
-    (state / "tuning.json").write_text(text)
+    (state / "tuning.json").write_bytes(text)
     with caplog.at_level(logging.WARNING):
         assert recall([tmp_path]) is None
     assert "tuning.json" in caplog.text

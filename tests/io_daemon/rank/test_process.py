@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import io
 import os
 import select
 import signal
@@ -10,11 +13,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
 from io_daemon.__main__ import main
 from io_daemon.command import cli
+from io_daemon.errors import ConfigError
 from io_daemon.rank.private_dir import PREFIX, PrivateDir, remove_abandoned
 from io_daemon.rank.process import DAEMON_COMMAND, DaemonProcess
 from io_daemon.rank.socket_lock import SocketLock
@@ -124,6 +129,63 @@ def test_a_daemon_that_cannot_be_started_leaves_no_directory(tmp_path: Path) -> 
     with pytest.raises(FileNotFoundError):
         DaemonProcess(swap_dirs=[tmp_path], command=["/nonexistent"], directories=[tmp_path])
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("reason", ["locks", "modes"])
+def test_where_no_directory_can_be_locked_none_is_left(
+    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network filesystem may know no locks, a user's umask no directories of one's own."""
+    other = tmp_path / "other"
+    other.mkdir()
+    locked_at = {other} if reason == "locks" else set()
+
+    def flock(fd: int, _operation: int) -> None:
+        if Path(os.readlink(f"/proc/self/fd/{fd}")).parent not in locked_at:
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    if reason == "locks":
+        monkeypatch.setattr(fcntl, "flock", flock)
+        made = PrivateDir.make([tmp_path, other])
+        assert made.path.parent == other
+        made.remove()
+    else:
+        before = os.umask(0o277)
+        try:
+            with pytest.raises(ConfigError, match="no writable directory for a socket"):
+                PrivateDir.make([tmp_path, other])
+        finally:
+            os.umask(before)
+    assert list(tmp_path.iterdir()) == [other]
+    assert list(other.iterdir()) == []
+
+
+def test_a_daemon_ends_when_it_is_told_to_whatever_its_rank_does_with_signals(tmp_path: Path) -> None:
+    """A rank that waits for SIGTERM in a thread of its own has blocked it, and its children inherit that."""
+    stopping = (signal.SIGTERM, signal.SIGINT)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, stopping)
+    try:
+        daemon = DaemonProcess(swap_dirs=[tmp_path], directories=[tmp_path])
+        assert daemon.terminate(timeout_s=DEADLINE_S) == 0
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert list(tmp_path.iterdir()) == []
+
+
+class GoneTerminal(io.StringIO):
+    def write(self, _text: str) -> NoReturn:
+        raise BrokenPipeError(errno.EPIPE, os.strerror(errno.EPIPE))
+
+
+@pytest.mark.parametrize("stderr", [None, GoneTerminal()], ids=["none", "gone"])
+def test_what_a_daemon_says_ends_no_job_whose_terminal_has_gone(
+    stderr: GoneTerminal | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sh", "-c", 'echo careful >&2; exec "$@"', "sh", *DAEMON_COMMAND]
+    monkeypatch.setattr(sys, "stderr", stderr)
+    with DaemonProcess(swap_dirs=[tmp_path], directories=[tmp_path], command=words) as daemon:
+        assert daemon.ready["ready"]
+    assert capsys.readouterr().out == ""
 
 
 def test_a_number_that_is_no_inherited_pidfd_is_refused(

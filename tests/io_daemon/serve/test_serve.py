@@ -287,6 +287,17 @@ def test_systemd_hears_that_it_is_ready(serve: Serve, tmp_path: Path, monkeypatc
         assert systemd.recv(64) == b"READY=1"
 
 
+def test_a_private_daemon_does_not_speak_for_the_service_that_its_rank_may_be(
+    serve: Serve, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as systemd:
+        systemd.bind(str(tmp_path / "n"))
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "n"))
+        serve("--private")
+        with pytest.raises(BlockingIOError):
+            systemd.recv(64)
+
+
 def test_a_private_daemon_ends_with_its_last_tenant(serve: Serve) -> None:
     daemon = serve("--private")
     with daemon.attached(rank=0) as one:
