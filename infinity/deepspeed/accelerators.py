@@ -13,6 +13,7 @@ import torch.distributed as dist
 from infinity.config import read_environment
 from infinity.deepspeed import op_builders
 from infinity.errors import ConfigError
+from io_daemon.disk.kernel_text import read_text
 
 
 class DeepSpeedAccelerator:
@@ -273,5 +274,5 @@ def _node_bytes(name: str) -> int:
 
 
 def _kib(path: Path, name: str) -> int:
-    lines = (line.split() for line in path.read_text().splitlines())
+    lines = (line.split() for line in (read_text(path) or "").splitlines())
     return next(int(words[1]) * 1024 for words in lines if words and words[0] == f"{name}:")

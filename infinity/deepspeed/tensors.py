@@ -16,6 +16,7 @@ from torch import nn
 from infinity.deepspeed.logs import logger
 from infinity.errors import ConfigError
 from infinity.zero import ZeroParamStatus
+from io_daemon.disk.kernel_text import read_text
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") -> Any:
@@ -80,10 +81,8 @@ def see_memory_usage(message: str, force: bool = False) -> None:
     if not force:
         return
     allocated = torch.accelerator.memory_allocated() if torch.accelerator.is_available() else 0
-    resident = next(
-        (line.split()[1] for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS")),
-        "0",
-    )
+    status = (read_text(Path("/proc/self/status")) or "").splitlines()
+    resident = next((line.split()[1] for line in status if line.startswith("VmRSS")), "0")
     logger.log(logging.INFO, "%s: device %.2f GB, process %.2f GB", message, allocated / 2**30, int(resident) / 2**20)
 
 

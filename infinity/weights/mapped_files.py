@@ -12,7 +12,7 @@ from typing import Final
 
 MADV_PAGEOUT: Final = 21
 """Linux 5.4; keeps what was written to a private mapping, unlike MADV_DONTNEED."""
-ENDINGS: Final = (".safetensors", ".bin", ".pt", ".pth")
+ENDINGS: Final = (b".safetensors", b".bin", b".pt", b".pth")
 """Transformers and torch map files of these names."""
 
 
@@ -21,7 +21,7 @@ def page_out_mapped_weights() -> None:
     madvise = getattr(ctypes.CDLL(None), "madvise", None)
     if madvise is None:
         return
-    for line in Path("/proc/self/maps").read_text().splitlines():
+    for line in Path("/proc/self/maps").read_bytes().split(b"\n"):  # any bytes may stand in a path
         if line.endswith(ENDINGS):
-            first, stop = (int(address, 16) for address in line.split(" ", 1)[0].split("-"))
+            first, stop = (int(address, 16) for address in line.split(b" ", 1)[0].split(b"-"))
             madvise(ctypes.c_void_p(first), ctypes.c_size_t(stop - first), MADV_PAGEOUT)

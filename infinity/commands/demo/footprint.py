@@ -12,6 +12,7 @@ import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from io_daemon.disk.kernel_text import read_text
 from io_daemon.machine.meminfo import meminfo
 
 PROC = Path("/proc")
@@ -35,12 +36,8 @@ def process_tree(root_pid: int) -> list[int]:
 
 def _fields(path: Path) -> dict[str, int]:
     """``name: value [kB]`` lines as bytes where kB is given; empty if the process has ended."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
     values = {}
-    for line in lines:
+    for line in (read_text(path) or "").splitlines():
         name, _, rest = line.partition(":")
         parts = rest.split()
         if parts and parts[0].isdigit():

@@ -1,15 +1,21 @@
-"""Linear layers, builders of extensions, and what the engine's optimizer says of its loss scale."""
+"""Linear layers, builders of extensions, figures of memory, and what the optimizer says of its loss scale."""
 
 from __future__ import annotations
 
 import importlib
+import logging
+import os
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import infinity.deepspeed as deepspeed
+from infinity.deepspeed.accelerators import get_accelerator
 from infinity.deepspeed.linear_layers import LinearFunctionForZeroStage3, LinearModuleForZeroStage3, zero3_linear_wrap
+from infinity.deepspeed.tensors import see_memory_usage
 
 
 def config(**sections: object) -> dict[str, object]:
@@ -38,6 +44,22 @@ def test_its_linear_layer_trains_as_torchs() -> None:
     for function in (zero3_linear_wrap, LinearFunctionForZeroStage3.apply):
         assert torch.equal(function(x, weight, bias), nn.functional.linear(x, weight, bias))
         assert torch.equal(function(x, weight), nn.functional.linear(x, weight))
+
+
+def test_memory_is_told_whatever_the_process_is_called(caplog: pytest.LogCaptureFixture) -> None:
+    """Its name is the script's, cut after 15 bytes, which may be amid a letter."""
+    own = Path(f"/proc/self/task/{os.getpid()}/comm")
+    before = own.read_bytes()
+    own.write_bytes("entraînement-é".encode())
+    try:
+        assert not os.fsdecode(own.read_bytes()).strip().isprintable(), "it is cut amid a letter"
+        with caplog.at_level(logging.INFO, logger="infinity.deepspeed"):
+            see_memory_usage("now", force=True)
+        if not torch.accelerator.is_available():
+            assert get_accelerator().memory_allocated() > 1 << 20
+    finally:
+        own.write_bytes(before)
+    assert re.search(r"process (\d+\.\d+) GB", caplog.text)
 
 
 def test_builders_say_what_is_served_and_load_nothing() -> None:

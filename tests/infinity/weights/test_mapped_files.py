@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
 from pathlib import Path
 
@@ -18,7 +19,7 @@ NUMEL = 1 << 22
 
 def resident_bytes(path: Path) -> int:
     """Of this process's mappings of the file."""
-    text = Path("/proc/self/smaps").read_text()
+    text = Path("/proc/self/smaps").read_text(errors="replace")
     found = re.findall(rf"^[0-9a-f]+-[^\n]*{re.escape(str(path))}\n.*?^Rss:\s+(\d+) kB", text, re.MULTILINE | re.DOTALL)
     return sum(int(kilobytes) << 10 for kilobytes in found)
 
@@ -34,6 +35,15 @@ def test_what_was_read_through_a_mapping_leaves_the_process(tmp_path: Path) -> N
     page_out_mapped_weights()
     assert resident_bytes(path) < values.nbytes // 8
     assert int(values.sum(dtype=torch.int64)) == total, "read again from the file"
+
+
+def test_a_path_may_be_any_bytes(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"\xff\x85 model.bin")
+    path.write_bytes(bytes(1 << 20))
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert mapped[:] == bytes(1 << 20)
+        page_out_mapped_weights()
+        assert mapped[:] == bytes(1 << 20)
 
 
 def test_what_was_written_to_a_private_mapping_stays(tmp_path: Path) -> None:
