@@ -10,13 +10,12 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from infinity.errors import EngineStateError
-from infinity.tiers.base import ChunkLayout, HostStore, Lease
+from infinity.tiers.base import ChunkLayout, HostStore, Lease, leased
 from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind, align_up
 
 KIND = ObjectKind.STAGING
@@ -27,7 +26,7 @@ class _Record:
     """Where one tensor's bytes are."""
 
     number: int
-    pieces: Sequence[tuple[int, int, int]]
+    pieces: list[tuple[int, int, int]] = field(default_factory=list)
     """(chunk, first byte, bytes) of each."""
     leased: deque[Lease] = field(default_factory=deque)
     """Ahead of the read, of its first pieces."""
@@ -78,15 +77,14 @@ class ActivationStore:
         with self._lock:
             self._check_open()
             self._take_back()
-            record = _Record(self._num_put, self._chunks_for(values.numel()))
+            record = _Record(self._num_put)
             self._num_put += 1
             self._records[record.number] = record
             try:
+                self._find_chunks(record, values.numel())
                 for chunk, first, numel in record.pieces:
-                    lease = self._store.acquire(chunk, write=KIND.mask)
-                    lease.wait()
-                    lease.pieces(KIND)[0][:numel].copy_(values[first : first + numel])
-                    lease.release(dirty=KIND.mask)
+                    with leased(self._store, chunk, write=KIND.mask) as lease:
+                        lease.pieces(KIND)[0][:numel].copy_(values[first : first + numel])
             except BaseException:
                 self.gone.append(record.number)
                 raise
@@ -96,19 +94,19 @@ class ActivationStore:
         with self._lock:
             self._check_open()
             self._take_back()
-            leased, record.leased = record.leased, deque()
-            self._num_ahead -= len(leased)
+            leases, record.leased = record.leased, deque()
+            self._num_ahead -= len(leases)
             try:
                 for chunk, first, numel in record.pieces:
-                    if not leased:
-                        leased.append(self._store.acquire(chunk, read=KIND.mask))
+                    if not leases:
+                        leases.append(self._store.acquire(chunk, read=KIND.mask))
                     if first == 0:
                         self._lease_ahead(record.number)
-                    leased[0].wait()
-                    values[first : first + numel].copy_(leased[0].pieces(KIND)[0][:numel])
-                    leased.popleft().release()
+                    leases[0].wait()
+                    values[first : first + numel].copy_(leases[0].pieces(KIND)[0][:numel])
+                    leases.popleft().release()
             finally:
-                for lease in leased:
+                for lease in leases:
                     lease.release()
 
     def give_back(self) -> None:
@@ -135,8 +133,8 @@ class ActivationStore:
                 "before destroy()"
             )
 
-    def _chunks_for(self, num_bytes: int) -> list[tuple[int, int, int]]:
-        pieces = []
+    def _find_chunks(self, record: _Record, num_bytes: int) -> None:
+        """Each is the record's at once, so that those found before there are no more go back with it."""
         for first in range(0, num_bytes, self._frame_bytes):
             numel = min(self._frame_bytes, num_bytes - first)
             size = align_up(numel, PAGE_BYTES)
@@ -145,8 +143,7 @@ class ActivationStore:
                 chunk = free.pop()
             else:
                 (chunk,) = self._store.register([ChunkLayout(numel=size, dtypes={KIND: torch.uint8})])
-            pieces.append((chunk, first, numel))
-        return pieces
+            record.pieces.append((chunk, first, numel))
 
     def _lease_ahead(self, number: int) -> None:
         """Lease what was kept just before."""

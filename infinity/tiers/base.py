@@ -23,6 +23,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, islice
 from typing import Protocol, TypeVar
@@ -125,6 +126,22 @@ class HostTier(Protocol):
 
     def close(self) -> None:
         """No store of it is open any more."""
+
+
+@contextmanager
+def leased(store: ShardStore, chunk: int, *, read: int = 0, write: int = 0) -> Iterator[Lease]:
+    """A lease for the length of a block, which begins once the lease is granted.
+
+    What is to be written counts as written when the block ends, and as not written where anything raises: the lease
+    is given back either way, since one that is kept holds its frames from everybody for ever."""
+    lease = store.acquire(chunk, read=read, write=write)
+    try:
+        lease.wait()
+        yield lease
+    except BaseException:
+        lease.release()
+        raise
+    lease.release(dirty=write)
 
 
 def stream(

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity.plan.sharding import ChunkPlacement, Segment, runs_of
-from infinity.tiers.base import Lease, ShardStore, spans, stream
+from infinity.tiers.base import Lease, ShardStore, leased, spans, stream
 from infinity.update.norms import Norm, Norms
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
@@ -96,12 +96,10 @@ class GradientChunks:
         for chunk, placement in enumerate(self._chunks):
             held = [s for s in placement.segments if self._written[s.param]]
             if lacking := [s for s in held if self._norms.lacks(s)]:
-                lease = self._store.acquire(chunk, read=ObjectKind.GRAD.mask)
-                lease.wait()
-                pieces = lease.pieces(ObjectKind.GRAD)
-                for segment in lacking:
-                    self._norms.take(segment, pieces)
-                lease.release()
+                with leased(self._store, chunk, read=ObjectKind.GRAD.mask) as lease:
+                    pieces = lease.pieces(ObjectKind.GRAD)
+                    for segment in lacking:
+                        self._norms.take(segment, pieces)
             every_held += held
         return self._norms.total(every_held)
 

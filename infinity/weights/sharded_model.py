@@ -20,7 +20,7 @@ from infinity.plan.memory_plan import MemoryPlan, StateShape, plan_memory
 from infinity.plan.precision import FP32, Precision, Tiers
 from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
 from infinity.plan.stage import Reduction, StagePolicy
-from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, spans
+from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, leased, spans
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.due import DueStore
@@ -317,19 +317,13 @@ class ShardedModel:
         has = self.precision.dtypes(trainable=trainable)
         kinds = [kind for kind in (ObjectKind.WEIGHT, ObjectKind.MASTER) if kind in has]
         mask = sum(kind.mask for kind in kinds)
-        lease = self.store.acquire(chunk_id, write=mask)
-        try:
-            lease.wait()
+        with leased(self.store, chunk_id, write=mask) as lease:
             for segment in chunk.segments:
                 for first, numel in pieces(segment.numel):
                     values = self._values(segment, first, numel, values_of)
                     for kind in kinds:
                         for start, target in spans(lease.pieces(kind), segment.chunk_offset + first, numel):
                             target.copy_(values[start : start + target.numel()])
-        except BaseException:
-            lease.release()
-            raise
-        lease.release(dirty=mask)
 
     def _values(self, segment: Segment, first: int, numel: int, values_of: ValuesOf) -> torch.Tensor:
         values = values_of(self.params[segment.param], segment.param_offset + first, numel)

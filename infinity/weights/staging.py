@@ -17,7 +17,7 @@ from infinity.config import Config, read_environment
 from infinity.errors import WeightsError
 from infinity.plan.sharding import ALIGNMENT
 from infinity.plan.staging_plan import PIECE_BYTES_MAX, staging_plan
-from infinity.tiers.base import ChunkLayout, ShardStore
+from infinity.tiers.base import ChunkLayout, ShardStore, leased
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.tiers.memory import MemoryStore
@@ -108,14 +108,15 @@ class StagingArea(owners.Owner):
     def borrow(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """What the operation writes is kept: a staged parameter is still being made."""
         lent = [self.staged(param) for param in params]
-        for staged in lent:
-            if staged.is_staged:
-                staged.bring_back()
         try:
+            for staged in lent:
+                if staged.is_staged:
+                    staged.bring_back()
             yield
         finally:
             for staged in lent:
-                self.keep(staged)
+                if not staged.is_staged:  # else it could not be read, and is where it was
+                    self.keep(staged)
             if not self.is_building:
                 self.stage_everything()
 
@@ -285,24 +286,20 @@ class StagedParam:
             self._give_back_chunks()
             self._measure()
         with access.raw(), torch.no_grad():
-            values = flattened(param.detach(), self._memory.order)
-            self.area.collectives.broadcast(values, f"stage out {self.name}")
-            if not self._chunks:
-                self._chunks = self.area.store.register(self._layouts())
-            for offset, chunk in self._pieces():
-                numel = max(0, min(self.piece_numel, self.shard_numel - offset, self.numel - self.start - offset))
-                lease = self.area.store.acquire(chunk, write=STAGING)
-                lease.wait()
-                (piece,) = lease.pieces(ObjectKind.STAGING)
-                piece[:numel].copy_(values[self.start + offset : self.start + offset + numel])
-                lease.release(dirty=STAGING)
-        del values
+            self._share(flattened(param.detach(), self._memory.order))
         owners.adopt(param, self.area)
         access.hide(param, self._memory.placeholder)
         self.is_staged = True
         if self.numel >= RETURNED_NUMEL_MIN:
             return_freed()
             page_out_mapped_weights()
+
+    def _share(self, values: torch.Tensor) -> None:
+        """Rank 0's ``values``, flattened in memory order, on all ranks, and each one's shard in its store."""
+        self.area.collectives.broadcast(values, f"stage out {self.name}")
+        if not self._chunks:
+            self._chunks = self.area.store.register(self._layouts())
+        self.write(lambda first, numel: values[first : first + numel])
 
     def bring_back(self) -> None:
         """The full parameter in memory again, as the user's own."""
@@ -343,27 +340,19 @@ class StagedParam:
         while done < values.numel():
             number, inner = divmod(position + done, self.piece_numel)
             taken = min(values.numel() - done, self.piece_numel - inner)
-            lease = self.area.store.acquire(self._chunks[number], read=STAGING)
-            lease.wait()
-            (piece,) = lease.pieces(ObjectKind.STAGING)
-            values[done : done + taken].copy_(piece[inner : inner + taken])
-            lease.release()
+            with leased(self.area.store, self._chunks[number], read=STAGING) as lease:
+                (piece,) = lease.pieces(ObjectKind.STAGING)
+                values[done : done + taken].copy_(piece[inner : inner + taken])
             done += taken
 
     def write(self, values: owners.Values) -> None:
-        """New values of a staged parameter: this rank's shard, piece by piece."""
+        """This rank's shard, piece by piece, from values of the whole parameter flattened in memory order."""
         for offset, chunk in self._pieces():
             numel = max(0, min(self.piece_numel, self.shard_numel - offset, self.numel - self.start - offset))
-            lease = self.area.store.acquire(chunk, write=STAGING)
-            try:
-                lease.wait()
+            with leased(self.area.store, chunk, write=STAGING) as lease:
                 (piece,) = lease.pieces(ObjectKind.STAGING)
                 if numel:
                     piece[:numel].copy_(values(self.start + offset, numel))
-            except BaseException:
-                lease.release()
-                raise
-            lease.release(dirty=STAGING)
 
     def discard(self) -> None:
         """An engine has taken the values over, or the parameter begins anew."""

@@ -1,4 +1,4 @@
-"""Leases that are used one by one, and released and issued in bursts."""
+"""Leases that are used one by one, released and issued in bursts, or held for the length of a block."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from infinity.tiers.base import ChunkLayout, Lease, ManyPieces, spans, stream
+from infinity.tiers.base import ChunkLayout, Lease, ManyPieces, leased, spans, stream
 from tests.support.strict_store import StrictLease, StrictStore
 
 NUM_CHUNKS = 11
@@ -66,6 +66,36 @@ def test_a_lease_that_is_not_granted_ends_it_with_nothing_held(store: StrictStor
     with pytest.raises(OSError, match="the drive"):
         stream(issued(store), lambda _lease, _chunk: (0, 0), num_held_max=4, num_at_once=2)
     assert store.num_held == 0
+
+
+def test_a_lease_of_a_block_is_granted_in_it_and_written_after_it(store: StrictStore) -> None:
+    with leased(store, 3, read=1, write=1) as lease:
+        lease.pieces(0)[0].fill_(7)
+        assert store.num_held == 1
+    with leased(store, 3, read=1) as lease:
+        assert lease.pieces(0)[0][0].item() == 7
+    assert store.acquired() == [(3, 1, 1), (3, 1, 0)]
+    assert store.released() == [(3, 1, 0), (3, 0, 0)]
+    assert store.num_held == 0
+
+
+def write_and_fail(store: StrictStore, where: str) -> None:
+    with leased(store, 3, write=1) as lease:
+        lease.pieces(0)[0].fill_(7)
+        raise OSError(where)
+
+
+@pytest.mark.parametrize("where", ["while it is waited for", "in its block"])
+def test_where_a_block_fails_nothing_is_held_and_nothing_was_written(store: StrictStore, where: str) -> None:
+    def fail(_lease: StrictLease) -> None:
+        if where == "while it is waited for":
+            raise OSError(where)
+
+    store.before_wait = fail
+    with pytest.raises(OSError, match=where):
+        write_and_fail(store, where)
+    assert store.num_held == 0
+    assert store.object(3, 0)[0].item() == 0
 
 
 class CountedPieces(ManyPieces):

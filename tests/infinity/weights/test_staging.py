@@ -15,7 +15,7 @@ from infinity.tiers.collectives import Collectives
 from infinity.weights import access, owners, staging
 from infinity.weights.staging import StagedParam, StagingArea, staged_param
 from io_daemon.shared.protocol import ObjectKind
-from tests.support.strict_store import StrictStore
+from tests.support.strict_store import StrictLease, StrictStore
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
 
 STAGING = ObjectKind.STAGING.mask
@@ -112,6 +112,37 @@ def test_any_range_of_the_shard_is_read(first: int, numel: int) -> None:
     found = area.area.staged(param).read(first, numel)
     assert found.tolist() == list(range(first + 1, first + numel + 1))
     assert area.store.num_held == 0
+
+
+def test_a_read_or_a_write_that_fails_holds_nothing_and_can_be_repeated() -> None:
+    area = Area()
+    first, second = area.add(150), area.add(130)
+
+    def fail_at(chunk: int) -> None:
+        def fail(lease: StrictLease) -> None:
+            if lease.chunk == chunk:
+                raise OSError("the drive")
+
+        area.store.before_wait = fail
+
+    fail_at(1)
+    with pytest.raises(OSError, match="the drive"):
+        area.area.stage_everything()
+    assert area.store.num_held == 0
+    assert area.is_staged(first, second) == [False, False]
+    fail_at(-1)
+    area.area.stage_everything()
+    assert area.is_staged(first, second) == [True, True]
+    fail_at(4)
+    with pytest.raises(OSError, match="the drive"):
+        torch.dot(first[:130], second)
+    assert area.store.num_held == 0
+    assert area.is_staged(first, second) == [False, True]
+    area.area.stage_everything()
+    assert area.is_staged(first, second) == [True, True], "what had come is not forgotten"
+    fail_at(-1)
+    expected = torch.arange(1.0, 131).square().sum()
+    torch.testing.assert_close(torch.dot(first[:130], second).detach(), expected)
 
 
 def test_a_parameter_with_a_view_stays_in_memory_and_goes_on_following_it() -> None:
