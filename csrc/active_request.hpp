@@ -14,7 +14,7 @@ namespace infinity {
 // Where one block lies, how much of it there is.
 struct BlockExtent {
   BlockPlace place;
-  std::uint32_t num_bytes = 0;
+  std::uint32_t num_bytes{};
 };
 
 struct ActiveRequest {
@@ -43,7 +43,7 @@ struct ActiveRequest {
   std::size_t num_blocks = 1;          // falls to num_cut when a block fails
   std::size_t num_cut = 0;
   std::size_t num_in_flight = 0;
-  std::size_t first_failed = 0;  // which block, once completion.status says that one did
+  std::size_t first_failed{};  // which block, once completion.status says that one did
   Completion completion;
 
  private:

@@ -31,19 +31,19 @@ constexpr int bounded_ms(int timeout_ms) noexcept {
 
 // One I/O. The caller keeps fd open and the bytes mapped until its result has been reaped.
 struct Io {
-  IoOp op = IoOp::kRead;
-  int fd = -1;
+  IoOp op{};
+  int fd{};
   int file_slot = kNotRegistered;    // from register_file
   int buffer_slot = kNotRegistered;  // from register_buffer; covers all of the bytes
   std::byte* data = nullptr;
-  std::uint32_t num_bytes = 0;
-  std::uint64_t offset = 0;
-  std::uint64_t token = 0;  // comes back in the result; below kWakeToken
+  std::uint32_t num_bytes{};
+  std::uint64_t offset{};
+  std::uint64_t token{};  // comes back in the result; below kWakeToken
 };
 
 struct IoResult {
-  std::uint64_t token = 0;
-  std::int64_t result = 0;  // bytes transferred, or -errno
+  std::uint64_t token{};
+  std::int64_t result{};  // bytes transferred, or -errno
 };
 
 // submit, reap and wait belong to one thread; wake and the register calls may come from others.
@@ -88,8 +88,8 @@ inline constexpr std::size_t kRegisteredBytesMax = std::size_t{1} << 30;
 // for "delay" and "break".
 struct Fault {
   std::string what;
-  std::uint64_t nth = 0;
-  std::uint64_t value = 0;
+  std::uint64_t nth{};
+  std::uint64_t value{};
 };
 
 std::unique_ptr<IoEngine> make_posix_engine(unsigned queue_depth);

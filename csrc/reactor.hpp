@@ -83,7 +83,7 @@ class Reactor {
   // page boundary reached, since direct I/O takes no other offsets.
   struct Block {
     RequestPosition request;
-    std::size_t index = 0;  // within the request
+    std::size_t index{};  // within the request
     BlockExtent extent;
     std::uint32_t num_done = 0;
     std::uint32_t resume_at = 0;

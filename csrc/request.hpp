@@ -23,9 +23,9 @@ enum class IoStatus : std::uint32_t { kOk = 0, kIoError = 2, kShortIo = 3, kInte
 
 // Where one block lies, and which way its bytes go.
 struct BlockPlace {
-  IoOp op = IoOp::kRead;
-  std::uint64_t offset = 0;
-  std::uint64_t buffer_offset = 0;
+  IoOp op{};
+  std::uint64_t offset{};
+  std::uint64_t buffer_offset{};
 };
 
 // What only the bench asks for: single blocks of the request's num_bytes each, at most block_bytes.
@@ -42,15 +42,15 @@ struct BenchBlocks {
 };
 
 struct Request {
-  std::uint64_t tag = 0;
-  IoOp op = IoOp::kRead;
-  int file = -1;    // from add_file
-  int buffer = -1;  // from add_buffer
-  std::uint64_t offset = 0;
-  std::uint64_t buffer_offset = 0;
-  std::uint64_t num_bytes = 0;
+  std::uint64_t tag{};
+  IoOp op{};
+  int file{};    // from add_file
+  int buffer{};  // from add_buffer
+  std::uint64_t offset{};
+  std::uint64_t buffer_offset{};
+  std::uint64_t num_bytes{};
   std::shared_ptr<Region> checksums;  // one uint32 per block from checksums_offset on; or null
-  std::uint64_t checksums_offset = 0;
+  std::uint64_t checksums_offset{};
   bool verify = false;
   std::optional<BenchBlocks> blocks;  // instead of op, offset and buffer_offset; no checksums
 };
@@ -58,12 +58,12 @@ struct Request {
 // Of a request that went well: its own (first) offset and all its bytes. Of one that failed: of the
 // first block, in the order of the request, that did.
 struct Completion {
-  std::uint64_t tag = 0;
-  IoStatus status = IoStatus::kOk;
-  int error_number = 0;
-  std::uint64_t offset = 0;
-  std::uint64_t expected = 0;  // bytes, or the stored checksum
-  std::uint64_t actual = 0;    // bytes, or the checksum found
+  std::uint64_t tag{};
+  IoStatus status{};
+  int error_number{};
+  std::uint64_t offset{};
+  std::uint64_t expected{};  // bytes, or the stored checksum
+  std::uint64_t actual{};    // bytes, or the checksum found
 };
 
 }  // namespace infinity

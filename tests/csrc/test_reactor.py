@@ -6,6 +6,7 @@ import contextlib
 import errno
 import gc
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -47,6 +48,32 @@ def num_threads_named(name: str) -> int:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # ended since it was listed
             names.append(Path("/proc/self/task", thread, "comm").read_text().strip())
     return names.count(name)
+
+
+def blocked_signals(name: str) -> list[set[int]]:
+    """Of each thread of that name."""
+    masks = []
+    for thread in os.listdir("/proc/self/task"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            status = Path("/proc/self/task", thread, "status").read_text()
+            fields = dict(line.split(":", 1) for line in status.splitlines())
+            if fields["Name"].strip() == name:
+                mask = int(fields["SigBlk"], 16)
+                masks.append({number for number in range(1, 65) if mask >> (number - 1) & 1})
+    return masks
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_its_threads_are_named_and_take_no_signals(engine: str, tmp_path: Path) -> None:
+    """They are the program's, which has its handlers on its own threads."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+    made = ReactorBench(tmp_path / "file", engine)
+    blocked = [*blocked_signals("io-reactor"), *(blocked_signals("io-posix") if engine == "posix" else ())]
+    assert len(blocked) >= (2 if engine == "posix" else 1)
+    to_take = set(signal.valid_signals()) - {signal.SIGKILL, signal.SIGSTOP}
+    assert all(to_take <= each for each in blocked)
+    assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+    assert made.reactor.close(CLOSE_MS)
 
 
 @pytest.fixture

@@ -149,6 +149,27 @@ def test_huge_pages_are_those_that_prefault_reports() -> None:
     assert (other.array()[::PAGE_BYTES] == 9).all()
 
 
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+@pytest.mark.parametrize("num_pages", [1, 2, 16, 17, 33])
+def test_where_the_machine_has_huge_pages_a_region_of_nothing_else_is_all_of_them(
+    num_pages: int, num_threads: int
+) -> None:
+    """Behind its end nothing is mapped, and a part is as long as sixteen of them."""
+    if make_region(HUGE_PAGE_BYTES + PAGE_BYTES).prefault(1) == 0:
+        pytest.skip("the kernel has no huge pages to give")
+    region = make_region(num_pages * HUGE_PAGE_BYTES)
+    assert region.prefault(num_threads) == num_pages * HUGE_PAGE_BYTES
+    assert huge_bytes_mapped(region) == num_pages * HUGE_PAGE_BYTES
+    beside = make_region(num_pages * HUGE_PAGE_BYTES + 5 * PAGE_BYTES)
+    assert beside.prefault(num_threads) == num_pages * HUGE_PAGE_BYTES
+
+
+def test_of_a_region_that_is_only_read_no_page_becomes_huge() -> None:
+    region = make_region(2 * HUGE_PAGE_BYTES, writable=False)
+    assert region.prefault(1) == 0
+    assert huge_bytes_mapped(region) == 0
+
+
 @pytest.mark.parametrize("num_bytes", [HUGE_PAGE_BYTES, HUGE_PAGE_BYTES + 1, 5 * HUGE_PAGE_BYTES - PAGE_BYTES])
 def test_a_large_region_begins_where_a_huge_page_can(num_bytes: int) -> None:
     def reserved() -> set[str]:

@@ -40,16 +40,19 @@ NOT: Final = re.compile(r"!(?=[\w(])")
 NUMBER: Final = re.compile(r"(?<![\w.'])\d+(?![\w.'])")
 CONDITION: Final = re.compile(r"\bif \((?P<test>.*)\)(?= [{\w])")
 STATEMENT: Final = re.compile(r"^\s+(?P<call>[\w:.>\-]+(\(.*\))?( = .*)?;|--\w+;|\+\+[\w.\->]+;)$")
-KEPT: Final = re.compile(r"^\s*(return \w*;|using |static_|case |default:|const |constexpr |auto )")
+KEPT: Final = re.compile(r"^\s*(return \w*;|using |static_|case |default:|const |constexpr |auto |\w+\.reserve\()")
+"""A vector grows by itself: how much it was told beforehand is time, not behaviour."""
 CHOSEN: Final = re.compile(r"^\s*(inline |static )*constexpr [\w:]+ k\w+ = [\w:{}()<~* ']*;")
 TEXT: Final = re.compile(r'//.*$|"(\\.|[^"\\])*"')
 
 
 def cpp_mutants(path: str, source: bytes) -> Iterator[Mutant]:
     start = 0
+    directive = False
     for raw in source.decode().splitlines(keepends=True):
         line = raw.rstrip("\n")
-        if line and not line.startswith("#") and "static_assert" not in line and not CHOSEN.match(line):
+        continued, directive = directive, (directive or line.startswith("#")) and line.endswith("\\")
+        if line and not (continued or line.startswith("#")) and "static_assert" not in line and not CHOSEN.match(line):
             code = TEXT.sub(lambda found: " " * len(found[0]), line)  # places stay as they are
             for begin, end, text, what in _changes(code):
                 yield Mutant(path, start + begin, start + end, text, what)

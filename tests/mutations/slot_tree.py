@@ -28,8 +28,6 @@ MEASURED_S_MAX: Final = 600.0
 class SlotTree:
     def __init__(self, directory: Path, room: Room) -> None:
         self.tree = directory / "tree"
-        self._cpu_s: dict[str, float] = {}
-        """CPU time that each file of tests takes without a mutation, of those that were asked for."""
         self._room = room
         self._build = directory / "build"
         tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True)
@@ -39,6 +37,10 @@ class SlotTree:
         for path in (self.tree / room.directory).iterdir():
             if path.suffix in room.suffixes and str(path.relative_to(self.tree)) not in names:
                 path.unlink()  # of an earlier copy
+        self._measured = directory / f"cpu_s-{_digest(names)}.json"
+        """Kept with the copy, for as long as that stays the same."""
+        self._cpu_s: dict[str, float] = json.loads(self._measured.read_text()) if self._measured.is_file() else {}
+        """CPU time that each file of tests takes without a mutation, of those that were asked for."""
         if room.compiled:
             self._configure()
             self._compile_original()
@@ -113,6 +115,7 @@ class SlotTree:
             code, self._cpu_s[test] = self.run(test, MEASURED_S_MAX)
             if code != 0:
                 raise SystemExit(f"{self.log()}\n{test} fails without a mutation")
+            self._measured.write_text(json.dumps(self._cpu_s))
 
     @contextlib.contextmanager
     def _mutated(self, mutant: Mutant) -> Iterator[None]:
@@ -175,6 +178,14 @@ class SlotTree:
         if stream is None:
             raise ValueError("the worker's streams are pipes")
         return stream
+
+
+def _digest(names: Sequence[str]) -> str:
+    """Of the working tree's files of these names."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name in names:
+        digest.update(name.encode() + b"\0" + hashlib.blake2b((ROOT / name).read_bytes()).digest())
+    return digest.hexdigest()
 
 
 def _copy_if_changed(source: Path, target: Path) -> None:
