@@ -16,7 +16,7 @@ ARENAS_SHARE: Final = 0.9
 """Arenas may take this part of the machine's or container's memory where no budget was named. They are pinned while
 the reactors have them registered, so the rest is all that everything else can live in."""
 CONTROLLERS: Final = (("", "", "memory.max"), ("memory", "memory", "memory.limit_in_bytes"))
-"""Of the versions 2 and 1: controller in /proc/PID/cgroup, where its tree is mounted, and the file with the limit."""
+"""Versions 2 and 1 have each: a controller in /proc/PID/cgroup, a mounted tree, a file with the limit."""
 
 
 def meminfo(proc: Path = PROC) -> dict[str, int]:
