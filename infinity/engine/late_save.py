@@ -34,7 +34,10 @@ class _Job:
         self._result: Any = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="infinity-save", daemon=True)
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:  # the interpreter ends, and has no new threads
+            self._run()
 
     def _run(self) -> None:
         try:
@@ -48,7 +51,8 @@ class _Job:
         return not self._thread.is_alive()
 
     def wait(self, timeout_s: float | None = None) -> None:
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s)
 
     def result(self) -> Any:
         """What it gave, or its error raised; once it is done."""

@@ -13,6 +13,7 @@ import os
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -61,7 +62,12 @@ class WriteBehind:
 
     def write(self, path: Path, descriptor: int, block: torch.Tensor, num_bytes: int, offset: int) -> None:
         """Have the first ``num_bytes`` of a block written to a file of ``open_direct``; it may be taken again then."""
-        self._in_flight.append((self._thread.submit(write, path, descriptor, block[:num_bytes], offset), block))
+        work = partial(write, path, descriptor, block[:num_bytes], offset)
+        try:
+            written = self._thread.submit(work)
+        except RuntimeError:  # the interpreter ends: its pools take no more work, and a late save is still to be done
+            written = _done(work)
+        self._in_flight.append((written, block))
 
     def drain(self) -> None:
         """All are written. Raises OSError."""
@@ -73,6 +79,16 @@ class WriteBehind:
     def close(self) -> None:
         """What was not begun is not written."""
         self._thread.shutdown(cancel_futures=True)
+
+
+def _done(work: Callable[[], None]) -> Future[None]:
+    future: Future[None] = Future()
+    try:
+        work()
+        future.set_result(None)
+    except BaseException as error:  # noqa: BLE001 (raised where somebody asks)
+        future.set_exception(error)
+    return future
 
 
 class BlockWriter:

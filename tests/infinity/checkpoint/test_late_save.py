@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import errno
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -167,6 +169,26 @@ def test_the_end_waits_for_it_also_where_an_error_ends_the_training(tmp_path: Pa
         train_and_fail()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "x"]
     assert contents(tmp_path, "x")[1]["client_state"] == {"epoch": 1}
+
+
+SCRIPT = """
+import sys
+from tests.support.resumed import config_of, started, train
+
+engine = started(config_of())
+train(engine, 1)
+engine.save_checkpoint(sys.argv[1], tag="x", asynchronous=True)
+raise ZeroDivisionError
+"""
+
+
+def test_the_end_of_the_script_waits_for_it_too(tmp_path: Path) -> None:
+    """Nobody has called destroy(), and the interpreter takes no more work from anybody."""
+    ended = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert "ZeroDivisionError" in ended.stderr
+    assert "Logging error" not in ended.stderr
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "x"], ended.stderr
+    contents(tmp_path, "x")
 
 
 def test_a_writer_that_hangs_does_not_hang_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
