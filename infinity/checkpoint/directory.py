@@ -3,7 +3,7 @@
 A checkpoint is written beside its place, is on the disk with all its names, and then takes its place by one rename;
 only then does ``latest`` name it, by another. So whatever ends the writer, a tag is whole or it is not there, and the
 former checkpoint of the same tag stays until the new one has its name. The writer holds a lock on the directory that it
-writes; what a dead one left is removed by the next.
+writes, whose name is nobody else's; what a dead one left is removed by the next, and others may write other tags.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -19,32 +20,42 @@ from typing import Final
 from infinity.checkpoint.disk import disk_errors, sync_directory, write_whole
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.errors import CheckpointError, ConfigError
-from infinity.files.aside import held, is_held, remove
+from infinity.files.aside import held, remove, remove_left
+from infinity.files.place import bytes_of_name
 
 LATEST: Final = "latest"
 ASIDE: Final = ".infinity-saving-"
 REPLACED: Final = ".infinity-replaced-"
 """Names beginning so are a writer's own: what it has not finished, and what it is about to replace."""
+TAG_BYTES_MAX: Final = 255 - len(ASIDE) - 9
+"""Filesystems have names of 255 bytes, and a tag has more before it while it is written, or replaced."""
 
 _AT_FDCWD: Final = -100
 _RENAME_EXCHANGE: Final = 2
 
 
 def check_tag(tag: object) -> str:
-    """``tag`` as the name of a subdirectory. Raises ConfigError where it cannot be one."""
+    """``tag`` as the name of a subdirectory, and as the one line of ``latest``. Raises ConfigError where it cannot be
+    one."""
     text = str(tag)
-    if not text or "/" in text or "\0" in text or text in (LATEST, ".", "..") or text.startswith((ASIDE, REPLACED)):
+    if not text or "/" in text or text in (LATEST, ".", "..") or text.startswith((ASIDE, REPLACED)):
         raise ConfigError("tag", tag, f"is the name of a directory: write one without slashes, other than {LATEST!r}")
+    if not text.isprintable() or text != text.strip():
+        raise ConfigError("tag", tag, "is a line of a file: write printable characters, and no spaces around them")
+    if len(bytes_of_name("tag", text)) > TAG_BYTES_MAX:
+        raise ConfigError("tag", tag, f"is the name of a directory: write one of at most {TAG_BYTES_MAX} bytes")
     return text
 
 
 def latest_tag(directory: Path) -> str | None:
-    """What ``latest`` names; None where there is no such file."""
+    """What ``latest`` names; None where there is no such file, nor a link."""
     path = directory / LATEST
     with disk_errors(path, "read"):
         try:
-            text = path.read_text(errors="replace").strip()
-        except (FileNotFoundError, NotADirectoryError):
+            text = path.read_text("utf-8", errors="replace").strip()
+        except FileNotFoundError:
+            if os.path.lexists(path):  # a link that leads nowhere
+                raise
             return None
     try:
         return check_tag(text)
@@ -63,43 +74,64 @@ def tags_of(directory: Path) -> list[str]:
 
 def find(directory: Path, tag: str) -> Path:
     """The checkpoint's own directory. Raises CheckpointError if it is not there, with what is."""
-    for path in (directory / tag, directory / f"{REPLACED}{tag}"):
-        if (path / MANIFEST).is_file():
-            return path
-    there = ", ".join(tags_of(directory)[-8:]) or "none"
-    problem = "is no whole checkpoint: it has no manifest" if (directory / tag).is_dir() else "is not there"
-    raise CheckpointError(directory / tag, problem, f"checkpoints in {directory}: {there}")
+    final = directory / tag
+    with disk_errors(final, "read"):
+        for path in (final, directory / f"{REPLACED}{tag}"):
+            if (path / MANIFEST).is_file():
+                return path
+        there = ", ".join(tags_of(directory)[-8:]) or "none"
+        if any(final.glob("*_optim_states.pt")):
+            raise CheckpointError(
+                final, "was written by DeepSpeed", "rewrite it: infinity import-deepspeed DIR OUT, and load OUT"
+            )
+        problem = "is no whole checkpoint: it has no manifest" if final.is_dir() else "is not there"
+    raise CheckpointError(final, problem, f"checkpoints in {directory}: {there}")
+
+
+def chosen(directory: Path, tag: str | None) -> Path | None:
+    """The checkpoint of ``tag`` in ``directory``, by default its latest, or ``directory`` itself where it is one; None
+    where nothing is called latest. Raises as ``check_tag`` and ``find``."""
+    if tag is not None:
+        return find(directory, check_tag(tag))
+    with disk_errors(directory, "read"):
+        if (directory / MANIFEST).is_file():
+            return directory
+    tag = latest_tag(directory)
+    return None if tag is None else find(directory, tag)
 
 
 @contextmanager
 def written_aside(directory: Path, tag: str) -> Iterator[Path]:
     """A new directory to write into, which goes unless it was published. For one process; others may write into it."""
-    aside = directory / f"{ASIDE}{tag}"
+
+    def made() -> Path:
+        aside = directory / f"{ASIDE}{secrets.token_hex(4)}-{tag}"
+        aside.mkdir()
+        return aside
+
     with ExitStack() as stack:
         with disk_errors(directory, "made"):
             directory.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(directory)
+            remove_leftovers(directory, tag)
             _refuse_foreign(directory / tag)
-            aside.mkdir()
-            stack.enter_context(held(aside))
+            aside = stack.enter_context(held(made))
         yield aside
 
 
 def publish(aside: Path, directory: Path, tag: str, *, latest: bool) -> None:
     """Everything in ``aside`` is on the disk: from now on it is the checkpoint of the tag, and the one that ``latest``
     names if it shall; where one of both fails, both are what they were. What needs space is written before that."""
+    final, replaced = directory / tag, directory / f"{REPLACED}{tag}"
+    if latest:
+        write_whole(aside / LATEST, f"{tag}\n".encode())
     sync_directory(aside)
-    final, fresh, replaced = directory / tag, directory / f"{ASIDE}{LATEST}", directory / f"{REPLACED}{tag}"
     with ExitStack() as undo:
-        if latest:
-            undo.callback(remove, fresh)
-            write_whole(fresh, f"{tag}\n".encode())
         with disk_errors(final, "published"):
             _take_place(aside, final, replaced, undo)
         sync_directory(directory)
         if latest:
             with disk_errors(directory / LATEST, "written"):
-                fresh.rename(directory / LATEST)
+                (final / LATEST).rename(directory / LATEST)
         undo.pop_all()
     remove(aside)
     remove(replaced)
@@ -136,20 +168,22 @@ def _refuse_foreign(final: Path) -> None:
         )
 
 
-def remove_leftovers(directory: Path) -> None:
-    """What writers that are dead have left: nobody holds its lock."""
+def remove_leftovers(directory: Path, tag: str) -> None:
+    """What writers that are dead have left: nobody holds its lock. Raises CheckpointError if one that lives writes the
+    same tag."""
     for path in directory.glob(f"{REPLACED}*"):
-        tag = directory / path.name.removeprefix(REPLACED)
-        if (tag / MANIFEST).is_file():
+        final = directory / path.name.removeprefix(REPLACED)
+        if (final / MANIFEST).is_file():
             remove(path)
         else:
-            path.rename(tag)  # its successor never came
+            path.rename(final)  # its successor never came
     for path in directory.glob(f"{ASIDE}*"):
-        if path.is_dir() and not path.is_symlink() and is_held(path):
+        if not remove_left(path) and path.name.removeprefix(ASIDE).partition("-")[2] == tag:
             raise CheckpointError(
-                path, "is being written by another process", "wait for it, or save to another directory"
+                directory / tag,
+                "is being saved by another process, or by another engine of this one",
+                "wait for it, or name another tag or directory",
             )
-        remove(path)
 
 
 def _exchange(one: Path, other: Path) -> bool:

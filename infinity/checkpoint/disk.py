@@ -19,7 +19,12 @@ _REMEDIES: Final = {
     errno.EACCES: "change its permissions, or name another directory",
     errno.EPERM: "change its permissions, or name another directory",
     errno.ENOENT: "it has vanished, or never was: name another directory, or restore it",
+    errno.EEXIST: "a file, or a link that leads nowhere, is in the way: remove it, or name another directory",
+    errno.EISDIR: "a directory is in the way: remove it, or name another one",
     errno.ENOTDIR: "a part of the path is a file: name another directory",
+    errno.ENAMETOOLONG: "name a directory with a shorter path",
+    errno.ELOOP: "links lead around in a circle: name another directory",
+    errno.EFBIG: "the filesystem or `ulimit -f` allows no such size: save to another directory, or raise the limit",
     errno.EIO: "the drive has failed: use another one",
 }
 

@@ -152,7 +152,9 @@ def index_as_json(pieces: Iterable[Piece]) -> dict[str, list[list[int]]]:
     return found
 
 
-def pieces_of_json(content: Mapping[str, list[list[int]]]) -> list[Piece]:
-    """The counterpart of ``index_as_json``."""
-    split = ((key.rsplit(" ", 1), rows) for key, rows in content.items())
-    return [Piece(tensor, kind, *row) for (tensor, kind), rows in split for row in rows]
+def pieces_of_json(content: Mapping[str, list[list[int]]], kinds: Iterable[tuple[str, str]]) -> list[Piece]:
+    """The counterpart of ``index_as_json``. ``kinds``: (tensor, kind) of all that there may be, with spaces or without.
+
+    Raises KeyError for what is none of them."""
+    named = {f"{tensor} {kind}": (tensor, kind) for tensor, kind in kinds}
+    return [Piece(*named[key], *row) for key, rows in content.items() for row in rows]

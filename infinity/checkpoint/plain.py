@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import io
-import pickle
+import re
 import types
 from collections.abc import Mapping
 from typing import Any
@@ -55,23 +55,33 @@ def from_bytes(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
+def reason_of(error: Exception) -> str:
+    """Why a value cannot be pickled or read back, in a line: torch's text is of what its own callers may do."""
+    text = str(error)
+    found = re.search(
+        r"Unsupported (?:global|class|operand)\b[^\n]*?(?= was not| Please|, which| try|$)", text, re.MULTILINE
+    )
+    return found[0] if found else text.split("\n")[0] or type(error).__name__
+
+
 def _dumped(value: object) -> bytes:
     buffer = io.BytesIO()
     torch.save(value, buffer)
     return buffer.getvalue()
 
 
-def _check(key: str, value: object) -> None:
+def _check(key: str, value: object, above: tuple[object, ...] = ()) -> None:
+    """``above``: the dicts that it lies in, one of which it may be."""
     if isinstance(value, Mapping) and all(isinstance(each, str) for each in value):
         for name, each in value.items():
-            _check(f"{key}.{name}", each)
+            if not any(each is other for other in (*above, value)):
+                _check(f"{key}.{name}", each, (*above, value))
     try:
         from_bytes(_dumped(value))
-    except (pickle.PickleError, TypeError, AttributeError, RuntimeError) as error:
-        reason = str(error).split("\n")[0]
+    except Exception as error:  # pickling calls what users wrote
         raise ConfigError(
             key,
             type(value).__name__,
-            f"cannot be read back without running code ({reason}): keep numbers, strings, tensors, arrays, lists and "
-            "dicts, such as vars(it)",
+            f"cannot be read back without running code ({reason_of(error)}): keep numbers, strings, tensors, "
+            "arrays, lists and dicts, such as vars(it)",
         ) from error

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint import plain
-from infinity.checkpoint.directory import find, latest_tag, tags_of
+from infinity.checkpoint.directory import chosen, tags_of
 from infinity.checkpoint.disk import disk_errors
 from infinity.checkpoint.manifest import (
     DTYPES,
@@ -61,15 +61,13 @@ class StoredCheckpoint:
     def open(cls, directory: str | Path, tag: str | None = None) -> StoredCheckpoint:
         """Open a checkpoint: the one of ``tag`` in ``directory``, by default its latest; or ``directory`` itself."""
         directory = Path(directory)
-        if tag is None and (directory / MANIFEST).is_file():
-            return cls(directory)
-        tag = tag or latest_tag(directory)
-        if tag is None:
+        path = chosen(directory, tag)
+        if path is None:
             there = ", ".join(tags_of(directory)[-8:]) or "none"
             raise CheckpointError(
                 directory, "holds no checkpoint that is called latest", f"name a tag; there are: {there}"
             )
-        return cls(find(directory, tag))
+        return cls(path)
 
     def read(self, name: str, kind: str, first: int, numel: int) -> torch.Tensor:
         """Elements [first, first + numel) in the order of memory, 1-D, in the dtype that they were kept in: to be read,
@@ -154,7 +152,7 @@ class StoredCheckpoint:
             content, checksum = read_sealed(path)
             if checksum != self.manifest.files[path.name].checksum:
                 raise CheckpointError(path, "belongs to another checkpoint", "copy this file anew")
-            for piece in pieces_of_json(content):
+            for piece in pieces_of_json(content, found):
                 found[piece.tensor, piece.kind].append((rank, piece))
         return {key: self._covering(key, placed) for key, placed in found.items()}
 
@@ -200,5 +198,12 @@ class StoredCheckpoint:
             data = path.read_bytes()
         if checksum_of(data) != self.manifest.files[name].checksum:
             raise CheckpointError(path, "is damaged: its checksum is another", "load another checkpoint")
-        state: dict[str, Any] = plain.from_bytes(data)
+        try:
+            state: dict[str, Any] = plain.from_bytes(data)
+        except Exception as error:
+            raise CheckpointError(
+                path,
+                f"cannot be read back here ({plain.reason_of(error)})",
+                "who saved it had vouched for a class: do so again, by torch.serialization.add_safe_globals()",
+            ) from error
         return state

@@ -9,15 +9,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
-from infinity.checkpoint.directory import check_tag, find, latest_tag, tags_of
+from infinity.checkpoint.directory import chosen, tags_of
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.engine.late_save import LateSave
 from infinity.engine.loading import Loading, Wanted
 from infinity.engine.loop import TrainingLoop
 from infinity.engine.saving import Saving
 from infinity.errors import CheckpointError, DaemonLostError, EngineStateError
+from infinity.files.place import local_path
 from infinity.states import StepPhase
 from infinity.weights.heap import return_freed
 
@@ -66,12 +68,12 @@ class Checkpoints(nn.Module):
             ConfigError: a tag or a value that cannot be kept.
             EngineStateError: gradients of a running step are there.
         """
-        loop, directory = self._loop, Path(save_dir)
+        loop, directory = self._loop, local_path("save_dir", save_dir)
         with _whole_state(loop, "save_checkpoint"):
             loop.background.advance(wait=True)
 
             def prepared() -> Saving:
-                return Saving(loop, directory, tag, client_state or {}, exclude_frozen=exclude_frozen_parameters)
+                return Saving(loop, directory, tag, client_state, exclude_frozen=exclude_frozen_parameters)
 
             saving = _together(loop, prepared, "prepare a checkpoint", directory)
             how = "begin to save" if asynchronous else "save"
@@ -108,7 +110,7 @@ class Checkpoints(nn.Module):
         the random numbers of the one with its number, and the loader begins its epoch anew.
 
         Args:
-            load_dir: what was given to ``save_checkpoint``.
+            load_dir: what was given to ``save_checkpoint``, or one of the checkpoints in it.
             tag: which of its checkpoints; by default the one that ``latest`` names.
             load_module_strict: the checkpoint and the model must have the same names; else those of both are loaded.
             load_optimizer_states: also the optimizer's states, options and loss scale.
@@ -129,26 +131,26 @@ class Checkpoints(nn.Module):
                 "custom_load_fn would get the whole model's weights: load without it, and change single weights after "
                 "that inside infinity.zero.GatheredParameters(param, modifier_rank=0)"
             )
+        local_path("load_dir", load_dir)
         loop, directory = self._loop, Path(load_dir)
-        if tag is None:
-            tag = _together(loop, lambda: latest_tag(directory), "read which checkpoint is the latest", directory)
-        if tag is None:
-            _log.warning(
-                "%s has no file `latest`: nothing is loaded. Checkpoints there: %s",
-                directory,
-                ", ".join(tags_of(directory)) or "none",
-            )
-            return None, None
-        path = _together(loop, lambda: find(directory, check_tag(tag)), "find a checkpoint", directory)
         wanted = Wanted(
             strict=load_module_strict,
             states=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             position=not load_module_only,
         )
-        loop.background.advance(wait=True)
+        loop.runtime.refuse_over("load_checkpoint")
         with _whole_state(loop, "load_checkpoint") as changed:
-            return str(path), self._load(path, wanted, changed)
+            loop.background.advance(wait=True)  # it may be what is to be loaded
+            path = _together(loop, lambda: chosen(directory, tag), "find a checkpoint", directory)
+            if path is not None:
+                return str(path), self._load(path, wanted, changed)
+        _log.warning(
+            "%s has no file `latest`: nothing is loaded. Checkpoints there: %s",
+            directory,
+            ", ".join(tags_of(directory)) or "none",
+        )
+        return None, None
 
     def _load(self, path: Path, wanted: Wanted, changed: Callable[[], None]) -> dict[str, Any]:
         loop = self._loop
@@ -168,8 +170,8 @@ def _together(loop: TrainingLoop, work: Callable[[], Result], what: str, path: P
 
 @contextmanager
 def _whole_state(loop: TrainingLoop, call: str) -> Iterator[Callable[[], None]]:
-    """All state is looked at or replaced inside. What is yielded says that it is being replaced: from then on an error
-    leaves the engine FAILED."""
+    """All state is looked at or replaced inside, where new tensors are on the CPU unless they are asked for elsewhere.
+    What is yielded says that it is being replaced: from then on an error leaves the engine FAILED."""
     if loop.is_within_step:
         raise EngineStateError(
             f"{call}() within a step, whose gradients no checkpoint holds: call it after the step() that updates, or "
@@ -183,7 +185,8 @@ def _whole_state(loop: TrainingLoop, call: str) -> Iterator[Callable[[], None]]:
 
     loop.phases.go(StepPhase.CHECKPOINT)
     try:
-        yield changed
+        with torch.device("cpu"):
+            yield changed
     except BaseException as error:
         failed = half_done or isinstance(error, DaemonLostError)
         loop.phases.go(StepPhase.FAILED if failed else StepPhase.IDLE)

@@ -11,7 +11,7 @@ import torch
 from infinity.engine.answers import Answers
 from infinity.engine.weight_files import save_model_of_transformers, save_weights, tensors_of
 from infinity.engine.whole_state import full_master_state_dict, full_state_dict
-from infinity.errors import ConfigError
+from infinity.files.place import check_file_name
 from infinity.files.shards import WHOLE_BYTES, parse_size
 
 
@@ -59,8 +59,8 @@ class Exports(Answers):
             WeightsFileError: the directory cannot be written, or has not enough space; what stood there stays.
         """
         self._runtime.check_readable("save_16bit_model")
-        if save_filename is not None and (not isinstance(save_filename, str) or os.path.basename(save_filename) == ""):
-            raise ConfigError("save_filename", save_filename, "is the name of one file; write safe_serialization=False")
+        if save_filename is not None:
+            check_file_name("save_filename", save_filename)
         tensors = tensors_of(self._runtime, exclude_frozen=exclude_frozen_parameters)
         if save_filename is None:
             max_bytes, safe = parse_size("max_shard_size", max_shard_size), safe_serialization

@@ -17,6 +17,7 @@ from infinity.engine.whole_state import param_of
 from infinity.errors import WeightsError, WeightsFileError
 from infinity.files.entry import Entry
 from infinity.files.export import Export
+from infinity.files.pieces import making_on_cpu
 from infinity.files.shards import WHOLE_BYTES, parse_size
 from infinity.weights.heap import return_freed
 from infinity.weights.param import ShardedParam
@@ -62,6 +63,7 @@ def tensors_of(runtime: Runtime, *, exclude_frozen: bool) -> Tensors:
     return Tensors(by_name={name: tensor for name, tensor in found.items() if name not in aliases}, aliases=aliases)
 
 
+@making_on_cpu
 def save_weights(
     runtime: Runtime,
     tensors: Tensors,

@@ -6,27 +6,42 @@ import errno
 import fcntl
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
 @contextmanager
-def held(path: Path) -> Iterator[Path]:
-    """``path``, a directory of this process's own, is locked inside, and removed at the end. Raises OSError."""
+def held(make: Callable[[], Path]) -> Iterator[Path]:
+    """A directory of this process's own, which is locked inside, and removed at the end. ``make`` makes one, of another
+    name each time. Raises OSError."""
+    while (lock := _lock(path := make())) is None:
+        pass  # who removes what the dead have left has met it before it was locked
     try:
-        lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:
-        remove(path)
-        raise
-    try:
-        with suppress(OSError):  # a filesystem without locks: nobody can know whether its writer lives
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield path
     finally:
         remove(path)
         with suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_UN)  # children that were forked meanwhile have the descriptor, too
+        with suppress(OSError):
             os.close(lock)  # nothing was written through it
+
+
+def _lock(path: Path) -> int | None:
+    """A descriptor of the directory, which is locked; None if it is being removed."""
+    try:
+        lock = _open(path)
+    except FileNotFoundError:
+        return None
+    except OSError:
+        remove(path)
+        raise
+    if _is_free(lock):
+        with suppress(OSError):
+            if os.stat(path).st_ino == os.fstat(lock).st_ino:
+                return lock
+    os.close(lock)
+    return None
 
 
 def remove(path: Path) -> None:
@@ -38,16 +53,40 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def is_held(path: Path) -> bool:
-    """Whether a process that lives writes into the directory. Raises OSError."""
-    lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def remove_left(path: Path) -> bool:
+    """``remove`` what a writer that is dead has left. False, and nothing is removed, where it lives, and so has locked
+    its directory. Raises OSError."""
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        lock = _open(path)
+    except FileNotFoundError:
+        return True
     except OSError as error:
-        return error.errno in (errno.EWOULDBLOCK, errno.EACCES)
+        if error.errno not in (errno.ENOTDIR, errno.ELOOP):  # a file, a link
+            raise
+        remove(path)
+        return True
+    try:
+        is_free = _is_free(lock)
+        if is_free:
+            remove(path)  # still locked: who has just made it sees that it is gone
+        return is_free
     finally:
         os.close(lock)
-    return False
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+
+
+def _is_free(descriptor: int) -> bool:
+    """Lock it, if nobody else has. On a filesystem without locks nobody can know, and everything is free."""
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        return error.errno != errno.EACCES
+    return True
 
 
 def sync(path: Path) -> None:

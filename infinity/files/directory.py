@@ -11,6 +11,7 @@ import torch
 
 from infinity.errors import WeightsFileError
 from infinity.files.entry import Entry, WeightsFile
+from infinity.files.place import local_path
 from infinity.files.safetensors_file import SafetensorsFile
 from infinity.files.torch_file import TorchFile
 
@@ -23,8 +24,9 @@ class WeightsDirectory:
     """``entries``: every tensor, by name. ``path``: the file or index that says so."""
 
     def __init__(self, source: str | os.PathLike[str]) -> None:
-        """Raises WeightsFileError for what is not there, not whole, or not of a known format."""
-        self.path = _find(os.fspath(source))
+        """Raises WeightsFileError for what is not there, not whole, or not of a known format, ConfigError for what is
+        no path."""
+        self.path = _find(str(local_path("source", source)))
         self._file_of: dict[str, WeightsFile] = {}
         if self.path.endswith(INDEX_ENDING):
             self._read_index()
@@ -43,7 +45,7 @@ class WeightsDirectory:
                 found = json.load(index)
         except OSError as error:
             raise WeightsFileError.of(error, self.path, "read") from error
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise WeightsFileError(self.path, f"is no JSON ({error})", "copy or download it again") from error
         names = found.get("weight_map") if isinstance(found, dict) else None
         if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -27,6 +28,11 @@ class Entry:
     @property
     def nbytes(self) -> int:
         return self.numel * self.dtype.itemsize
+
+
+def is_shell(dtype: torch.dtype) -> bool:
+    """Whether torch has nothing but the name of it: values of fewer bits than a byte, which it cannot copy."""
+    return re.fullmatch(r"torch\.u?int[1-7]", str(dtype)) is not None
 
 
 class WeightsFile(ABC):

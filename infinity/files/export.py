@@ -17,14 +17,18 @@ from typing import Final
 import torch
 
 from infinity.errors import WeightsFileError
-from infinity.files.aside import held, is_held, remove, sync
+from infinity.files.aside import held, remove_left, sync
 from infinity.files.direct import WriteBehind
-from infinity.files.directory import INDEX_ENDING, SAFE_NAME, TORCH_NAME
-from infinity.files.entry import Entry
+from infinity.files.directory import INDEX_ENDING, LOOKED_FOR, SAFE_NAME, TORCH_NAME
+from infinity.files.entry import Entry, is_shell
+from infinity.files.place import local_path
+from infinity.files.safetensors_file import NAMES as DTYPE_NAMES
 from infinity.files.shards import cut, index_of, is_part_of
 from infinity.files.writing import NewFile, NewSafetensorsFile, NewTorchFile
 
 ASIDE: Final = ".infinity-export-"
+OPEN_MAX: Final = 16
+"""Files that are open at a time, two descriptors each: there may be more files than a process may open."""
 
 
 class Export:
@@ -40,7 +44,8 @@ class Export:
         safe: bool = True,
         max_shard_bytes: int,
     ) -> None:
-        """Reserve room for everything. Raises WeightsFileError where that cannot be had.
+        """Reserve room for everything. Raises WeightsFileError where that cannot be had, or the format has no such
+        dtype, or readers would take other weights that are there for these.
 
         Args:
             directory: made where it is not there.
@@ -50,10 +55,11 @@ class Export:
             safe: safetensors, else what ``torch.save`` writes.
             max_shard_bytes: where to cut.
         """
-        self.directory = Path(directory)
+        self.directory = local_path("save_dir", directory)
         self._file = file or (SAFE_NAME if safe else TORCH_NAME)
         self._safe, self._aliases = safe, dict(aliases or {})
         self._shards = cut(entries, self._file, max_shard_bytes)
+        self._refuse(entries, is_default=file is None)
         with ExitStack() as cleanup:
             self.aside = cleanup.enter_context(_aside(self.directory))
             """Whatever else is put here is published, too."""
@@ -67,15 +73,45 @@ class Export:
             cleanup.callback(behind.close)  # before the files it writes are closed
             self._cleanup = cleanup.pop_all()
         self._file_of = {name: file for file in self._files for name in file.entries}
+        self._open: dict[NewFile, None] = {}
+        """The one that was written last is the last."""
+
+    def _refuse(self, entries: Mapping[str, Entry], *, is_default: bool) -> None:
+        """``is_default``: nobody has said by name that this file shall be beside others."""
+        for name, entry in entries.items():
+            if is_shell(entry.dtype) or (self._safe and entry.dtype not in DTYPE_NAMES):
+                raise WeightsFileError(
+                    str(self.directory / self._file),
+                    f"cannot hold {name}, since its format has no {entry.dtype}",
+                    "keep it in another dtype"
+                    + ("" if is_shell(entry.dtype) else ", or write safe_serialization=False"),
+                )
+        for name in LOOKED_FOR[: LOOKED_FOR.index(self._file)] if is_default else ():
+            if not is_part_of(name, self._file) and os.path.lexists(self.directory / name):
+                raise WeightsFileError(
+                    str(self.directory / name),
+                    f"is there, and readers take it before {self._file}: they would get its weights",
+                    "remove it, or name another directory",
+                )
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Elements from ``first`` on of a tensor, row-major."""
-        self._file_of[name].write(name, first, values)
+        file = self._file_of[name]
+        if file in self._open:
+            del self._open[file]
+        else:
+            if len(self._open) == OPEN_MAX:
+                oldest = next(iter(self._open))
+                del self._open[oldest]
+                oldest.finish()
+            file.open()
+        self._open[file] = None
+        file.write(name, first, values)
 
     def publish(self) -> None:
         """Everything was written: give it its names."""
-        for file in self._files:
-            file.finish()
+        while self._open:
+            self._open.popitem()[0].finish()
         index = self._file + INDEX_ENDING
         try:
             if len(self._shards) > 1:
@@ -109,9 +145,9 @@ def _aside(directory: Path) -> Iterator[Path]:
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for name in os.listdir(directory):
-                if name.startswith(ASIDE) and not is_held(directory / name):
-                    remove(directory / name)
-            path = stack.enter_context(held(Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))))
+                if name.startswith(ASIDE):
+                    remove_left(directory / name)
+            path = stack.enter_context(held(lambda: Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))))
         except OSError as error:
             raise WeightsFileError.of(error, str(directory), "written") from error
         yield path

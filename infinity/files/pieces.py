@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 PIECE_NUMEL = 1 << 21
 """Elements that are read or written at once; two such pieces are in memory while one takes the other's place."""
@@ -25,10 +29,21 @@ def pieces(numel: int, numel_max: int | None = None, *, num_ranks: int = 1) -> I
 
 def as_bytes(values: torch.Tensor) -> torch.Tensor:
     """Dense values as uint8 [their bytes], on the CPU; their own memory where they are there, one behind another."""
-    return values.detach().cpu().reshape(-1).view(torch.uint8)
+    return values.detach().cpu().reshape(-1).contiguous().view(torch.uint8)  # of an expanded one reshape keeps a view
 
 
 def bytes_of(values: torch.Tensor) -> memoryview:
     """The same as a buffer."""
     flat: Any = as_bytes(values).numpy()
     return memoryview(flat)
+
+
+def making_on_cpu(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Tensors that ``function`` makes on the way are on the CPU, wherever its caller has new ones go."""
+
+    @wraps(function)
+    def call(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return call

@@ -58,6 +58,21 @@ class SafetensorsFile(WeightsFile):
                     path, f"is truncated: {self._identity[2]} bytes, and {name} ends at {start + end}", _REMEDY
                 )
             self._entries[name], self._offsets[name] = entry, start + begin
+        self._check_places(start)
+
+    def _check_places(self, start: int) -> None:
+        """Tensors lie one behind another, up to the file's end: no byte is two tensors', and none is nobody's."""
+        end = start
+        for name in sorted(self._offsets, key=lambda name: (self._offsets[name], self._entries[name].nbytes)):
+            if self._offsets[name] != end:
+                raise WeightsFileError(
+                    self.path, f"is damaged: {name} begins at {self._offsets[name]}, and {end} is free", _REMEDY
+                )
+            end += self._entries[name].nbytes
+        if end != self._identity[2]:
+            raise WeightsFileError(
+                self.path, f"is damaged: it has {self._identity[2]} bytes, and its tensors end at {end}", _REMEDY
+            )
 
     @property
     def entries(self) -> Mapping[str, Entry]:

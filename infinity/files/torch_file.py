@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
+import errno
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -48,9 +48,9 @@ class TorchFile(WeightsFile):
 def _load(path: str) -> Any:
     try:
         return torch.load(path, map_location="cpu", mmap=True, weights_only=True)
-    except OSError as error:
-        raise WeightsFileError.of(error, path, "read") from error
-    except (RuntimeError, pickle.UnpicklingError, EOFError, ValueError, KeyError) as error:
+    except Exception as error:  # of bytes that are no pickle, the unpickler says anything
+        if isinstance(error, OSError) and error.errno != errno.EINVAL:  # which mapping a file that is cut short gives
+            raise WeightsFileError.of(error, path, "read") from error
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise WeightsFileError(
             path,
@@ -66,4 +66,9 @@ def _tensors_of(loaded: Any, path: str) -> dict[str, torch.Tensor]:
             loaded = loaded[wrapper]
     if not isinstance(loaded, Mapping):
         raise WeightsFileError(path, f"holds a {type(loaded).__name__}", "save a state dict: a dict of tensors")
-    return {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    found = {str(name): value for name, value in loaded.items() if isinstance(value, torch.Tensor)}
+    for name, value in found.items():
+        if value.layout is not torch.strided or value.is_quantized or value.is_meta:
+            kind = "on the meta device" if value.is_meta else "quantized" if value.is_quantized else "sparse"
+            raise WeightsFileError(path, f"has {name}, which is {kind}", "save it as a dense tensor with its values")
+    return found

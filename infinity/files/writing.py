@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -30,18 +30,26 @@ class NewFile(ABC):
         """``aliases``: other names of these tensors, for formats that know such. ``behind``: writes what ``write`` is
         given, also of other files. Raises WeightsFileError if there is no room for all of it."""
         self.path, self.entries, self.aliases, self._behind = path, entries, aliases, behind
-        with self._disk_errors(), ExitStack() as stack:
+        self._cached = self._direct = -1
+        """Descriptors, while it is open."""
+        with self._disk_errors():
             self._cached = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-            stack.callback(os.close, self._cached)
-            self.offsets, size_bytes = self._lay_out()
-            if size_bytes:
-                os.posix_fallocate(self._cached, 0, size_bytes)
-            self._direct = open_direct(path, os.O_WRONLY)
-            stack.pop_all()
+            try:
+                self.offsets, size_bytes = self._lay_out()
+                if size_bytes:
+                    os.posix_fallocate(self._cached, 0, size_bytes)
+            finally:
+                self.close()
 
     @abstractmethod
     def _lay_out(self) -> tuple[Mapping[str, int], int]:
         """Write all but the tensors; where each begins, and the file's size."""
+
+    def open(self) -> None:
+        """Before it is written."""
+        with self._disk_errors():
+            self._cached = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
+            self._direct = open_direct(self.path, os.O_WRONLY)
 
     def write(self, name: str, first: int, values: torch.Tensor) -> None:
         """Elements from ``first`` on of a tensor, row-major, in the dtype that it was announced in."""
@@ -61,14 +69,18 @@ class NewFile(ABC):
             write(self.path, self._cached, data[end:], offset + end)
 
     def finish(self) -> None:
-        """What was written is on the drive."""
+        """What was written is on the drive, and the file closed."""
         with self._disk_errors():
             self._behind.drain()
             os.fsync(self._cached)
+        self.close()
 
     def close(self) -> None:
-        os.close(self._direct)
-        os.close(self._cached)
+        """Idempotent. Nothing may be on its way to the drive."""
+        for descriptor in (self._direct, self._cached):
+            if descriptor >= 0:
+                os.close(descriptor)
+        self._cached = self._direct = -1
 
     @contextmanager
     def _disk_errors(self) -> Iterator[None]:
@@ -93,8 +105,14 @@ class NewTorchFile(NewFile):
         # memory that nobody touches takes no page
         hollow = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in self.entries.items()}
         hollow |= {alias: hollow[name] for alias, name in self.aliases.items()}
-        with torch.serialization.skip_data():
-            torch.save(hollow, self.path)
+        try:
+            with torch.serialization.skip_data():
+                torch.save(hollow, self.path)
+        except RuntimeError as error:  # torch says so of a disk, and of a name that it cannot take
+            reason = str(error).splitlines()[0]
+            raise WeightsFileError(
+                str(self.path), f"cannot be written by torch.save ({reason})", "free space there, or name another file"
+            ) from error
         with FakeTensorMode():
             found = torch.load(self.path, weights_only=True)
         offsets = {name: int(tensor.untyped_storage()._checkpoint_offset) for name, tensor in found.items()}

@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity.engine import Engine
 from infinity.files.directory import WeightsDirectory
+from infinity.files.pieces import making_on_cpu
 from infinity.pretrained.matching import Match, Rename, match
 from infinity.weights.owners import Owner, Values, owner_of
 from infinity.weights.param import flattened, memory_order
@@ -29,6 +30,7 @@ class Loaded(NamedTuple):
     """Names that the files have and the model lacks."""
 
 
+@making_on_cpu
 def load_pretrained(
     model: nn.Module, source: str | os.PathLike[str], strict: bool = True, rename: Rename | None = None
 ) -> Loaded:

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from infinity.errors import MismatchedWeightsError
+from infinity.errors import ConfigError, MismatchedWeightsError
 from infinity.files.directory import WeightsDirectory
 from infinity.files.entry import Entry
-from infinity.files.pieces import pieces
+from infinity.files.pieces import as_bytes, pieces
 
 Rename = Callable[[str], str | None] | Mapping[str, str]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
@@ -31,6 +31,8 @@ class Match:
 def match(module: nn.Module, files: WeightsDirectory, *, strict: bool, rename: Rename | None) -> Match:
     """Raises MismatchedWeightsError with all that is wrong: what lies in both and does not fit always is; what only one
     of them has, where ``strict``."""
+    if rename is not None and not (isinstance(rename, Mapping) or callable(rename)):
+        raise ConfigError("rename", rename, "is a dict of names, or a function from name to name")
     targets: dict[str, Any] = module.state_dict(keep_vars=True)
     renamed, unfit = _renamed(module, files.entries, targets, rename)
     sources = {name: renamed[name] for name in targets if name in renamed}
@@ -61,7 +63,13 @@ def _renamed(
     found: dict[str, str] = {}
     complaints: list[str] = []
     for source in entries:
-        name = rename.get(source, source) if isinstance(rename, Mapping) else rename(source) if rename else source
+        name = (
+            rename.get(source, source)
+            if isinstance(rename, Mapping)
+            else rename(source)
+            if rename is not None
+            else source
+        )
         if name is None:
             continue
         name = _with_prefix(module, name, targets)
@@ -113,8 +121,10 @@ def _differences(tied: list[list[str]], sources: Mapping[str, str], files: Weigh
 
 
 def _equal(files: WeightsDirectory, one: str, other: str) -> bool:
+    """Bit for bit, or, of two dtypes, value for value."""
+    view = as_bytes if files.entries[one].dtype is files.entries[other].dtype else torch.Tensor.detach
     return all(
-        torch.equal(files.read(one, first, numel), files.read(other, first, numel))
+        torch.equal(view(files.read(one, first, numel)), view(files.read(other, first, numel)))
         for first, numel in pieces(files.entries[one].numel)
     )
 

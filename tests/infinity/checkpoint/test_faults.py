@@ -270,9 +270,14 @@ def test_without_an_exchange_of_names_a_tag_is_replaced_all_the_same(
 
 
 def test_another_process_that_saves_here_is_not_disturbed(engine: Any, tmp_path: Path) -> None:
-    with directories.written_aside(tmp_path, "other"), pytest.raises(CheckpointError, match="by another process"):
-        engine.save_checkpoint(tmp_path)
-    engine.save_checkpoint(tmp_path)
+    with directories.written_aside(tmp_path, "other") as aside:
+        (aside / "begun").write_text("")
+        with pytest.raises(CheckpointError, match="by another process"):
+            engine.save_checkpoint(tmp_path, tag="other")
+        engine.save_checkpoint(tmp_path, tag="mine")
+        assert (aside / "begun").exists()
+    engine.save_checkpoint(tmp_path, tag="other")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "mine", "other"]
 
 
 def test_kills_leave_the_former_checkpoint_whole(tmp_path: Path) -> None:
