@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import Any
@@ -19,6 +20,8 @@ from torch.utils.data import (
 
 from infinity.errors import ConfigError
 from infinity.tiers.collectives import Collectives
+
+_log = logging.getLogger(__name__)
 
 ROUTES = {"train": True, "eval": False, "predict": False}
 """Whether samples are shuffled."""
@@ -95,19 +98,41 @@ class PlacedLoader(DataLoader[Any]):
         """The number of batches that the running epoch has given, and what makes it the same epoch."""
         return {
             "num_given": self._num_given,
+            "batch_size": self.batch_size,
+            "num_samples": self._num_samples,
             "seed": getattr(self.sampler, "seed", None),
             "epoch": getattr(self.sampler, "epoch", None),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on there: in the epoch that ran then, after the batches that it had given."""
-        sampler, self._num_passed = self.sampler, int(state["num_given"])
+        """Go on there: in the epoch that ran then, after the samples that it had given. Of another dataset, or where a
+        batch of this size would not begin there, the epoch begins anew, and a warning says so."""
+        sampler, self._num_passed = self.sampler, self._passed(state)
         if isinstance(sampler, _Placed | _Shuffled):
             sampler.num_passed = self._num_passed * (self.batch_size or 1)
         if isinstance(sampler, _Shuffled) and self._num_passed:
             sampler.seed, sampler.is_given = state["seed"], True
         if isinstance(sampler, _Dealt) and state["epoch"] is not None:
             sampler.set_epoch(state["epoch"])
+
+    @property
+    def _num_samples(self) -> int | None:
+        """Of the dataset; None where it has no length."""
+        length = getattr(self.dataset, "__len__", None)
+        return None if length is None else int(length())
+
+    def _passed(self, state: Mapping[str, Any]) -> int:
+        """Batches of this loader that the epoch had given then."""
+        size = self.batch_size or 1
+        given = int(state["num_given"]) * int(state.get("batch_size") or size)
+        there = state.get("num_samples", self._num_samples)
+        if there != self._num_samples:
+            _log.warning("the epoch begins anew: the dataset had %s samples, and has %s", there, self._num_samples)
+            return 0
+        if given % size:
+            _log.warning("the epoch begins anew: it had given %d samples, no multiple of a batch of %d", given, size)
+            return 0
+        return given // size
 
     def count(self) -> None:
         """A batch of the running epoch was given."""

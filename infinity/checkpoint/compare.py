@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
 from infinity.checkpoint.manifest import BUFFER, DTYPES, STATE_PREFIX, TensorEntry
 
 NAMES_MAX: Final = 3
 """How many names are told of those with one problem."""
+DECAY: Final = "decoupled_weight_decay"
+"""The option of a param group by which Adam is AdamW, for optimizers that have it as one."""
+_ADAMS: Final = ("Adam", "AdamW", "FusedAdam", "DeepSpeedCPUAdam")
+_SAME: Final = (_ADAMS, ("Lion", "FusedLion", "DeepSpeedCPULion"), ("Adagrad", "DeepSpeedCPUAdagrad"))
+"""Classes of one arithmetic, but for options."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Groups:
+    """An optimizer as a checkpoint describes it."""
+
+    name: str | None
+    """Its class; None where nobody said."""
+    options: Sequence[Mapping[str, Any]]
+    """Of each param group."""
+    members: Sequence[Sequence[str]]
+    """The names of each group's parameters; empty where nobody said."""
 
 
 def differences(
@@ -31,10 +49,43 @@ def differences(
     found: dict[str, list[str]] = {}
     for name, problem in _problems(saved, model, strict=strict, states=states, left_out=frozenset(left_out)):
         found.setdefault(problem, []).append(name)
-    return [f"{_names(names)} {problem}" for problem, names in found.items()]
+    return [f"{listed(names)} {problem}" for problem, names in found.items()]
 
 
-def _names(names: list[str]) -> str:
+def group_differences(saved: Groups, mine: Groups) -> list[str]:
+    """What is in the way of going on with an optimizer's states and options; one line a problem."""
+    if len(saved.options) != len(mine.options):
+        return [f"the optimizer had {len(saved.options)} param groups, it has {len(mine.options)}"]
+    if saved.name and mine.name and not _are_same(saved.name, mine.name):
+        return [f"the optimizer was {saved.name}, it is {mine.name}"]
+    found = []
+    decays = [(there[DECAY], here[DECAY]) for there, here in _pairs(saved, mine) if DECAY in there and DECAY in here]
+    if any(bool(there) != bool(here) for there, here in decays):
+        words = ["decoupled, as AdamW's" if each else "added to gradients, as Adam's" for each in decays[0]]
+        found.append(f"the optimizer's weight decay was {words[0]}, it is {words[1]}")
+    said = [repr(sorted(options.items())) for options in saved.options]
+    group_of = {name: number for number, names in enumerate(saved.members) for name in names}
+    moved = [
+        name
+        for number, names in enumerate(mine.members)
+        for name in names
+        if name in group_of and said[group_of[name]] != said[number]
+    ]
+    if moved:
+        found.append(f"{listed(moved)} would get the options of another param group, whose number it has now")
+    return found
+
+
+def _are_same(one: str, other: str) -> bool:
+    return one == other or any(one in names and other in names for names in _SAME)
+
+
+def _pairs(saved: Groups, mine: Groups) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    return zip(saved.options, mine.options, strict=True)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
     shown = ", ".join(names[:NAMES_MAX])
     return f"{shown} and {len(names) - NAMES_MAX} more:" if len(names) > NAMES_MAX else f"{shown}:"
 

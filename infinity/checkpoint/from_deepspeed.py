@@ -3,6 +3,7 @@ time. DeepSpeed saves no random numbers, so none are restored."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
@@ -61,9 +62,9 @@ class Import:
 
     def __init__(self, directory: Path, tag: str | None) -> None:
         """Open DeepSpeed's checkpoint. Raises CheckpointError for what is none, or is not whole."""
-        tag = tag or latest_tag(directory)
+        tag = latest_tag(directory) if tag is None else check_tag(tag)
         self.source = directory / tag if tag else directory
-        self.tag = check_tag(self.source.name)
+        self.tag = check_tag(os.path.basename(os.path.abspath(self.source)))  # of "." and "..", too
         self.files = DeepSpeedFiles(self.source)
         self.left_out: list[str] = []
         self._aliases: dict[str, list[str]] = {}

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import logging
 import random
 from typing import Any
 
 import numpy as np
 import torch
 
+_log = logging.getLogger(__name__)
+
 
 def random_states(device: torch.device) -> dict[str, Any]:
     """Torch's on the CPU and on ``device``, NumPy's and Python's."""
-    name, keys, position, has_gauss, gauss = np.random.get_state(legacy=True)
     version, words, following = random.getstate()
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
-        "numpy": (str(name), torch.from_numpy(np.asarray(keys).astype(np.int64)), position, has_gauss, gauss),
+        "numpy": _numpys_state(),
         "python": (version, torch.tensor(words), following),
     }
     if device.type != "cpu":
@@ -23,11 +25,27 @@ def random_states(device: torch.device) -> dict[str, Any]:
     return states
 
 
+def _numpys_state() -> Any:
+    """Of NumPy's own generator a tuple; of another one, which the user has set, what NumPy calls its state."""
+    state: Any = np.random.get_state(legacy=False)
+    if state["bit_generator"] != "MT19937":
+        return state
+    keys, position = state["state"]["key"], state["state"]["pos"]
+    values = torch.from_numpy(np.asarray(keys).astype(np.int64))
+    return "MT19937", values, position, state["has_gauss"], state["gauss"]
+
+
 def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
     """Go on drawing where ``random_states`` was called; a device of another type draws as before."""
     torch.set_rng_state(states["torch"])
-    name, keys, *rest = states["numpy"]
-    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))
+    saved = states["numpy"]
+    if not isinstance(saved, dict):
+        name, keys, *rest = saved
+        saved = (name, keys.numpy().astype(np.uint32), *rest)
+    try:
+        np.random.set_state(saved)
+    except ValueError as error:
+        _log.warning("NumPy draws as before, its generator is another than the one that was saved: %s", error)
     version, words, following = states["python"]
     random.setstate((version, tuple(words.tolist()), following))
     if device.type in states:

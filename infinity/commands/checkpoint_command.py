@@ -7,6 +7,7 @@ import json
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from infinity.checkpoint.manifest import TensorEntry
@@ -78,7 +79,9 @@ def _show(stored: StoredCheckpoint) -> None:
     manifest, console = stored.manifest, Console()
     facts = ", ".join(f"{name} {value}" for name, value in manifest.facts.items())
     console.print(
-        f"{stored.path}: {manifest.num_bytes:,} bytes by {manifest.world_size} ranks; {facts}", soft_wrap=True
+        f"{stored.path}: {manifest.num_bytes:,} bytes by {manifest.world_size} ranks; {facts}",
+        soft_wrap=True,
+        markup=False,
     )
     tensors = Table(box=None)
     for column in ("tensor", "shape", "", "bytes", "kinds"):
@@ -86,7 +89,8 @@ def _show(stored: StoredCheckpoint) -> None:
     for entry in manifest.tensors:
         kinds = ", ".join(f"{kind} {dtype}" for kind, dtype in entry.kinds.items() if not entry.is_buffer)
         shape = "x".join(map(str, entry.shape)) or "()"
-        tensors.add_row(entry.name, shape, _role(entry), f"{entry.num_bytes:,}", kinds or entry.kinds["buffer"])
+        kinds = escape(kinds or entry.kinds["buffer"])
+        tensors.add_row(escape(entry.name), shape, _role(entry), f"{entry.num_bytes:,}", kinds)
     console.print(tensors)
     files = Table(box=None)
     for column in ("file", "bytes", "crc32c"):

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from infinity.checkpoint.disk import disk_errors
+from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.sealed import read_sealed
 from infinity.config import Config, read_environment
 from infinity.deepspeed.asserted import asserted, asserting
 from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of
@@ -312,8 +315,9 @@ class DeepSpeedEngine(Engine):
         )
         if self.global_rank == 0:
             script = Path(save_dir) / RECOVERY_SCRIPT
-            script.write_text(Path(__file__).with_name("recovery.py").read_text())
-            script.chmod(0o755)
+            with disk_errors(script, "written"):
+                script.write_text(Path(__file__).with_name("recovery.py").read_text())
+                script.chmod(0o755)
         return saved
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
@@ -321,5 +325,7 @@ class DeepSpeedEngine(Engine):
         self._users_backward.settle()
         with asserting():
             path, state = super().load_checkpoint(*args, **kwargs)
-        self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = self.world_size, 1
+        if path is not None:
+            manifest, _ = read_sealed(Path(path) / MANIFEST)
+            self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = manifest["world_size"], 1
         return path, state

@@ -7,10 +7,12 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from infinity.checkpoint.manifest import BUFFER, STATE_PREFIX, WEIGHT, TensorEntry, dtype_name
 from infinity.engine.runtime import Runtime
 from infinity.errors import WeightsError
+from infinity.files.entry import is_shell
 from infinity.plan.precision import Precision
 from infinity.weights.param import memory_order
 from io_daemon.shared.protocol import ObjectKind
@@ -47,6 +49,12 @@ def described_params(runtime: Runtime) -> dict[str, TensorEntry]:
     return found
 
 
+def described_groups(runtime: Runtime, optimizer: Optimizer | None) -> list[list[str]]:
+    """The names of the parameters of each param group."""
+    groups = [] if optimizer is None else optimizer.param_groups
+    return [[runtime.sharded_param(param).name for param in group["params"]] for group in groups]
+
+
 def described_buffers(module: nn.Module) -> dict[str, tuple[TensorEntry, torch.Tensor]]:
     """Name -> entry and buffer; a shared one stands once. Raises WeightsError for one that is not dense."""
     found: dict[str, tuple[TensorEntry, torch.Tensor]] = {}
@@ -55,7 +63,7 @@ def described_buffers(module: nn.Module) -> dict[str, tuple[TensorEntry, torch.T
             name = f"{prefix}.{own}" if prefix else own
             if any(buffer is other for _, other in found.values()) or buffer.device.type == "meta":
                 continue
-            if buffer.layout is not torch.strided or buffer.is_quantized:
+            if buffer.layout is not torch.strided or buffer.is_quantized or is_shell(buffer.dtype):
                 raise WeightsError(name, "is a buffer that is not dense", "keep it in extra state, see get_extra_state")
             entry = TensorEntry(
                 name=name,
@@ -71,6 +79,11 @@ def described_buffers(module: nn.Module) -> dict[str, tuple[TensorEntry, torch.T
 def extra_states(module: nn.Module) -> dict[str, Any]:
     """What modules keep beside tensors, by module name: ``get_extra_state`` of those that have one."""
     return {name: owner.get_extra_state() for name, owner in _with_extra_state(module)}
+
+
+def extra_state_names(module: nn.Module) -> set[str]:
+    """The modules that have one."""
+    return {name for name, _ in _with_extra_state(module)}
 
 
 def set_extra_states(module: nn.Module, states: dict[str, Any]) -> None:

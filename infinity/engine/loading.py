@@ -8,18 +8,26 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from infinity.checkpoint.compare import differences
+from infinity.checkpoint.compare import Groups, differences, group_differences, listed
 from infinity.checkpoint.manifest import BUFFER, PIECE_NUMEL_MAX, STATE_PREFIX
 from infinity.checkpoint.progress import Progress
 from infinity.checkpoint.random_numbers import restore_random_states
 from infinity.checkpoint.stored import StoredCheckpoint
-from infinity.engine.described import described_buffers, described_params, kind_names, set_extra_states
+from infinity.engine.described import (
+    described_buffers,
+    described_groups,
+    described_params,
+    extra_state_names,
+    kind_names,
+    set_extra_states,
+)
 from infinity.engine.loop import TrainingLoop
 from infinity.errors import CheckpointError
 from infinity.plan.sharding import Segment
@@ -67,22 +75,31 @@ class Loading:
         self._runtime.changes.end_rewrite()
         together(self._restore_rest, "take over the checkpoint's state")
         if self._runtime.collectives.rank == 0:
+            self._tell_left_out()
             seconds = time.perf_counter() - started
             rate = num_bytes / seconds / 1e9
             _log.info("loaded %s: %.2f GB in %.1f s, %.2f GB/s", self._stored.path, num_bytes / 1e9, seconds, rate)
 
+    def _tell_left_out(self) -> None:
+        """Where names need not be the same: which are not."""
+        if self._wanted.strict:
+            return
+        theirs, mine = self._stored.entries.keys(), self._params.keys() | self._buffers.keys()
+        for names, where in ((mine - theirs, "the checkpoint"), (theirs - mine, "the model")):
+            if names:
+                _log.warning("not loaded from %s: %s not in %s", self._stored.path, listed(sorted(names)), where)
+
     def _refuse_differences(self) -> None:
-        manifest, wanted = self._stored.manifest, self._wanted
-        model = {**self._params, **{name: entry for name, (entry, _) in self._buffers.items()}}
-        found = differences(
-            self._stored.entries, model, strict=wanted.strict, states=wanted.states, left_out=manifest.left_out
-        )
+        wanted = self._wanted
+        found = self._differences(strict=wanted.strict, states=wanted.states)
         remedies = ["initialize the model that was saved"] if found else []
+        if wanted.strict and len(self._differences(strict=False, states=wanted.states)) < len(found):
+            remedies.append("pass load_module_strict=False")
         if wanted.states:
-            there, here = len(self._shared["param_groups"]), len(self._options())
-            if there != here:
-                found.append(f"the optimizer had {there} param groups, it has {here}")
-            remedies += ["pass load_optimizer_states=False"] if found else []
+            others = group_differences(self._saved_groups(), self._groups())
+            if others or len(self._differences(strict=wanted.strict, states=False)) < len(found):
+                remedies.append("pass load_optimizer_states=False")
+            found += others
         if wanted.schedule:
             saved = self._shared["lr_scheduler"]
             there_name, here_name = saved and saved[0], self._schedule_name()
@@ -96,8 +113,36 @@ class Loading:
                 self._stored.path, f"does not fit this engine, {count}:{lines}", " or ".join(remedies)
             )
 
-    def _options(self) -> list[Any]:
-        return [] if self._loop.optimizer is None else list(options_of(self._loop.optimizer))
+    def _differences(self, *, strict: bool, states: bool) -> list[str]:
+        """Those of tensors."""
+        saved, left_out = self._stored.entries, self._stored.manifest.left_out
+        model = {**self._params, **{name: entry for name, (entry, _) in self._buffers.items()}}
+        found = differences(saved, model, strict=strict, states=states, left_out=left_out)
+        there, here = self._shared["extra_states"].keys(), extra_state_names(self._runtime.module)
+        for names, words in (
+            (here - there, "the model has it, the checkpoint"),
+            (there - here, "the checkpoint has it, the model"),
+        ):
+            if strict and names:
+                found.append(f"{listed(sorted(name or 'the model' for name in names))} extra state: {words} has not")
+        if not strict and not self._params.keys() & saved.keys():
+            found.append("no parameter of the model is in the checkpoint: no name of one is that of another")
+        return found
+
+    def _groups(self) -> Groups:
+        optimizer = self._loop.optimizer
+        return Groups(
+            name=None if optimizer is None else optimizer.rule.name,
+            options=[] if optimizer is None else options_of(optimizer),
+            members=described_groups(self._runtime, optimizer),
+        )
+
+    def _saved_groups(self) -> Groups:
+        return Groups(
+            name=self._stored.manifest.facts.get("optimizer"),  # of an imported one nobody knows
+            options=self._shared["param_groups"],
+            members=self._shared.get("members", ()),
+        )
 
     def _schedule_name(self) -> str | None:
         schedule = self._loop.lr_scheduler
@@ -135,16 +180,28 @@ class Loading:
         with torch.no_grad():
             for name, (mine, buffer) in self._buffers.items():
                 saved = self._stored.entries.get(name)
-                if saved is not None and saved.shape == mine.shape:
+                is_wanted = mine.persistent or self._wanted.position  # others are the training's, not the module's
+                if saved is not None and saved.shape == mine.shape and is_wanted:
                     write_buffer(buffer, self._stored.read_whole(name, BUFFER).to(buffer.device, buffer.dtype))
-        set_extra_states(self._runtime.module, self._shared["extra_states"])
+        with self._told("the module's set_extra_state()", "write one that takes what get_extra_state() gave"):
+            set_extra_states(self._runtime.module, self._shared["extra_states"])
         if self._wanted.states:
             self._restore_optimizer()
         schedule: Any = self._loop.lr_scheduler
         if self._wanted.schedule and self._shared["lr_scheduler"] is not None:
-            schedule.load_state_dict(self._shared["lr_scheduler"][1])
+            with self._told("the schedule's load_state_dict()", "pass load_lr_scheduler_states=False"):
+                schedule.load_state_dict(self._shared["lr_scheduler"][1])
         if self._wanted.position:
             self._restore_position()
+
+    @contextmanager
+    def _told(self, whose: str, remedy: str) -> Iterator[None]:
+        """What users' code raises inside becomes a CheckpointError."""
+        try:
+            yield
+        except Exception as error:
+            words = f"{type(error).__name__}: {error}"
+            raise CheckpointError(self._stored.path, f"{whose} did not take its part ({words})", remedy) from error
 
     def _restore_optimizer(self) -> None:
         optimizer, update = self._loop.optimizer, self._loop.update

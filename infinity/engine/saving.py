@@ -29,9 +29,9 @@ from infinity.checkpoint.progress import Progress
 from infinity.checkpoint.random_numbers import random_states
 from infinity.checkpoint.sealed import write_sealed
 from infinity.checkpoint.writing import Files, write_rank, write_state
-from infinity.engine.described import described_buffers, described_params, extra_states, kind_names
+from infinity.engine.described import described_buffers, described_groups, described_params, extra_states, kind_names
 from infinity.engine.loop import TrainingLoop
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, ConfigError
 from infinity.plan.sharding import Segment
 from infinity.update.dry_run import options_of
 from infinity.weights.param import flattened, memory_order
@@ -53,7 +53,7 @@ class Saving:
         loop: TrainingLoop,
         directory: Path,
         tag: str | None,
-        client_state: Mapping[str, Any],
+        client_state: Mapping[str, Any] | None,
         *,
         exclude_frozen: bool,
     ) -> None:
@@ -65,7 +65,9 @@ class Saving:
         self._left_out = [name for name, entry in self._params.items() if exclude_frozen and not entry.trainable]
         self._buffers = described_buffers(self._runtime.module)
         self._facts = self._facts_now()
-        self._shared = plain.kept({"client_state": dict(client_state), **self._shared_state()})
+        if client_state is not None and not isinstance(client_state, Mapping):
+            raise ConfigError("client_state", type(client_state).__name__, "pass a dict of what is to be kept")
+        self._shared = plain.kept({"client_state": dict(client_state or {}), **self._shared_state()})
         self._own = plain.to_bytes(self._rank_state())
         # where every rank has everything, rank 0 writes it
         writes = self._collectives.rank < self._runtime.sharded.sharers.world_size
@@ -193,6 +195,7 @@ class Saving:
             "counters": loop.counters,
             "lr_scheduler": None if schedule is None else [type(schedule).__name__, schedule.state_dict()],
             "param_groups": [] if loop.optimizer is None else [dict(group) for group in options_of(loop.optimizer)],
+            "members": described_groups(self._runtime, loop.optimizer),
             "loss_scale": {} if update is None else update.scale.state_dict(),
             "extra_states": extra_states(self._runtime.module),
         }

@@ -111,7 +111,7 @@ class DynamicLossScale(LossScale):
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        if state:
+        if "patience" in state:
             self.value = float(state["value"])
             self.cur_hysteresis, self._good_steps = int(state["patience"]), int(state["good_steps"])
             self.cur_iter = int(state.get("steps", self._good_steps))
@@ -148,7 +148,7 @@ class TorchLossScale(LossScale):
         return {"value": self.value, "good_steps": self._good_steps}
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
-        if state:
+        if state and "patience" not in state:
             self.value, self._good_steps = float(state["value"]), int(state["good_steps"])
 
 
