@@ -117,12 +117,12 @@ class PlacedLoader(DataLoader[Any]):
 
     @property
     def _num_samples(self) -> int | None:
-        """Of the dataset; None where it has no length."""
+        """The dataset's length; None where it has none."""
         length = getattr(self.dataset, "__len__", None)
         return None if length is None else int(length())
 
     def _passed(self, state: Mapping[str, Any]) -> int:
-        """Batches of this loader that the epoch had given then."""
+        """The number of batches of this loader that the epoch had given then."""
         size = self.batch_size or 1
         given = int(state["num_given"]) * int(state.get("batch_size") or size)
         there = state.get("num_samples", self._num_samples)

@@ -24,7 +24,7 @@ class Groups:
     name: str | None
     """Its class; None where nobody said."""
     options: Sequence[Mapping[str, Any]]
-    """Of each param group."""
+    """What each param group says."""
     members: Sequence[Sequence[str]]
     """The names of each group's parameters; empty where nobody said."""
 

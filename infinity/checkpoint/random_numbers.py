@@ -26,7 +26,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 
 def _numpys_state() -> Any:
-    """Of NumPy's own generator a tuple; of another one, which the user has set, what NumPy calls its state."""
+    """NumPy's own generator has a tuple; another one, which the user has set, has what NumPy calls its state."""
     state: Any = np.random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         return state

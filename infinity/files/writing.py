@@ -46,7 +46,7 @@ class NewFile(ABC):
         """Write all but the tensors; where each begins, and the file's size."""
 
     def open(self) -> None:
-        """Before it is written."""
+        """Have descriptors, which ``write`` needs."""
         with self._disk_errors():
             self._cached = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
             self._direct = open_direct(self.path, os.O_WRONLY)
