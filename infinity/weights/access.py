@@ -245,8 +245,9 @@ def lend(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         lent = {key: alias.param.detach() for key, alias in aliases.items()}
         if lent:
             args, kwargs = _replaced(args, lent), _replaced(dict(kwargs), lent)
-        result = func(*args, **kwargs)
-        return _kept_readable(result, params)
+        result = _kept_readable(func(*args, **kwargs), params)
+        del args, kwargs, lent  # an owner keeps weights in memory of which somebody has an alias when the loan ends
+    return result
 
 
 def _refuse_what_cannot_be_lent(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from infinity.plan.sharding import Segment
+from infinity.plan.sharding import NORM_BLOCK, Segment
 from infinity.update import norms
 from infinity.update.norms import BlockNorms, Norm, ParamNorms, norms_of, torch_sums_in_lanes
 
@@ -62,6 +62,19 @@ def test_a_parameter_has_torchs_norm_however_it_is_cut(numel: int, dtype: torch.
             held.append(segment)
         assert not any(map(found.lacks, held))
         assert found.total(held).value == torch.nn.utils.get_total_norm([values.float()])
+
+
+@pytest.mark.parametrize("piece_numel", [1 << 30, NORM_BLOCK // 2, 1000])
+@pytest.mark.parametrize(
+    ("first", "numel"), [(0, 11 * NORM_BLOCK), (192, 9 * NORM_BLOCK), (NORM_BLOCK - 64, 200), (64, 3)]
+)
+def test_blocks_are_those_of_the_segment_wherever_it_begins(first: int, numel: int, piece_numel: int) -> None:
+    chunk = torch.randn(12 * NORM_BLOCK, generator=torch.Generator().manual_seed(first))
+    found = BlockNorms(lambda total: None)
+    segment = Segment(param=0, param_offset=0, chunk_offset=first, numel=numel)
+    found.take(segment, list(torch.split(chunk, piece_numel)))
+    expected = chunk[first : first + numel].double().norm()
+    torch.testing.assert_close(found.total([segment]).value.double(), expected, rtol=1e-7, atol=0)
 
 
 def test_a_part_that_comes_too_early_is_asked_for_again() -> None:

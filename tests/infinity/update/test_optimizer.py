@@ -197,6 +197,20 @@ def test_a_fault_in_the_middle_says_how_many_chunks_were_begun() -> None:
     assert fixture.counts == [0] * 6
 
 
+def test_a_fault_amid_a_chunk_whose_weights_are_in_use_is_one_in_the_middle() -> None:
+    """Its update came due in an earlier step: what it has changed of the chunk belongs to none."""
+    fixture = Fixture()
+    fixture.update.begin(ALL)
+    fixture.update.apply([])
+    fixture.update.finish()
+    assert not fixture.update.is_half_applied
+    fixture.sub_groups[2].fault = RuntimeError("injected")
+    lease = fixture.due.acquire(2, read=ObjectKind.WEIGHT.mask)
+    with pytest.raises(RuntimeError, match="injected"):
+        lease.wait()
+    assert fixture.update.is_half_applied
+
+
 def test_gradients_are_clipped_as_torch_clips() -> None:
     fixture = Fixture(max_norm=1.0)
     assert [fixture.update.wants_norms, fixture.update.grad_norm] == [True, None]

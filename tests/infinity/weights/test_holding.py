@@ -88,6 +88,20 @@ def test_what_a_module_needs_is_held_while_it_runs() -> None:
     assert holder.log == WHOLE
 
 
+def test_hooks_of_the_users_that_were_there_before_run_while_it_is_held() -> None:
+    holder = NotedHolder()
+    inner = Part()
+    inner.register_forward_pre_hook(lambda *_: holder.log.append("before"))
+    inner.register_forward_hook(lambda *_: holder.log.append("after"))
+    groups: dict[nn.Module, Any] = {inner: ["a"]}
+    noted: Any = holder
+    ModuleCalls(inner, groups, noted)
+    inner(1)
+    assert [each for each in holder.log if "hooks" not in each] == [
+        "begin Part", "hold a", "before", "after", "release a", "end well",
+    ]  # fmt: skip
+
+
 def test_a_part_may_be_called_from_outside() -> None:
     holder = NotedHolder()
     _, _, inner = calls_of(holder)

@@ -11,6 +11,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import ConfigError
+from infinity.tiers.collectives import Collectives
 from infinity.weights.access import ShardedParameter
 
 CONFIG: dict[str, Any] = {
@@ -47,6 +48,29 @@ def test_without_a_configuration() -> None:
     with infinity.Init():
         model = _build()
     assert all(isinstance(param, ShardedParameter) for param in model.parameters())
+    assert _same(_trained(model), _trained(_build()))
+
+
+def test_what_is_used_after_it_goes_back_at_once() -> None:
+    """Nothing is under construction any more: no memory waits for the constructor's next look."""
+    with infinity.Init(config_dict_or_path=CONFIG):
+        model = _build()
+        assert not isinstance(model[0].weight, ShardedParameter), "as many stay as fit"
+    assert float(model[0].weight.detach().abs().sum()) > 0
+    assert float((model[0].weight * 2).detach().sum()) != 0
+    assert all(isinstance(param, ShardedParameter) for param in model.parameters())
+
+
+def test_where_it_cannot_begin_the_ranks_part_and_the_next_one_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    parted: list[Collectives] = []
+    part = Collectives.close
+    monkeypatch.setattr(Collectives, "close", lambda self: (parted.append(self), part(self))[1])
+    with pytest.raises(ConfigError, match="stage"), infinity.Init({"zero_optimization": {"stage": 7}}):
+        raise AssertionError("it has begun")
+    assert len(parted) == 1
+    assert not isinstance(nn.Linear(2, 2).weight, ShardedParameter)
+    with infinity.Init():
+        model = _build()
     assert _same(_trained(model), _trained(_build()))
 
 

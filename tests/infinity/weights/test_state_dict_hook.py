@@ -41,12 +41,13 @@ def model() -> Model:
     return model
 
 
-READ: dict[str, Callable[[torch.Tensor], Any]] = {
-    "values": lambda entry: entry.tolist(),
-    "a copy": lambda entry: entry.clone(),
-    "a deep copy": copy.deepcopy,
-    "a pickle": pickle.dumps,
-}
+READ: list[tuple[Callable[[torch.Tensor], Any], str]] = [
+    (lambda entry: entry.tolist(), r"its entry in a state dict holds no weights"),
+    (lambda entry: entry.clone(), r"its entry in a state dict holds no weights"),
+    (copy.deepcopy, r"its entry in a state dict holds no weights"),
+    (pickle.dumps, r"a copy of it, pickled, would hold no weights"),
+]
+"""Without the hook whoever reads it would be lent the weights of the day, one by one."""
 
 
 def test_what_is_here_is_there_and_what_is_nobodys_too(model: Model) -> None:
@@ -58,10 +59,10 @@ def test_what_is_here_is_there_and_what_is_nobodys_too(model: Model) -> None:
     assert (found["net.away"].shape, found["net.away"].dtype) == ((2, 3), torch.float32)
 
 
-@pytest.mark.parametrize("read", READ.values(), ids=READ)
-def test_what_is_elsewhere_refuses_to_be_read(model: Model, read: Callable[[torch.Tensor], Any]) -> None:
+@pytest.mark.parametrize(("read", "words"), READ)
+def test_what_is_elsewhere_refuses_to_be_read(model: Model, read: Callable[[torch.Tensor], Any], words: str) -> None:
     entry = model.state_dict()["away"]
-    with pytest.raises(WeightsError, match="away"):
+    with pytest.raises(WeightsError, match=f"away.*{words}"):
         read(entry)
 
 
