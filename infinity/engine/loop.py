@@ -303,7 +303,7 @@ class TrainingLoop:
         if self._in_backward is not None:
             raise refuse_norm("clip_grad_norm_()")
         self._gather_gradients()
-        return update.clip_once(max_norm)
+        return update.clip_once(max_norm, self.runtime.reducer.used)
 
     def grad_norm(self) -> float | None:
         if self._in_backward is not None:

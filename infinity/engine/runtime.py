@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -72,13 +71,17 @@ class Runtime(owners.Owner):
             prefetch_numel_max=zero.stage3_prefetch_bucket_size,
         )
         num_params = len(sharded.params)
-        norms = norms_of(
-            [param.numel for param in sharded.params],
-            num_ranks=collectives.world_size,
-            on_cpu=self.device.type == "cpu",
-            sum_over_ranks=partial(sharded.sharers.sum, what="sum the norm of the gradients"),
+        self.gradients = GradientChunks(
+            self.store,
+            sharded.chunks,
+            num_params,
+            [
+                ([param.index for param in group.params], [chunk for chunk, _ in group.chunks])
+                for group in sharded.groups
+                if group.placement.trainable
+            ],
+            norms_of([param.numel for param in sharded.params], sharded.sharers, on_cpu=self.device.type == "cpu"),
         )
-        self.gradients = GradientChunks(self.store, sharded.chunks, num_params, norms)
         self.reducer = Reducer(
             sharded.groups,
             self.gradients,

@@ -171,6 +171,20 @@ class Collectives:
         full.div_(self._predivide_factor)
         return self._peers, self._predivide_factor / self.world_size
 
+    def receive_from_previous(self, tensor: torch.Tensor) -> None:
+        """``tensor``, on the CPU, becomes what the rank before this one sends. All ranks have agreed to pass it on."""
+        if self._peers is not None:
+            what = "take what the rank before passes on"
+            with _in_words(what, self._peers), self.log.timed("recv", tensor.nbytes, what):
+                dist.recv(tensor, group=self._peers.control, group_src=self.rank - 1)
+
+    def send_to_next(self, tensor: torch.Tensor) -> None:
+        """The other end of ``receive_from_previous``."""
+        if self._peers is not None:
+            what = "pass something on to the next rank"
+            with _in_words(what, self._peers), self.log.timed("send", tensor.nbytes, what):
+                dist.send(tensor, group=self._peers.control, group_dst=self.rank + 1)
+
     def sum(self, tensor: torch.Tensor, what: str) -> None:
         """``tensor`` is on the CPU."""
         self._all_reduce(tensor, dist.ReduceOp.SUM, what)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from infinity.plan.sharding import ChunkPlacement, Segment, runs_of
-from infinity.tiers.base import Lease, ShardStore, leased, spans, stream
+from infinity.tiers.base import Lease, ShardStore, spans, stream
 from infinity.update.norms import Norm, Norms
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
@@ -22,8 +22,16 @@ TOGETHER_NUMEL = 1 << 15
 
 
 class GradientChunks:
-    def __init__(self, store: ShardStore, chunks: Sequence[ChunkPlacement], num_params: int, norms: Norms) -> None:
-        self._store, self._norms = store, norms
+    def __init__(
+        self,
+        store: ShardStore,
+        chunks: Sequence[ChunkPlacement],
+        num_params: int,
+        groups: Sequence[tuple[Sequence[int], Sequence[int]]],
+        norms: Norms,
+    ) -> None:
+        """``groups``: parameters and chunks of each param group that is trained, the same on every rank."""
+        self._store, self._groups, self._norms = store, groups, norms
         self._chunks = chunks
         self._runs = [runs_of(chunk.segments) for chunk in chunks]
         self._written = [False] * num_params
@@ -90,18 +98,29 @@ class GradientChunks:
             else:
                 self._norms.drop(segment)
 
-    def norm(self) -> Norm:
-        """The norm of the step's gradients on all ranks. Collective."""
-        every_held: list[Segment] = []
-        for chunk, placement in enumerate(self._chunks):
-            held = [s for s in placement.segments if self._written[s.param]]
-            if lacking := [s for s in held if self._norms.lacks(s)]:
-                with leased(self._store, chunk, read=ObjectKind.GRAD.mask) as lease:
-                    pieces = lease.pieces(ObjectKind.GRAD)
-                    for segment in lacking:
-                        self._norms.take(segment, pieces)
-            every_held += held
-        return self._norms.total(every_held)
+    def norm(self, present: Sequence[bool]) -> Norm:
+        """The norm of the step's gradients. Collective.
+
+        Args:
+            present: for each parameter, whether any rank has a gradient for it.
+        """
+        counted = [[param for param in params if present[param]] for params, _ in self._groups]
+        return self._norms.total(counted, lambda group: self._take_lacking(self._groups[group][1], present))
+
+    def _take_lacking(self, chunks: Sequence[int], present: Sequence[bool]) -> None:
+        lacking = {
+            chunk: [s for s in self._chunks[chunk].segments if present[s.param] and self._norms.lacks(s)]
+            for chunk in chunks
+        }
+
+        def take(lease: Lease, chunk: int) -> tuple[int, int]:
+            pieces = lease.pieces(ObjectKind.GRAD)
+            for segment in lacking[chunk]:
+                self._norms.take(segment, pieces)
+            return 0, 0
+
+        issued = ((self._store.acquire(chunk, read=ObjectKind.GRAD.mask), chunk) for chunk in chunks if lacking[chunk])
+        stream(issued, take, num_held_max=LEASES_AHEAD)
 
 
 def _store(pieces: Sequence[torch.Tensor], offset: int, gradient: torch.Tensor, *, add: bool) -> None:

@@ -1,9 +1,9 @@
-"""The norm of a step's gradients.
+"""The norm of a step's gradients, as ``torch.nn.utils.clip_grad_norm_`` takes it, bit for bit.
 
-One rank takes it as ``torch.nn.utils.clip_grad_norm_`` does, bit for bit: the norm of each parameter's gradient, in
-fp32 and in torch's order, and then the norm of these. Several ranks hold a part of each parameter, and that order goes
-from part to part: they take sums of squares in fp64, where torch's rounding does not happen (1e-4 of the norm of some
-million elements).
+That is the norm of each parameter's gradient, in fp32 and in torch's order, from the first element to the last, and
+then the norm of these. Where ranks have a part of each parameter, the sums go from rank to rank, group by group, so
+that all ranks work at the same time, each on another group. Where torch's order is not known, squares are summed in
+fp64.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 from infinity.plan.sharding import NORM_BLOCK, Segment
 from infinity.tiers.base import spans
+from infinity.tiers.collectives import Collectives
 from io_daemon import _native
 
 _log = logging.getLogger(__name__)
@@ -54,34 +55,37 @@ class Norms(Protocol):
         """Note the segment's gradient, which lies in its chunk's ``pieces``. A parameter's segments come in order."""
 
     def lacks(self, segment: Segment) -> bool:
-        """Whether the segment must be taken before ``total``."""
+        """Whether the segment is to be taken for ``total``."""
 
-    def total(self, held: Sequence[Segment]) -> Norm:
-        """The norm of all these segments, the same on every rank."""
+    def total(self, groups: Sequence[Sequence[int]], take_lacking: Callable[[int], None]) -> Norm:
+        """The norm of the parameters of all groups, the same on every rank. Collective.
+
+        Args:
+            groups: parameters, each group's in their order, alike on every rank.
+            take_lacking: takes what is lacking of the group of this number.
+        """
 
 
-def norms_of(
-    numels: Sequence[int], *, num_ranks: int, on_cpu: bool, sum_over_ranks: Callable[[torch.Tensor], None]
-) -> Norms:
-    """Those that give torch's own bits where that can be done: on one rank, and on a CPU whose torch is understood.
+def norms_of(numels: Sequence[int], collectives: Collectives, *, on_cpu: bool) -> Norms:
+    """Those with torch's own bits, on a CPU whose torch is understood; else those in fp64. Collective.
 
     Args:
         numels: of each parameter, unsharded.
-        sum_over_ranks: makes of a 0-D fp64 tensor the sum of all ranks' ones, in place.
+        collectives: of the ranks that have a part of each parameter.
     """
-    if num_ranks == 1 and on_cpu and torch_sums_in_lanes():
-        return ParamNorms(numels)
-    return BlockNorms(sum_over_ranks, is_second_best=num_ranks == 1)
+    unknown = torch.tensor([not (on_cpu and torch_sums_in_lanes())], dtype=torch.uint8)
+    collectives.max(unknown, "agree on how norms are taken")
+    return BlockNorms(collectives) if unknown else ParamNorms(numels, collectives)
 
 
 class ParamNorms:
     """Norms of whole parameters, with torch's bits."""
 
-    def __init__(self, numels: Sequence[int]) -> None:
-        self._numels = numels
+    def __init__(self, numels: Sequence[int], collectives: Collectives) -> None:
+        self._numels, self._collectives = numels, collectives
         self._states = np.zeros((len(numels), _STATE), dtype=np.float32)
         self._taken = [0] * len(numels)
-        """Elements of each parameter that its state has."""
+        """Elements of each parameter, from its first one, that its state has, here and on the ranks before."""
 
     def clear(self) -> None:
         self._taken = [0] * len(self._numels)
@@ -94,27 +98,53 @@ class ParamNorms:
         if segment.param_offset == 0:
             state.fill(0.0)
         elif segment.param_offset != self._taken[param]:
-            return  # one before it is still to come, and this one again
+            return  # what lies before it is still to come, and this once more
         for done, part in spans(pieces, segment.chunk_offset, segment.numel):
             _add_squares(part, state, segment.param_offset + done, self._numels[param])
         self._taken[param] = segment.param_offset + segment.numel
 
     def lacks(self, segment: Segment) -> bool:
-        return self._taken[segment.param] != self._numels[segment.param]
+        return self._taken[segment.param] < segment.param_offset + segment.numel
 
-    def total(self, held: Sequence[Segment]) -> Norm:
-        states = self._states[sorted({segment.param for segment in held})]
+    def total(self, groups: Sequence[Sequence[int]], take_lacking: Callable[[int], None]) -> Norm:
+        rank, last = self._collectives.rank, self._collectives.world_size - 1
+        self._collectives.agree("take the norm of the gradients").wait()
+        for number, params in enumerate(groups):
+            if rank > 0:
+                passed = torch.empty(len(params), _STATE + 1, dtype=torch.float64)
+                self._collectives.receive_from_previous(passed)
+                self._accept(params, passed)
+            take_lacking(number)
+            if rank < last:
+                self._collectives.send_to_next(self._known(params))
+        params = sorted(param for group in groups for param in group)
+        if last > 0:
+            known = self._known(params)
+            self._collectives.broadcast(known, "tell the norms of the gradients", source=last)
+            self._accept(params, known)
+        states = self._states[params]
         norms = torch.from_numpy(_norms_of(states))
         return Norm(torch.linalg.vector_norm(norms), not bool(np.isnan(states[:, _NOT_FINITE]).any()))
+
+    def _known(self, params: Sequence[int]) -> torch.Tensor:
+        """[parameters, states and how much is in them] in fp64, which has both."""
+        taken = [[float(self._taken[param])] for param in params]
+        states = torch.from_numpy(self._states[list(params)]).double()
+        return torch.cat([states, torch.tensor(taken, dtype=torch.float64).view(-1, 1)], dim=1)
+
+    def _accept(self, params: Sequence[int], passed: torch.Tensor) -> None:
+        self._states[list(params)] = passed[:, :_STATE].float().numpy()
+        for param, taken in zip(params, passed[:, _STATE].tolist(), strict=True):
+            self._taken[param] = int(taken)
 
 
 class BlockNorms:
     """Norms of the group shards' blocks in fp64, whose squares are summed in order: what the sum depends on, where
     groups, shards and chunks are cut, is gone when it is rounded to fp32."""
 
-    def __init__(self, sum_over_ranks: Callable[[torch.Tensor], None], *, is_second_best: bool = False) -> None:
-        """``is_second_best``: one rank's norms should be torch's, and it is told that these are not."""
-        self._sum_over_ranks, self._is_to_tell = sum_over_ranks, is_second_best
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+        self._is_told = False
         self._squares: dict[tuple[int, int], list[float]] = {}
         """By parameter and offset in it, of each block."""
 
@@ -136,19 +166,22 @@ class BlockNorms:
     def lacks(self, segment: Segment) -> bool:
         return (segment.param, segment.param_offset) not in self._squares
 
-    def total(self, held: Sequence[Segment]) -> Norm:
-        if self._is_to_tell:
-            self._is_to_tell = False
+    def total(self, groups: Sequence[Sequence[int]], take_lacking: Callable[[int], None]) -> Norm:
+        if not self._is_told:
+            self._is_told = True
             _log.warning(
                 "norms of gradients are summed in fp64 here, since torch's own order on this device is not known: what "
                 "is clipped by them differs in the last bits from torch.nn.utils.clip_grad_norm_"
             )
-        total = 0.0
-        for segment in held:
-            for square in self._squares[segment.param, segment.param_offset]:
-                total += square
+        for number in range(len(groups)):
+            take_lacking(number)
+        counted, total = {param for group in groups for param in group}, 0.0
+        for (param, _), squares in sorted(self._squares.items()):
+            if param in counted:
+                for square in squares:
+                    total += square
         square_sum = torch.tensor(total, dtype=torch.float64)
-        self._sum_over_ranks(square_sum)
+        self._collectives.sum(square_sum, "sum the norm of the gradients")
         return Norm(square_sum.sqrt().float(), bool(square_sum.isfinite()))
 
 

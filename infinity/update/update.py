@@ -106,10 +106,11 @@ class Update:
         self._norm_asked = True
         return self.grad_norm
 
-    def clip_once(self, max_norm: float) -> torch.Tensor:
-        """Have the coming update clip to ``max_norm``, whatever the config says. The norm, 0-D fp32."""
+    def clip_once(self, max_norm: float, present: Sequence[bool]) -> torch.Tensor:
+        """Have the coming update clip to ``max_norm``, whatever the config says. The norm, 0-D fp32, of the parameters
+        that are ``present``."""
         self._clip_once = float(max_norm)
-        return self._norm()
+        return self._norm(present)
 
     def keeps_states(self, param: int) -> bool:
         """Whether the next step goes on from the parameter's states, as they are or as somebody writes them."""
@@ -157,7 +158,7 @@ class Update:
             return self._go_on(present)
         self.settle()  # what the step before left to chunks that nobody has used since
         self._is_running, self._terms, self.num_updated = True, None, 0
-        factor = self._factor()
+        factor = self._factor(present)
         if self.scale.checks_overflow and not self._is_finite:
             return Outcome.SKIPPED
         self._present = list(present)
@@ -286,19 +287,19 @@ class Update:
                 lease.wait()
                 lease.release(dead=ObjectKind.GRAD.mask)
 
-    def _factor(self) -> torch.Tensor | None:
+    def _factor(self, present: Sequence[bool]) -> torch.Tensor | None:
         """What gradients are multiplied by: 1 over the loss scale, and max_norm / (norm + 1e-6), at most 1, as in
         torch.nn.utils.clip_grad_norm_. None: as they are."""
         max_norm = self._max_norm if self._clip_once is None else self._clip_once
         clips = max_norm > 0 or self._clip_once is not None
-        norm = self._norm() if clips or self._norm_asked else None
+        norm = self._norm(present) if clips or self._norm_asked else None
         factor = torch.ones(()) if norm is None or not clips else (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if self.scale.value == 1.0:
             return factor if clips else None
         return factor / self.scale.value
 
-    def _norm(self) -> torch.Tensor:
-        value, self._is_finite = self._gradients.norm()
+    def _norm(self, present: Sequence[bool]) -> torch.Tensor:
+        value, self._is_finite = self._gradients.norm(present)
         norm = value / self.scale.value
         self.grad_norm = float(norm)
         return norm

@@ -127,7 +127,7 @@ def _train(directory: Path, code: str, num_ranks: int) -> list[tuple[list[int], 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3])
 def test_the_example_trains_one_model_as_ddp_does(num_ranks: int, tmp_path: Path) -> None:
     """On one rank to the bit; on more, losses within bf16's rounding: the engine sums gradients in the config's
-    reduction dtype, DDP in bf16, and the clipped norm is summed in another order (see ``tests.support.parity``)."""
+    reduction dtype, DDP in bf16."""
     ours = _train(tmp_path / "ours", AROUND + SPY + example() + ANSWER, num_ranks)
     ddps = _train(tmp_path / "ddp", AROUND + DDP + ANSWER, num_ranks)
     assert [sizes for sizes, _, _ in ours] == [[num_ranks]] * num_ranks

@@ -49,11 +49,6 @@ class Cell:
         return self.param_tier == self.optimizer_tier == "none"
 
     @property
-    def clips_in_another_order(self) -> bool:
-        """Whether the norm is summed otherwise than by torch: a parameter's parts lie on several ranks."""
-        return self.clipping and self.num_ranks > 1
-
-    @property
     def sums(self) -> str:
         """How the gradients of several micro-batches and ranks are added up, see ``reference.Recipe``."""
         if self.no_sync:

@@ -60,6 +60,15 @@ class SmallShards:
             first += param.numel
         return values
 
+    @property
+    def trained(self) -> list[tuple[list[int], list[int]]]:
+        """Parameters and chunks of each group that is trained."""
+        return [
+            ([param.index for param in group.params], [chunk for chunk, _ in group.chunks])
+            for group in self.groups
+            if group.placement.trainable
+        ]
+
     def write_weights(self) -> None:
         """Into the store: WEIGHT and MASTER, of these what it has."""
         full = self.full

@@ -6,6 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from typing import Any, TypeVar
 
 import torch
@@ -24,6 +25,8 @@ class Meeting:
         self._left: dict[tuple[str, int], dict[int, Any]] = {}
         self._counts: Counter[tuple[str, int]] = Counter()
         self._changed = threading.Condition()
+        self.passed: list[Queue[torch.Tensor]] = [Queue() for _ in range(world_size)]
+        """What each rank is sent by the one before."""
 
     def leave(self, channel: str, rank: int, value: Any) -> int:
         with self._changed:
@@ -97,6 +100,12 @@ class ThreadedCollectives(Collectives):
         full.div_(self.world_size)
         self.reduced.append(full.clone())
         return Work(self._meeting, self.rank, output, full)
+
+    def receive_from_previous(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self._meeting.passed[self.rank].get(timeout=DEADLINE_S))
+
+    def send_to_next(self, tensor: torch.Tensor) -> None:
+        self._meeting.passed[self.rank + 1].put(tensor.clone())
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, source: int = 0) -> None:
         self.agree(what).wait()

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, Segment
+from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import LEASES_AHEAD, GradientChunks
 from infinity.update.norms import BlockNorms, Norm, Norms, ParamNorms
 from infinity.weights.param_group import GradientOf
@@ -24,11 +25,16 @@ class Fixture:
     def __init__(self, chunk_numel: int = NORM_BLOCK, piece_numel: int = 5000, norms: Norms | None = None) -> None:
         self.shards = SmallShards([SHAPES], chunk_numel=chunk_numel, piece_numel=piece_numel)
         self.store = self.shards.store
-        self.gradients = GradientChunks(self.store, self.shards.chunks, len(SHAPES), norms or of_blocks())
+        self.gradients = GradientChunks(
+            self.store, self.shards.chunks, len(SHAPES), self.shards.trained, norms or of_blocks()
+        )
         self.ids = [chunk for chunk, _ in self.shards.groups[0].chunks]
 
     def add(self, flats: dict[int, torch.Tensor], *, norms: bool = False) -> None:
         self.gradients.add(self.ids, gradient_of(flats), list(flats), norms=norms)
+
+    def norm(self, params: Sequence[int]) -> Norm:
+        return self.gradients.norm([param in params for param in range(len(SHAPES))])
 
     def held(self, param: int) -> torch.Tensor:
         """The parameter's gradient in the store."""
@@ -42,11 +48,11 @@ class Fixture:
 
 
 def of_blocks() -> Norms:
-    return BlockNorms(sum_over_ranks=lambda total: None)
+    return BlockNorms(Collectives(None))
 
 
 def of_params() -> Norms:
-    return ParamNorms([shape[0] for shape in SHAPES])
+    return ParamNorms([shape[0] for shape in SHAPES], Collectives(None))
 
 
 EITHER = pytest.mark.parametrize("norms", [of_blocks, of_params])
@@ -98,11 +104,11 @@ def test_a_cleared_step_is_forgotten() -> None:
     fixture = Fixture()
     fixture.add(gradients_of(range(4)), norms=True)
     fixture.gradients.clear()
-    assert fixture.gradients.norm() == Norm(torch.tensor(0.0), is_finite=True)
+    assert fixture.norm([]) == Norm(torch.tensor(0.0), is_finite=True)
     again = gradients_of([0], seed=1)
     fixture.add(again)
     assert torch.equal(fixture.held(0), again[0])
-    assert float(fixture.gradients.norm().value) == pytest.approx(float(again[0].double().norm()), rel=1e-6)
+    assert float(fixture.norm([0]).value) == pytest.approx(float(again[0].double().norm()), rel=1e-6)
 
 
 def test_a_gradient_is_replaced_by_given_values_and_added_to_from_there() -> None:
@@ -121,7 +127,7 @@ def test_a_gradient_is_replaced_by_given_values_and_added_to_from_there() -> Non
     (chunk, placement) = next((i, each) for i, each in enumerate(fixture.shards.chunks) if i == 1)
     begin = next(segment.param_offset for segment in placement.segments if segment.param == 0)
     nothing = ChunkPlacement(group=0, start=0, numel=0, segments=())
-    gradients = GradientChunks(fixture.store, [nothing, placement], 4, of_blocks())
+    gradients = GradientChunks(fixture.store, [nothing, placement], 4, [], of_blocks())
     gradients.replace(0, begin, torch.full((30_000 - begin,), 7.0))
     assert torch.equal(fixture.held(0)[begin:], torch.full((30_000 - begin,), 7.0)), f"of chunk {chunk} alone"
 
@@ -171,7 +177,7 @@ def test_the_norm_is_that_of_what_was_given_whatever_the_chunks(norms: Callable[
     for chunk_numel, piece_numel in ((NORM_BLOCK, 5000), (NORM_BLOCK, NORM_BLOCK), (4 * NORM_BLOCK, 3 * NORM_BLOCK)):
         fixture = Fixture(chunk_numel, piece_numel, norms())
         fixture.add(flats, norms=warm)
-        found.append(fixture.gradients.norm().value)
+        found.append(fixture.norm([0, 1, 3]).value)
         assert found[-1].dtype is torch.float32
     assert found[0] == found[1] == found[2]
     exact = torch.cat([flat.double() for flat in flats.values()]).norm().float()
@@ -184,13 +190,13 @@ def test_norms_are_read_once_and_taken_while_warm_not_at_all(norms: Callable[[],
     flats = gradients_of([0, 3])
     fixture.add(flats, norms=True)
     num_leases = len(fixture.store.acquired())
-    assert float(fixture.gradients.norm().value) == pytest.approx(float(torch_norm(flats)), rel=1e-6)
+    assert float(fixture.norm([0, 3]).value) == pytest.approx(float(torch_norm(flats)), rel=1e-6)
     assert len(fixture.store.acquired()) == num_leases, "they were taken on the way"
     fixture.add(flats)
     twice = {param: flat * 2 for param, flat in flats.items()}
     num_leases = len(fixture.store.acquired())
     for _ in range(2):
-        assert float(fixture.gradients.norm().value) == pytest.approx(float(torch_norm(twice)), rel=1e-6)
+        assert float(fixture.norm([0, 3]).value) == pytest.approx(float(torch_norm(twice)), rel=1e-6)
         assert fixture.store.acquired()[num_leases:] == [(0, GRAD, 0), (1, GRAD, 0), (4, GRAD, 0)]
     assert fixture.store.num_held == 0
     assert fixture.store.released()[-1] == (4, 0, 0)
@@ -202,7 +208,7 @@ def test_the_norm_counts_what_earlier_micro_batches_left(norms: Callable[[], Nor
     first, last = gradients_of([0, 2]), gradients_of([1])
     fixture.add(first)
     fixture.add(last, norms=True)
-    assert float(fixture.gradients.norm().value) == pytest.approx(float(torch_norm({**first, **last})), rel=1e-6)
+    assert float(fixture.norm([0, 1, 2]).value) == pytest.approx(float(torch_norm({**first, **last})), rel=1e-6)
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
@@ -213,9 +219,9 @@ def test_a_gradient_that_is_not_finite_is_told_wherever_it_is(norms: Callable[[]
         flats = gradients_of(range(4))
         flats[0][place] = bad
         fixture.add(flats, norms=True)
-        assert not fixture.gradients.norm().is_finite
+        assert not fixture.norm(range(4)).is_finite
     fixture = Fixture(norms=norms())
     fixture.add({2: torch.full(SHAPES[2], 1e30)}, norms=True)
-    value, is_finite = fixture.gradients.norm()
+    value, is_finite = fixture.norm([2])
     assert is_finite, "as the scaler of torch has it: no gradient is infinite"
     assert (norms is of_blocks) == bool(value.isfinite())

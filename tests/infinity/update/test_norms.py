@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
 
 from infinity.plan.sharding import NORM_BLOCK, Segment
+from infinity.tiers.collectives import Collectives
 from infinity.update import norms
-from infinity.update.norms import BlockNorms, Norm, ParamNorms, norms_of, torch_sums_in_lanes
+from infinity.update.norms import BlockNorms, Norm, Norms, ParamNorms, norms_of, torch_sums_in_lanes
+from io_daemon.shared.protocol import align_up
+from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -21,14 +24,21 @@ def asked_anew() -> Iterator[None]:
     torch_sums_in_lanes.cache_clear()
 
 
-def of(num_ranks: int, *, on_cpu: bool = True) -> object:
-    return norms_of([3], num_ranks=num_ranks, on_cpu=on_cpu, sum_over_ranks=lambda total: None)
+ALONE = Collectives(None)
 
 
-def test_one_rank_takes_torchs_own_and_several_take_sums_in_fp64() -> None:
-    assert isinstance(of(1), ParamNorms)
-    assert isinstance(of(2), BlockNorms)
-    assert isinstance(of(1, on_cpu=False), BlockNorms)
+def test_norms_are_torchs_own_where_its_order_is_known() -> None:
+    assert isinstance(norms_of([3], ALONE, on_cpu=True), ParamNorms)
+    assert isinstance(norms_of([3], ALONE, on_cpu=False), BlockNorms)
+
+
+def test_all_ranks_take_them_alike() -> None:
+    """Nodes may differ in their processors."""
+
+    def of_rank(collectives: ThreadedCollectives) -> Norms:
+        return norms_of([3], collectives, on_cpu=collectives.rank != 1)
+
+    assert [type(found) for found in on_ranks(3, of_rank)] == [BlockNorms] * 3
 
 
 def test_where_torch_sums_in_another_order_it_is_not_imitated_and_that_is_told_once(
@@ -37,13 +47,20 @@ def test_where_torch_sums_in_another_order_it_is_not_imitated_and_that_is_told_o
     """It is asked of torch, not of its version or the processor's name."""
     norm_of = torch.linalg.vector_norm
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda values: norm_of(values.double()).float())
-    for num_ranks, num_told in ((2, 0), (1, 1)):
-        found = of(num_ranks)
-        assert isinstance(found, BlockNorms)
-        assert caplog.messages == []
-        for _ in range(2):
-            assert found.total([]) == Norm(torch.tensor(0.0), is_finite=True)
-        assert ["fp64" in message for message in caplog.messages] == [True] * num_told
+    found = norms_of([3], ALONE, on_cpu=True)
+    assert isinstance(found, BlockNorms)
+    assert caplog.messages == []
+    for _ in range(2):
+        assert found.total([], nothing) == Norm(torch.tensor(0.0), is_finite=True)
+    assert ["fp64" in message for message in caplog.messages] == [True]
+
+
+def nothing(group: int) -> None:
+    raise AssertionError(f"group {group} lacks nothing")
+
+
+def norm_of(found: Norms, params: Sequence[int]) -> torch.Tensor:
+    return found.total([params], lambda group: None).value
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -53,7 +70,7 @@ def test_a_parameter_has_torchs_norm_however_it_is_cut(numel: int, dtype: torch.
     for step in (1, 3, 8, 1000, 65_536):
         if numel // step > 2000:
             continue
-        found = ParamNorms([numel])
+        found = ParamNorms([numel], ALONE)
         held = []
         for first in range(0, numel, step):
             segment = Segment(param=0, param_offset=first, chunk_offset=first, numel=min(step, numel - first))
@@ -61,7 +78,7 @@ def test_a_parameter_has_torchs_norm_however_it_is_cut(numel: int, dtype: torch.
             found.take(segment, [values])
             held.append(segment)
         assert not any(map(found.lacks, held))
-        assert found.total(held).value == torch.nn.utils.get_total_norm([values.float()])
+        assert norm_of(found, [0]) == torch.nn.utils.get_total_norm([values.float()])
 
 
 @pytest.mark.parametrize("piece_numel", [1 << 30, NORM_BLOCK // 2, 1000])
@@ -70,23 +87,23 @@ def test_a_parameter_has_torchs_norm_however_it_is_cut(numel: int, dtype: torch.
 )
 def test_blocks_are_those_of_the_segment_wherever_it_begins(first: int, numel: int, piece_numel: int) -> None:
     chunk = torch.randn(12 * NORM_BLOCK, generator=torch.Generator().manual_seed(first))
-    found = BlockNorms(lambda total: None)
+    found = BlockNorms(ALONE)
     segment = Segment(param=0, param_offset=0, chunk_offset=first, numel=numel)
     found.take(segment, list(torch.split(chunk, piece_numel)))
     expected = chunk[first : first + numel].double().norm()
-    torch.testing.assert_close(found.total([segment]).value.double(), expected, rtol=1e-7, atol=0)
+    torch.testing.assert_close(norm_of(found, [0]).double(), expected, rtol=1e-7, atol=0)
 
 
 def test_a_part_that_comes_too_early_is_asked_for_again() -> None:
     values = torch.arange(10.0)
     first, last = (Segment(param=0, param_offset=at, chunk_offset=at, numel=5) for at in (0, 5))
-    found = ParamNorms([10])
+    found = ParamNorms([10], ALONE)
     found.take(last, [values])
     assert found.lacks(first)
     assert found.lacks(last)
     found.take(first, [values])
     found.take(last, [values])
-    assert found.total([first, last]).value == values.norm()
+    assert norm_of(found, [0]) == values.norm()
     found.drop(last)
     assert found.lacks(first)
 
@@ -98,17 +115,57 @@ def test_parameters_count_in_their_order_and_those_without_a_gradient_not_at_all
     values = torch.randn(200, generator=generator) * torch.logspace(-3, 3, 200)
     segments = [Segment(param=p, param_offset=0, chunk_offset=5 * p, numel=5) for p in range(40)]
     held = [segment for segment in segments if segment.param % 3]
-    found = ParamNorms(numels)
+    found = ParamNorms(numels, ALONE)
     for segment in reversed(held):
         found.take(segment, [values])
     grads = [values[5 * p : 5 * p + 5] for p in range(40) if p % 3]
-    assert found.total(held[::-1]).value == torch.nn.utils.get_total_norm(grads)
+    assert norm_of(found, [s.param for s in held[::-1]]) == torch.nn.utils.get_total_norm(grads)
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_ranks_that_have_parts_find_torchs_norm_of_the_whole(world_size: int) -> None:
+    """A parameter may end on any rank, and rank 0 may have taken its part while it was warm, or not."""
+    numels = [100_003, 64, 5, 4096, 999]
+    groups = [[1, 0], [2], [3, 4]]
+    generator = torch.Generator().manual_seed(world_size)
+    grads = [torch.randn(numel, generator=generator) for numel in numels]
+    expected = torch.nn.utils.get_total_norm([grad for param, grad in enumerate(grads) if param != 3])
+
+    def of_rank(collectives: ThreadedCollectives) -> list[tuple[Norm, int]]:
+        parts = {}
+        for param, numel in enumerate(numels):
+            share = align_up(-(-numel // world_size), 64)
+            first = min(collectives.rank * share, numel)
+            if part := min(share, numel - first):
+                parts[param] = Segment(param=param, param_offset=first, chunk_offset=first, numel=part)
+        found = ParamNorms(numels, collectives)
+        counted = [[param for param in group if param != 3] for group in groups]
+        taken: list[int] = []
+
+        def take(group: int) -> None:
+            for param in counted[group]:
+                if param in parts and found.lacks(parts[param]):
+                    found.take(parts[param], [grads[param]])
+                    taken.append(param)
+
+        take(0)
+        told = []
+        for _ in range(2):
+            for _ in range(2):
+                taken.clear()
+                told.append((found.total(counted, take), len(taken)))
+            found.clear()
+        return told
+
+    for told in on_ranks(world_size, of_rank):
+        assert [norm for norm, _ in told] == [Norm(expected, is_finite=True)] * 4
+        assert (told[1][1], told[3][1]) == (0, 0), "what is known is not taken again"
 
 
 def test_fp16_is_cast_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "CAST_NUMEL", 100)
     values = torch.randn(1003, generator=torch.Generator().manual_seed(1)).half()
     segment = Segment(param=0, param_offset=0, chunk_offset=0, numel=1003)
-    found = ParamNorms([1003])
+    found = ParamNorms([1003], ALONE)
     found.take(segment, [values[:500], values[500:]])
-    assert found.total([segment]).value == values.float().norm()
+    assert norm_of(found, [0]) == values.float().norm()

@@ -57,7 +57,7 @@ class FixedGradients:
     def __init__(self, norm: float, *, is_finite: bool) -> None:
         self.found, self.num_asked, self.num_cleared = Norm(torch.tensor(norm), is_finite), 0, 0
 
-    def norm(self) -> Norm:
+    def norm(self, present: Sequence[bool]) -> Norm:
         self.num_asked += 1
         return self.found
 
@@ -237,7 +237,7 @@ def test_without_clipping_the_norm_is_taken_once_it_was_asked_for() -> None:
 @pytest.mark.parametrize("configured", [0.0, 100.0])
 def test_one_step_may_be_clipped_by_hand(configured: float) -> None:
     fixture = Fixture(max_norm=configured)
-    norm = fixture.update.clip_once(2.0)
+    norm = fixture.update.clip_once(2.0, ALL)
     assert (float(norm), norm.dtype) == (4.0, torch.float32)
     fixture.run(ALL)
     fixture.run(ALL)
@@ -247,7 +247,7 @@ def test_one_step_may_be_clipped_by_hand(configured: float) -> None:
 
 def test_a_clip_of_gradients_that_are_dropped_is_forgotten() -> None:
     fixture = Fixture()
-    fixture.update.clip_once(2.0)
+    fixture.update.clip_once(2.0, ALL)
     fixture.update.forget_clipping()
     fixture.run(ALL)
     assert fixture.factors == [None] * 6
@@ -255,7 +255,7 @@ def test_a_clip_of_gradients_that_are_dropped_is_forgotten() -> None:
 
 def test_a_clip_to_nothing_is_one() -> None:
     fixture = Fixture()
-    fixture.update.clip_once(0.0)
+    fixture.update.clip_once(0.0, ALL)
     fixture.run(ALL)
     assert fixture.factors == [0.0] * 6
 

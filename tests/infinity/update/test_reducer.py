@@ -26,8 +26,8 @@ class OneRank:
         self.shards = SmallShards(SHAPES, collectives, frozen=FROZEN)
         self.rank = self.shards.collectives.rank
         self.added: list[tuple[int, list[int], bool]] = []
-        norms = BlockNorms(sum_over_ranks=lambda total: None)
-        self.gradients = GradientChunks(self.shards.store, self.shards.chunks, NUM_PARAMS, norms)
+        norms = BlockNorms(self.shards.collectives)
+        self.gradients = GradientChunks(self.shards.store, self.shards.chunks, NUM_PARAMS, self.shards.trained, norms)
         add = self.gradients.add
 
         def recorded(chunk_ids: Sequence[int], gradient_of: Any, params: Sequence[int], *, norms: bool) -> None:
