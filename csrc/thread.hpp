@@ -7,6 +7,8 @@
 #include <thread>
 #include <utility>
 
+#include "error.hpp"
+
 namespace infinity {
 
 template <typename Body>
@@ -18,7 +20,13 @@ std::thread start_thread(const char* name, Body body) {
     sigset_t* mask;
     ~Restore() { pthread_sigmask(SIG_SETMASK, mask, nullptr); }
   } restore{&previous};
-  std::thread thread(std::move(body));
+  std::thread thread;
+  try {
+    thread = std::thread(std::move(body));
+  } catch (const std::system_error& error) {
+    throw_errno(error.code().value(),
+                "start a thread (raise ulimit -u, or the container's pids.max)");
+  }
   pthread_setname_np(thread.native_handle(), name);
   return thread;
 }

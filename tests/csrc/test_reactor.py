@@ -76,6 +76,23 @@ def test_its_threads_are_named_and_take_no_signals(engine: str, tmp_path: Path) 
     assert made.reactor.close(CLOSE_MS)
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="root alone may become somebody who has too many threads already")
+@pytest.mark.parametrize("engine", ["posix", "libaio"])
+def test_a_thread_that_cannot_be_had_is_told_with_its_limit(engine: str) -> None:
+    script = """
+import os, resource, sys
+from io_daemon._native import Reactor
+os.setuid(23456)
+resource.setrlimit(resource.RLIMIT_NPROC, (1, 1))
+try:
+    Reactor(sys.argv[1], 4, 4096)
+except OSError as error:
+    sys.exit(str(error))
+"""
+    run = run_script(script, engine)
+    assert "start a thread (raise ulimit -u" in run.stderr
+
+
 @pytest.fixture
 def bench(tmp_path: Path) -> ReactorBench:
     return ReactorBench(tmp_path / "file", "posix")
