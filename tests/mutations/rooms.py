@@ -61,14 +61,20 @@ POLICY: Final = Room(
         "fair_queue.py": [P + "test_fair_queue.py"],
         "residency.py": [P + "test_plan_room.py", P + "test_residency.py", P + "test_simulation.py"],
         "step_trace.py": [P + "test_step_trace_figures.py", P + "test_step_trace.py"],
-        "swap_object.py": [SCHEDULING[1], P + "test_residency.py", *SCHEDULING[:1], *SCHEDULING[2:]],
+        "swap_object.py": [
+            P + "test_swap_object.py",
+            SCHEDULING[1],
+            P + "test_residency.py",
+            *SCHEDULING[:1],
+            *SCHEDULING[2:],
+        ],
         "trace.py": [P + "test_trace.py", *SCHEDULING],
         "window.py": [P + "test_window.py"],
     },
     warm=("numpy", "hypothesis", "hypothesis.stateful", "pydantic", "io_daemon._native"),
 )
 
-ENGINES: Final = [C + "test_engines.py", C + "test_reactor.py", C + "test_kernel_calls.py"]
+ENGINES: Final = [C + "test_engines.py", C + "test_kernel_calls.py", C + "test_reactor.py"]
 REACTOR: Final = [C + "test_reactor.py", C + "test_engines.py", C + "test_blocks.py"]
 RINGS: Final = [C + "test_ring.py"]
 LAYOUT: Final = [S + "test_wire.py", S + "test_table.py", S + "test_arena.py", *RINGS]

@@ -12,7 +12,8 @@ from torch import nn
 
 from infinity.errors import ConfigError
 from infinity.weights import owners
-from infinity.weights.admission import admit, refuse_owned
+from infinity.weights.admission import admit, refuse_owned, refuse_without_values
+from infinity.weights.promises import promise
 
 
 class Net(nn.Sequential):
@@ -211,6 +212,19 @@ def test_parameters_without_memory_share_none() -> None:
     with torch.device("meta"):
         model = net()
     admit(model, torch.float32)
+
+
+def test_what_has_no_values_is_refused_by_name_unless_they_are_promised() -> None:
+    model = net()
+    refuse_without_values(model)
+    model[1].weight = nn.Parameter(torch.empty(2, 3, device="meta"))
+    with pytest.raises(ConfigError, match=r"model\.1\.weight = '?meta.*no values"):
+        refuse_without_values(model)
+    promise(model.weight_of(1), lambda _first, numel: torch.zeros(numel))
+    refuse_without_values(model)
+    model[0].register_buffer("scale", torch.ones(2, device="meta"))
+    with pytest.raises(ConfigError, match=r"model\.0\.scale = '?meta.*no file has it"):
+        refuse_without_values(model)
 
 
 def keep_in_attribute(module: nn.Module, view: torch.Tensor) -> str:

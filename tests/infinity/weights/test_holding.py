@@ -102,6 +102,27 @@ def test_hooks_of_the_users_that_were_there_before_run_while_it_is_held() -> Non
     ]  # fmt: skip
 
 
+def test_torchs_encoder_layer_sees_no_hooks_but_the_users() -> None:
+    """It takes its fast path only where no part of it has any; for the user's plain torch leaves it, too."""
+    layer = nn.TransformerEncoderLayer(8, 2, 8)
+    layer.linear1.register_forward_hook(lambda *_: None)
+    groups: dict[nn.Module, Any] = {part: ["a"] for part in layer.modules()}
+    noted: Any = NotedHolder()
+    calls = ModuleCalls(nn.Sequential(layer), groups, noted)
+
+    def counted() -> set[str]:
+        """As torch counts them."""
+        return {
+            name for name, part in layer.named_modules() if len(part._forward_hooks) + len(part._forward_pre_hooks) > 0
+        }
+
+    assert counted() == {"linear1"}
+    assert all(part._forward_pre_hooks for part in layer.modules()), "they are there and are called"
+    calls.remove()
+    assert counted() == {"linear1"}
+    assert not any(part._forward_pre_hooks for part in layer.modules())
+
+
 def test_a_part_may_be_called_from_outside() -> None:
     holder = NotedHolder()
     _, _, inner = calls_of(holder)
