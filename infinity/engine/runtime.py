@@ -91,6 +91,7 @@ class Runtime(owners.Owner):
             reduces_each=self.policy.reduces(boundary=False),
         )
         self.user_gradients = UserGradients(self.reducer, self._group_of, phases)
+            rounds_sums=sharded.precision.rounds_sums,
         self.io = StateIO(sharded)
         self._gathering = Gathering(
             sharded,

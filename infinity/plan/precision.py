@@ -39,6 +39,8 @@ class Precision:
     """Weights are whole on the device for good."""
     keeps_gradients: bool = True
     """Whether trained parameters have a gradient until the update. False: an engine without an optimizer."""
+    rounds_sums: bool = False
+    """Whether gradients are summed over a step's micro-batches, and the sum is reduced in fewer bits than it has."""
     update: torch.dtype = FP32
     """The dtype in which the optimizer computes."""
     states: Mapping[str, torch.dtype] = field(default_factory=dict)
@@ -77,10 +79,12 @@ class Precision:
             gradient = DTYPES[config.data_types.grad_accum_dtype]
         sums_first = config.accumulates and not policy.reduces(boundary=False)
         master = weight is not FP32 and not stepped_as_they_are
+        reduce = reduce or (gradient if sums_first else weight)
         return cls(
             weight=weight,
-            reduce=reduce or (gradient if sums_first else weight),
+            reduce=reduce,
             gradient=gradient,
+            rounds_sums=sums_first and reduce.itemsize < gradient.itemsize,
             master=master,
             keeps_weights=policy.shards_weights or not master,
             weights_stay=not policy.shards_weights,

@@ -39,15 +39,21 @@ class Reducer:
         *,
         gradient_dtype: torch.dtype = torch.float32,
         reduces_each: bool = False,
+        rounds_sums: bool = False,
     ) -> None:
         """
         Args:
             gradient_dtype: of gradients whose reduction is put off.
             reduces_each: every backward is reduced by itself, and not the sum of several.
+            rounds_sums: that sum is rounded where it is reduced, also by a rank that is alone.
         """
         self._groups = {group.index: group for group in groups if group.placement.trainable}
         self._gradients, self._collectives = gradients, collectives
-        self._gradient_dtype, self._reduces_each = gradient_dtype, reduces_each
+        self._gradient_dtype = gradient_dtype
+        self._rounds = reduces_each or rounds_sums
+        """Whether what a rank adds by itself is rounded to the dtype of reductions."""
+        self._adds_at_once = collectives.world_size == 1 and not rounds_sums
+        """Whether a gradient goes to the step's as it comes: nobody waits for it, and it is not rounded with others."""
         self._used = torch.zeros(num_params, dtype=torch.uint8)
         self._order = sorted(self._groups, reverse=True)
         self._completed: dict[int, None] = {}
@@ -79,14 +85,14 @@ class Reducer:
         Re-entrant checkpointing accumulates several times in one backward: each is added to the step's by itself, since
         added up first they would be rounded otherwise than in ``param.grad``.
         """
-        if self._collectives.world_size == 1 and group.has_gradient_of(param):
+        if self._adds_at_once and group.has_gradient_of(param):
             self._add_own(group)
         return group.take_gradient(param, self.divisor)
 
     def take_put(self, group: ParamGroup, param: ShardedParam) -> None:
         """The user has given the parameter a gradient: as that of a backward whose reduction is put off."""
         group.take_gradient(param)
-        if self._collectives.world_size == 1:
+        if self._adds_at_once:
             self._add_own(group)
             return
         group.keep_gradients(self._gradient_dtype)
@@ -114,10 +120,10 @@ class Reducer:
 
     def complete(self, group: ParamGroup) -> None:
         """Every parameter of the group has its gradient."""
-        if self._collectives.world_size == 1:
+        if self._adds_at_once:
             self._add_own(group, final=True)
             return
-        if self.puts_off:
+        if self.puts_off or self._collectives.world_size == 1:
             return
         self._completed[group.index] = None
         while self._num_issued < len(self._order) and self._order[self._num_issued] in self._completed:
@@ -142,7 +148,7 @@ class Reducer:
         return self._has_put_off
 
     def _finish(self, what: str, *, puts_off: bool) -> None:
-        if self._collectives.world_size == 1:
+        if self._adds_at_once:
             for group in self._groups.values():
                 self._add_own(group)
             return
@@ -152,6 +158,10 @@ class Reducer:
         if puts_off:
             for group in self._groups.values():
                 group.keep_gradients(self._gradient_dtype)
+            return
+        if self._collectives.world_size == 1:
+            for group in self._groups.values():
+                self._add_own(group)
             return
         completed = list(self._completed)
         while self._num_issued < len(self._order):
@@ -178,8 +188,8 @@ class Reducer:
                 self._add_reduced()
 
     def _add_own(self, group: ParamGroup, *, final: bool = False) -> None:
-        if group.has_gradients:
-            params, gradient_of = group.take_gradients(rounded=self._reduces_each)
+        if group.has_gradients or group.has_kept_gradients:
+            params, gradient_of = group.take_gradients(rounded=self._rounds)
             self._used[params] = 1
             self._add(group, gradient_of, params, final=final)
 

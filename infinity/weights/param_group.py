@@ -303,6 +303,11 @@ class ParamGroup:
         for param in self.params:
             gradient = self._gradients.pop(param.index, None)
             if gradient is None:
+    @property
+    def has_kept_gradients(self) -> bool:
+        """Whether there are sums of backwards whose reduction was put off."""
+        return bool(self._kept)
+
                 continue
             flat = param.flat_gradient(gradient).to(dtype)
             kept = self._kept.get(param.index)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import infinity
 from tests.support.ranks import run_ranks
@@ -209,3 +210,48 @@ def test_one_rank_rounds_the_gradients_of_each_micro_batch_as_several_do(stage: 
             (gradient,) = torch.autograd.grad(plain(batch).square().mean() / 2, [plain.weight])
             expected += gradient.bfloat16()
         assert torch.equal(engine.full_state_dict()["weight"], plain.weight.detach() - expected)
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_one_rank_rounds_the_sum_of_a_steps_gradients_as_several_do(stage: int) -> None:
+    """Where micro-batches are summed before they travel, it is their sum that travels: also of a layer that the last
+    one does not use, and of a gradient that a re-entrant checkpoint gives twice."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.first, self.second = nn.Linear(24, 24, bias=False), nn.Linear(24, 24, bias=False)
+
+        def forward(self, x: torch.Tensor, both: bool) -> torch.Tensor:
+            x = x.requires_grad_()
+            out = checkpoint(self.first, x, use_reentrant=True) + checkpoint(self.first, x.tanh(), use_reentrant=True)
+            found: torch.Tensor = out + self.second(x) if both else out
+            return found
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "communication_data_type": "bf16",
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    plain = Twice()
+    with infinity.initialize(model=Twice(), config=config)[0] as engine:
+        for step in range(4):
+            batch = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
+            engine.backward(engine(batch.clone(), step % 2 == 0).square().mean())
+            engine.step()
+            (plain(batch.clone(), step % 2 == 0).square().mean() / 2).backward()
+            if step % 2 == 1:
+                norm = torch.nn.utils.get_total_norm(
+                    [p.grad.bfloat16().float() for p in plain.parameters() if p.grad is not None]
+                )
+                assert engine.get_global_grad_norm() in (None, pytest.approx(float(norm)))
+                for param in plain.parameters():
+                    assert param.grad is not None
+                    param.data -= param.grad.bfloat16()
+                    param.grad = None
+        expected = plain.state_dict()
+        for name, value in engine.full_state_dict().items():
+            assert torch.equal(value, expected[name]), name
