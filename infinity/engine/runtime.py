@@ -30,6 +30,7 @@ from infinity.update.reducer import Reducer
 from infinity.weights import access, owners
 from infinity.weights.autocast import CastOnce
 from infinity.weights.ended import Ended
+from infinity.weights.buffers import note_mixed_dtypes
 from infinity.weights.heap import return_freed
 from infinity.weights.holding import ModuleCalls
 from infinity.weights.leaf import LeafCalls
@@ -196,6 +197,10 @@ class Runtime(owners.Owner):
         self._cast_once.watch()  # the model may switch autocast on itself
         with self._lock:
             self.live_set.use(group)
+    def note_failure(self, module: nn.Module, inputs: object, error: BaseException | None) -> None:
+        if self._phases.phase is not StepPhase.FORWARD:  # there the engine's own call answers
+            note_mixed_dtypes(module, inputs, error)
+
             group.num_holds += 1
             group.num_calls += 1
             if group.num_calls == 1:  # modules that share a group are called within each other

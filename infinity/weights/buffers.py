@@ -117,18 +117,32 @@ def mixed_dtypes_named(model: nn.Module, inputs: object) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        narrow = {param.dtype for param in model.parameters()} & {torch.bfloat16, torch.float16}
-        fp32 = [name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
-        given = (each.dtype for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
-        is_other = isinstance(error, WeightsError) or not _MIXES.search(str(error))
-        if is_other or not narrow or not fp32 or torch.float32 in given:
+        refusal = _mixed_dtypes_in(model, inputs, error)
+        if refusal is None:
             raise
-        short = "bf16" if torch.bfloat16 in narrow else "fp16"
-        raise WeightsError(
-            ", ".join(fp32[:4]),
-            f"in fp32 met weights in {short}: {error}",
-            f'write "data_types": {{"buffer_dtype": "{short}"}}, or cast what the buffers give in forward()',
-        ) from error
+        raise refusal from error
+
+
+def note_mixed_dtypes(model: nn.Module, inputs: object, error: BaseException | None) -> None:
+    """The same for a call that is not ours to end: torch's error gets a note."""
+    if isinstance(error, RuntimeError) and (refusal := _mixed_dtypes_in(model, inputs, error)) is not None:
+        error.add_note(str(refusal))
+
+
+def _mixed_dtypes_in(model: nn.Module, inputs: object, error: RuntimeError) -> WeightsError | None:
+    if isinstance(error, WeightsError) or not _MIXES.search(str(error)):
+        return None
+    narrow = {param.dtype for param in model.parameters()} & {torch.bfloat16, torch.float16}
+    fp32 = [name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
+    given = (each.dtype for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
+    if not narrow or not fp32 or torch.float32 in given:
+        return None
+    short = "bf16" if torch.bfloat16 in narrow else "fp16"
+    return WeightsError(
+        ", ".join(fp32[:4]),
+        f"in fp32 met weights in {short}: {error}",
+        f'write "data_types": {{"buffer_dtype": "{short}"}}, or cast what the buffers give in forward()',
+    )
 
 
 def _own_patterns(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:

@@ -32,6 +32,9 @@ class Holder(Protocol):
     def end_call(self, *, failed: bool) -> None:
         """The call that ``begin_call`` announced is over."""
 
+    def note_failure(self, module: nn.Module, inputs: object, error: BaseException | None) -> None:
+        """The call of a module from outside the model ends with an error, which may be noted upon."""
+
     def hold(self, group: ParamGroup) -> None:
         """A call needs the group's weights."""
 
@@ -104,9 +107,12 @@ class ModuleCalls:
                 self._end(call, failed=True)
                 raise
 
-        def leave(called: nn.Module, _args: Any, output: Any) -> None:
+        def leave(called: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
             calls = self._thread.calls
-            failed = output is None and sys.exc_info()[0] is not None
+            error = sys.exc_info()[1]
+            failed = output is None and error is not None
+            if failed and calls and calls[0].module is called:
+                self._holder.note_failure(called, (args, kwargs), error)
             while any(call.module is called for call in calls):
                 call = calls.pop()
                 self._end(call, failed=failed)
@@ -114,7 +120,7 @@ class ModuleCalls:
                     return
 
         self._removable.append(module.register_forward_pre_hook(_Hook(name, enter), prepend=True))
-        self._removable.append(module.register_forward_hook(_Hook(name, leave), always_call=True))
+        self._removable.append(module.register_forward_hook(_Hook(name, leave), always_call=True, with_kwargs=True))
 
     def _end(self, call: _Call, *, failed: bool) -> None:
         call.hooks.close()
@@ -129,7 +135,7 @@ class _Hook:
     """A function that refuses, in words, to be pickled or copied with the module it hangs on."""
 
     def __init__(
-        self, name: str, function: Callable[[nn.Module, Any, Any], None] | Callable[[nn.Module, Any], None]
+        self, name: str, function: Callable[[nn.Module, Any, Any, Any], None] | Callable[[nn.Module, Any], None]
     ) -> None:
         self._name, self._function = name, function
 

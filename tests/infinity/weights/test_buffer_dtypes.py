@@ -173,3 +173,20 @@ def test_a_buffer_in_fp32_that_meets_16_bit_weights_is_named_with_the_remedy() -
     with infinity.initialize(model=Shifted(), config=remedied)[0] as engine:
         engine.backward(engine(torch.ones(2, 8, dtype=torch.bfloat16)).sum())
         engine.step()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_module_that_is_called_without_its_engine_notes_the_buffer_on_torchs_error(stage: int) -> None:
+    """Its call is not the engine's, to end with another error."""
+    with infinity.initialize(model=Shifted(), config=config_of(stage))[0] as engine:
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            engine.module(x=torch.ones(2, 8, dtype=torch.bfloat16))
+        (note,) = raised.value.__notes__
+        assert "shift in fp32 met weights in bf16" in note
+        assert '"buffer_dtype": "bf16"' in note
+        with pytest.raises(RuntimeError, match="dtype") as raised:
+            engine.module(x=torch.ones(2, 8))  # not the buffer's fault alone
+        assert not hasattr(raised.value, "__notes__")
+        with pytest.raises(WeightsError) as named:
+            engine(torch.ones(2, 8, dtype=torch.bfloat16))
+        assert not hasattr(named.value.__cause__, "__notes__"), "told once"

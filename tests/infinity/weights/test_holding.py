@@ -33,6 +33,9 @@ class NotedHolder:
     def end_call(self, *, failed: bool) -> None:
         self._note(f"end {'failed' if failed else 'well'}")
 
+    def note_failure(self, module: nn.Module, inputs: object, error: BaseException | None) -> None:
+        self.log.append(f"{type(module).__name__}{inputs} failed with {type(error).__name__}")
+
     def hold(self, group: Any) -> None:
         self._note(f"hold {group}")
 
@@ -142,7 +145,8 @@ def test_an_exception_ends_every_call() -> None:
     _, outer, _ = calls_of(holder)
     with pytest.raises(KeyError):
         outer("explode")
-    assert holder.log == ["begin Outer", "hooks outside", "no hooks", "release", "end failed"]
+    noted = "Outer(('explode',), {}) failed with KeyError"
+    assert holder.log == ["begin Outer", "hooks outside", noted, "no hooks", "release", "end failed"]
     holder.log.clear()
     outer(1)
     assert holder.log == WHOLE
