@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
 
 from infinity.engine.phases import Phases
 from infinity.engine.refusals import Refusals
+from infinity.engine.written import Written
 from infinity.errors import EngineStateError
 from infinity.states import ShardedState
 from infinity.update.reducer import Reducer
-from infinity.weights import owners
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
@@ -25,7 +24,6 @@ from infinity.weights.sharded_model import ShardedModel
 class WeightChanges:
     def __init__(
         self,
-        owner: owners.Owner,
         sharded: ShardedModel,
         live_set: LiveSet,
         reducer: Reducer,
@@ -33,8 +31,9 @@ class WeightChanges:
         *,
         lock: threading.RLock,
         refusals: Refusals,
+        written: Written,
     ) -> None:
-        self._owner, self._sharded, self._store = owner, sharded, sharded.store
+        self._sharded, self._store, self._written = sharded, sharded.store, written
         self._live_set, self._reducer, self._phases = live_set, reducer, phases
         self._lock, self._refusals = lock, refusals
 
@@ -42,30 +41,15 @@ class WeightChanges:
         """Raises WeightsError, before anything changes, for what an update would break."""
         self._check_params(self._sharded.params)
 
-    def check_writes(self) -> None:
-        """Raises WeightsError for weights that were written to where that is not kept, be it through a view."""
-        for param in self._sharded.params:
-            if param.is_changed:
-                self.refuse_write(param)
-
-    def refuse_write(self, param: ShardedParam) -> NoReturn:
-        """What was written goes with the weights that are here, once nobody uses them; the store has what it had."""
-        if not param.is_shown:
-            param.overlook_change()
-            group = next(group for group in self._sharded.groups if param in group.params)
-            with self._lock:
-                self._live_set.forget(group)
-        owners.refuse_write(self._owner, param.param)
-
     def make_ready(self, group: ParamGroup) -> None:
         """The group's weights are about to change in the store. Raises WeightsError for what that would break."""
         self._check_params(group.params)
         self._live_set.drop_ahead(group)
 
     def _check_params(self, params: Iterable[ShardedParam]) -> None:
+        params = list(params)
+        self._written.check(params)
         for param in params:
-            if param.is_changed:
-                self.refuse_write(param)
             self._refusals.refuse_views(param)
 
     def settle(self) -> None:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
 from infinity.engine.refusals import Refusals
+from infinity.engine.written import Written
 from infinity.errors import DaemonLostError, WorldError
 from infinity.tiers.collectives import Collectives
+from infinity.weights import arrays
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.param_group import ParamGroup
@@ -19,8 +21,7 @@ from io_daemon.shared.protocol import ObjectKind
 
 
 class Gathering:
-    """``lock``: weights come and go under it. ``refuse_write``: raises WeightsError about a parameter that was changed
-    and must not be."""
+    """``lock``: weights come and go under it."""
 
     def __init__(
         self,
@@ -31,17 +32,27 @@ class Gathering:
         group_of: Mapping[int, ParamGroup],
         *,
         lock: AbstractContextManager[object],
-        refuse_write: Callable[[ShardedParam], None],
+        written: Written,
         refusals: Refusals,
     ) -> None:
         self._sharded, self._io, self._collectives = sharded, io, collectives
         self._live_set, self._group_of, self._lock = live_set, group_of, lock
-        self._refuse_write, self._refusals = refuse_write, refusals
+        self._written, self._refusals = written, refusals
         self._num_writable: dict[int, int] = {}
         """Parameter index -> how many of the contexts that it is gathered in keep what is written."""
+        arrays.watch(self)
 
     def keeps_writes(self, param: ShardedParam) -> bool:
         return param.index in self._num_writable
+
+    @property
+    def resident(self) -> Mapping[int, ShardedParam]:
+        return self._sharded.resident
+
+    def lend_array(self, param: ShardedParam) -> bool:
+        is_kept = not self._sharded.policy.shards_weights or self.keeps_writes(param)
+        param.has_arrays |= is_kept
+        return is_kept
 
     @contextmanager
     def gathered(self, params: Sequence[ShardedParam], *, in_pass: bool, modifier_rank: int | None) -> Iterator[None]:
@@ -59,7 +70,7 @@ class Gathering:
             written = [param for param in params if not param.show()]
         if written:
             self._end(params, groups, writable=False)
-            self._refuse_write(written[0])
+            self._written.refuse(written[0])
         if modifier_rank is not None:
             for param in params:
                 self._num_writable[param.index] = self._num_writable.get(param.index, 0) + 1
@@ -76,7 +87,7 @@ class Gathering:
             finally:
                 changed, unseen = self._end(params, groups, writable=modifier_rank is not None)
         for param in changed:
-            self._refuse_write(param)
+            self._written.settle(param)
         for param in unseen:
             self._refusals.refuse_unseen(param)
 
@@ -107,20 +118,15 @@ class Gathering:
             param.allocate().copy_(flattened(data, param.order))
 
     def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:
-        changed = torch.tensor([param.is_changed for param in params], dtype=torch.uint8)
+        changed = torch.tensor([self._written.is_written(param) for param in params], dtype=torch.uint8)
         self._collectives.max(changed, f"agree which of {len(params)} gathered parameters were changed")
         for param in [param for param, flag in zip(params, changed.tolist(), strict=True) if flag]:
             self._refusals.refuse_views(param)
             with torch.no_grad():
                 values = param.allocate()
                 self._collectives.broadcast(values, f"share the changes of {param.name}", source=modifier_rank)
-            group = self._group_of[param.index]
-            kinds = [ObjectKind.WEIGHT]
-            if group.placement.trainable:
-                kinds = list(dict.fromkeys([self._sharded.precision.stepped, ObjectKind.WEIGHT]))
-            first, numel = self._io.own_range(param)
-            self._live_set.drop_ahead(group)
-            self._io.write_own(param, kinds, values[first : first + numel])
+            self._live_set.drop_ahead(self._group_of[param.index])
+            self._written.keep(param, values)
             param.count_update()
 
     def _end(

@@ -21,6 +21,7 @@ from infinity.engine.phases import Phases
 from infinity.engine.refusals import Refusals
 from infinity.engine.state_access import StateAccess
 from infinity.engine.user_gradients import UserGradients
+from infinity.engine.written import Written
 from infinity.errors import EngineStateError, WeightsError
 from infinity.states import StepPhase
 from infinity.tiers.collectives import Collectives
@@ -29,8 +30,8 @@ from infinity.update.norms import norms_of
 from infinity.update.reducer import Reducer
 from infinity.weights import access, owners
 from infinity.weights.autocast import CastOnce
-from infinity.weights.ended import Ended
 from infinity.weights.buffers import note_mixed_dtypes
+from infinity.weights.ended import Ended
 from infinity.weights.heap import return_freed
 from infinity.weights.holding import ModuleCalls
 from infinity.weights.leaf import LeafCalls
@@ -90,10 +91,11 @@ class Runtime(owners.Owner):
             num_params,
             gradient_dtype=sharded.precision.gradient,
             reduces_each=self.policy.reduces(boundary=False),
+            rounds_sums=sharded.precision.rounds_sums,
         )
         self.user_gradients = UserGradients(self.reducer, self._group_of, phases)
-            rounds_sums=sharded.precision.rounds_sums,
         self.io = StateIO(sharded)
+        self.written = Written(self, sharded, self.io, collectives, self.live_set, lock=self._lock)
         self._gathering = Gathering(
             sharded,
             self.io,
@@ -101,7 +103,7 @@ class Runtime(owners.Owner):
             self.live_set,
             self._group_of,
             lock=self._lock,
-            refuse_write=lambda param: self.changes.refuse_write(param),
+            written=self.written,
             refusals=self._refusals,
         )
         self.states = StateAccess(
@@ -110,18 +112,19 @@ class Runtime(owners.Owner):
             phases,
             reducer=self.reducer,
             gradients=self.gradients,
+            check_written=self.written.check,
             begin_write=self._gathering.begin_write,
             refresh=self._gathering.refresh,
             together=collectives.together,
         )
         self.changes = WeightChanges(
-            self,
             sharded,
             self.live_set,
             self.reducer,
             phases,
             lock=self._lock,
             refusals=self._refusals,
+            written=self.written,
         )
         self._saved = SavedTensors(self._param_of, sharded.resident, self._bring, self._cast_once.use)
         self._streams = any(not group.persistent for group in sharded.groups)
@@ -193,21 +196,21 @@ class Runtime(owners.Owner):
                 else:
                     self.store.complete()
 
-    def hold(self, group: ParamGroup) -> None:
-        self._cast_once.watch()  # the model may switch autocast on itself
-        with self._lock:
-            self.live_set.use(group)
     def note_failure(self, module: nn.Module, inputs: object, error: BaseException | None) -> None:
         if self._phases.phase is not StepPhase.FORWARD:  # there the engine's own call answers
             note_mixed_dtypes(module, inputs, error)
 
+    def hold(self, group: ParamGroup) -> None:
+        self._cast_once.watch()  # the model may switch autocast on itself
+        with self._lock:
+            self.live_set.use(group)
             group.num_holds += 1
             group.num_calls += 1
             if group.num_calls == 1:  # modules that share a group are called within each other
                 written = [param for param in group.params if not param.show()]
                 if written:
                     self.release([group])
-                    self.changes.refuse_write(written[0])
+                    self.written.refuse(written[0])
 
     def release(self, groups: Sequence[ParamGroup]) -> None:
         changed: list[ShardedParam] = []
@@ -277,7 +280,7 @@ class Runtime(owners.Owner):
     def check_readable(self, call: str) -> None:
         """Raises EngineStateError if the weights are gone, WeightsError if they are not what somebody wrote to them."""
         self.refuse_over(call)
-        self.changes.check_writes()
+        self.written.check(self.sharded.params)
 
     def refuse_over(self, call: str) -> None:
         """Raises EngineStateError if the weights are gone."""

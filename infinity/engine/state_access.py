@@ -24,8 +24,9 @@ from io_daemon.shared.protocol import ObjectKind
 
 
 class StateAccess:
-    """``refresh``: has the weights of a parameter that are on the device follow the store; collective. ``together``:
-    ``Collectives.together``."""
+    """``check_written``: has the store follow what a user wrote to a parameter's weights on the device, or raises
+    WeightsError. ``refresh``: has the weights of a parameter that are on the device follow the store; collective.
+    ``together``: ``Collectives.together``."""
 
     def __init__(
         self,
@@ -35,6 +36,7 @@ class StateAccess:
         *,
         reducer: Reducer,
         gradients: GradientChunks,
+        check_written: Callable[[Sequence[ShardedParam]], None],
         begin_write: Callable[[ShardedParam], None],
         refresh: Callable[[ShardedParam], None],
         together: Callable[[Callable[[], None], str], None],
@@ -45,6 +47,7 @@ class StateAccess:
         """Whether the next step heeds what is written to the optimizer's states of a parameter; the update knows."""
         self._io, self._phases = io, phases
         self._reducer, self._gradients = reducer, gradients
+        self._check_written = check_written
         self._begin_write, self._refresh, self._together = begin_write, refresh, together
 
     def kind(self, state: str | None) -> ObjectKind:
@@ -59,6 +62,7 @@ class StateAccess:
         """The state in fp32 on the CPU: ``whole`` in the parameter's shape (collective), or this rank's part, 1-D. None
         where there is none: a frozen parameter has weights only, and a gradient lives from backward to step."""
         self._check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
+        self._check_written([param])
         if kind is ObjectKind.GRAD:
             self._settle(param, together=whole)
         kind = self._of_frozen(param, kind)

@@ -71,6 +71,8 @@ class ShardedParam:
         self._num_shown = 0
         self._version: int | None = None
         """Autograd's count of writes to the parameter and its views, as of the last look; None: never shown."""
+        self.has_arrays = False
+        """Whether somebody was given the memory of ``full`` itself, where writes are not counted."""
         self._num_unseen = 0
         self._outlived: list[Any] = []
         self._accumulator: Any = None
@@ -194,7 +196,7 @@ class ShardedParam:
             return
         del self._resident[self._key]
         memory = _storage_reference(self.full.untyped_storage())
-        self.full = None
+        self.full, self.has_arrays = None, False
         if not memory.expired():
             self._outlived = [*(view for view in self._outlived if not view.expired()), memory]
 

@@ -115,6 +115,11 @@ class ParamGroup:
         return self.placement.index
 
     @property
+    def is_lent(self) -> bool:
+        """Whether the weights that are here are the store's own."""
+        return self._is_lent
+
+    @property
     def in_use(self) -> bool:
         return self.num_holds > 0
 
@@ -298,16 +303,16 @@ class ParamGroup:
     def has_gradients(self) -> bool:
         return bool(self._gradients)
 
-    def keep_gradients(self, dtype: torch.dtype) -> None:
-        """Backward is over and its reduction is put off: add what it gave to what earlier ones did, in ``dtype``."""
-        for param in self.params:
-            gradient = self._gradients.pop(param.index, None)
-            if gradient is None:
     @property
     def has_kept_gradients(self) -> bool:
         """Whether there are sums of backwards whose reduction was put off."""
         return bool(self._kept)
 
+    def keep_gradients(self, dtype: torch.dtype) -> None:
+        """Backward is over and its reduction is put off: add what it gave to what earlier ones did, in ``dtype``."""
+        for param in self.params:
+            gradient = self._gradients.pop(param.index, None)
+            if gradient is None:
                 continue
             flat = param.flat_gradient(gradient).to(dtype)
             kept = self._kept.get(param.index)

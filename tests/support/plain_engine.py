@@ -2,7 +2,7 @@
 
 fp32 parameters are stepped as they are by torch's fused AdamW; other dtypes, and what is not contiguous
 (which that optimizer gets wrong), have a contiguous fp32 master. What a user writes to a parameter between
-steps counts: the master takes it over. Nothing here knows infinity.
+steps counts: the master takes over what is no longer its rounding. Nothing here knows infinity.
 """
 
 from __future__ import annotations
@@ -116,8 +116,9 @@ class PlainEngine(nn.Module):
             return
         for param, master in self._master_of.items():
             self._collect(param)
-            if not torch.equal(param, master.to(param.dtype)):
-                master.copy_(param)
+            rounded = master.to(param.dtype)
+            if not torch.equal(param, rounded):
+                master.copy_(torch.where(rounded == param, master, param.to(master.dtype)))
         if self.optimizer is not None:
             stepped = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
             for param in stepped:

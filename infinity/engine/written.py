@@ -1,0 +1,101 @@
+"""What users write to weights that are here: kept where weights are whole, else refused by name, and undone."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from typing import NoReturn
+
+import torch
+
+from infinity.errors import WorldError
+from infinity.tiers.collectives import Collectives
+from infinity.weights import owners
+from infinity.weights.live_set import LiveSet
+from infinity.weights.param import ShardedParam
+from infinity.weights.param_group import ParamGroup
+from infinity.weights.sharded_model import ShardedModel
+from infinity.weights.state_io import StateIO
+from io_daemon._native import checksum
+from io_daemon.shared.protocol import ObjectKind
+
+
+class Written:
+    """``lock``: weights come and go under it."""
+
+    def __init__(
+        self,
+        owner: owners.Owner,
+        sharded: ShardedModel,
+        io: StateIO,
+        collectives: Collectives,
+        live_set: LiveSet,
+        *,
+        lock: threading.RLock,
+    ) -> None:
+        self._owner, self._sharded, self._io = owner, sharded, io
+        self._collectives, self._live_set, self._lock = collectives, live_set, lock
+        self._group_of: dict[int, ParamGroup] = {p.index: group for group in sharded.groups for p in group.params}
+
+    def check(self, params: Iterable[ShardedParam]) -> None:
+        """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view."""
+        for param in params:
+            if self.is_written(param):
+                self.settle(param)
+
+    def is_written(self, param: ShardedParam) -> bool:
+        """Whether this rank has other weights here than its store."""
+        return param.is_changed or (param.has_arrays and self._differs(param))
+
+    def keep(self, param: ShardedParam, flat: torch.Tensor) -> None:
+        """This rank's part of ``flat``, the whole weights in memory order, is what the store has. Of weights that are
+        still their masters' rounding the masters stay."""
+        first, numel = self._io.own_range(param)
+        values, kinds = flat[first : first + numel].detach(), [ObjectKind.WEIGHT]
+        if self._group_of[param.index].placement.trainable and self._sharded.precision.master:
+            kinds = [ObjectKind.MASTER, ObjectKind.WEIGHT]
+            masters = self._io.read_own(param, ObjectKind.MASTER).to(values.device)
+            as_before = masters.to(values.dtype).view(torch.int16) == values.view(torch.int16)
+            values = torch.where(as_before, masters, values.float())
+        self._io.write_own(param, kinds, values)
+
+    def refuse(self, param: ShardedParam) -> NoReturn:
+        """What was written goes with the weights that are here, at once or when nobody uses them; the store has what it
+        had."""
+        group = self._group_of[param.index]
+        with self._lock:
+            if not param.is_shown:
+                param.overlook_change()
+                self._live_set.forget(group)
+            elif group.persistent and not group.in_use:
+                self._restore(group)
+        owners.refuse_write(self._owner, param.param)
+
+    def settle(self, param: ShardedParam) -> None:
+        """Take over what was written, or refuse it. Every rank must have written the same."""
+        if self._owner.shards_weights:
+            self.refuse(param)
+        flat = param.allocate()
+        if self._collectives.world_size > 1:
+            number = checksum(flat.detach().clone().cpu().view(torch.uint8).numpy())
+            self._collectives.agree(f"keep what was written to {param.name} ({number:08x})").wait()
+        if not self._group_of[param.index].is_lent:
+            self.keep(param, flat)
+        param.overlook_change()
+
+    def _restore(self, group: ParamGroup) -> None:
+        try:
+            group.reshard()
+            group.wait_for_unshard()
+        except WorldError:
+            return  # the others wrote nothing, and do something else: they are told what
+        for param in group.params:
+            param.overlook_change()
+
+    def _differs(self, param: ShardedParam) -> bool:
+        if self._group_of[param.index].is_lent or param.full is None:
+            return False
+        first, numel = self._io.own_range(param)
+        own = param.full.as_strided((param.numel,), (1,))[first : first + numel].cpu()
+        stored = self._io.read_own(param, ObjectKind.WEIGHT).to(own.dtype)
+        return not torch.equal(own.view(torch.uint8), stored.view(torch.uint8))

@@ -1,0 +1,85 @@
+"""Memory of weights in other hands: what is written through it leaves no trace that torch would show.
+
+A tensor and its views share a count of writes, but ``tensor.numpy()`` hands out their memory itself, and asks no class:
+``param.data[0].numpy()``, a view that was made in forward or inside ``no_grad``, all look at the weights. So torch's
+method is wrapped, once for the process: an array of weights that are here can be written to where that is kept, and the
+owner is told to look; elsewhere it is read-only, and numpy refuses. Other tensors' cost a look-up by their storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import torch
+
+from infinity.weights.access import param_behind, raw
+from infinity.weights.owners import known_owner_of, refuse_memory
+from infinity.weights.param import ShardedParam
+
+_tensor: Any = torch.Tensor
+_torchs_numpy: Any = torch.Tensor.numpy
+_torchs_dlpack: Any = torch.Tensor.__dlpack__
+
+
+class Lender(Protocol):
+    """Whoever has weights in memory."""
+
+    @property
+    def resident(self) -> Mapping[int, ShardedParam]:
+        """Parameters whose weights are here, by the identity of their storage."""
+
+    def lend_array(self, param: ShardedParam) -> bool:
+        """Somebody gets the memory of a parameter's weights: whether what is written to it is kept."""
+
+
+_lenders: WeakSet[Lender] = WeakSet()
+
+
+def watch(lender: Lender) -> None:
+    """Its weights are looked for behind arrays from now on."""
+    _lenders.add(lender)
+    _wrap()
+
+
+@cache
+def _wrap() -> None:
+    _tensor.numpy, _tensor.__dlpack__ = _numpy, _dlpack
+
+
+def _numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
+    array = _torchs_numpy(tensor, force=force)
+    found = _lender_of(tensor)
+    if found is not None and not found[0].lend_array(found[1]):
+        array.setflags(write=False)
+    return array
+
+
+_numpy.__doc__ = _torchs_numpy.__doc__
+_numpy.__name__ = "numpy"
+
+
+def _dlpack(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    if (param := param_behind(tensor)) is not None:
+        refuse_memory(known_owner_of(param), param, "__dlpack__")
+    found = _lender_of(tensor)
+    if found is not None and not found[0].lend_array(found[1]):
+        refuse_memory(known_owner_of(found[1].param), found[1].param, "__dlpack__")
+    return _torchs_dlpack(tensor, *args, **kwargs)
+
+
+_dlpack.__doc__ = _torchs_dlpack.__doc__
+_dlpack.__name__ = "__dlpack__"
+
+
+def _lender_of(tensor: torch.Tensor) -> tuple[Lender, ShardedParam] | None:
+    if param_behind(tensor) is not None or tensor.layout is not torch.strided:
+        return None
+    with raw():
+        key = tensor.untyped_storage()._cdata
+    for lender in _lenders:
+        if (param := lender.resident.get(key)) is not None:
+            return lender, param
+    return None
