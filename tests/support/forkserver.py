@@ -19,6 +19,7 @@ from typing import Any, Self
 from tests.support.cases import Case, cases_of
 from tests.support.forked import Child, Say, warm_up
 from tests.support.judge import Verdict, judge
+from tests.support.judged_on_ranks import judged_on_ranks
 from tests.support.world import Setting
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -43,7 +44,8 @@ class Judges:
                 pipe.close()  # the end of its input ends the server
         self._process.wait(timeout=CASE_TIMEOUT_S)
 
-    def verdict(self, module: str, case: Case, setting: Setting) -> Verdict:
+    def verdict(self, module: str, case: Case, setting: Setting, *, num_ranks: int = 1) -> Verdict:
+        """``num_ranks``: of more than one the first that failed, or rank 0's."""
         if self._process is None:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "tests.support.forkserver", *self._modules],
@@ -54,7 +56,7 @@ class Judges:
             )
         if self._process.stdin is None or self._process.stdout is None:
             raise AssertionError("the server has pipes")
-        request = {"module": module, "case": case.name, "setting": asdict(setting)}
+        request = {"module": module, "case": case.name, "setting": asdict(setting), "num_ranks": num_ranks}
         self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         answer = self._process.stdout.readline()
@@ -99,7 +101,11 @@ def main() -> None:
     for line in sys.stdin:
         request: dict[str, Any] = json.loads(line)
         case = cases_of(request["module"]).by_name[request["case"]]
-        verdict = judged_in_child(request["module"], case, Setting(**request["setting"]))
+        setting, num_ranks = Setting(**request["setting"]), int(request["num_ranks"])
+        if num_ranks > 1:
+            verdict = judged_on_ranks(case, setting, num_ranks=num_ranks)
+        else:
+            verdict = judged_in_child(request["module"], case, setting)
         answers.write(json.dumps(verdict.as_json()) + "\n")
         answers.flush()
 

@@ -68,6 +68,7 @@ def judge(
     about: str = "",
     by_torch: str = "",
     writes: bool = False,
+    swap_dir: str | None = None,
 ) -> Verdict:
     """Run ``script`` in both worlds.
 
@@ -75,11 +76,12 @@ def judge(
         about: a pattern that a refusal must match instead of naming a parameter or a module.
         by_torch: torch's own words, where it refuses what ours are before we could.
         writes: the script itself writes to weights, so after a refusal they only must be finite.
+        swap_dir: what the ranks that judge together share; None: a directory of its own.
     """
     plain = _run(script, PlainWorld(setting))
     if (broken := _not_finite(plain)) is not None:
         return Verdict(script=name, setting=str(setting), outcome="failed", message=f"the reference: {broken}")
-    with _environment(setting), InfinityWorld.opened(setting) as world:
+    with _environment(setting), InfinityWorld.opened(setting, swap_dir) as world:
         run = _run(script, world)
         outcome, message = _compare(plain, run, about, by_torch, writes=writes)
         error_type = "" if run.error is None else type(run.error).__name__
@@ -146,6 +148,7 @@ def _refusal_in(error: BaseException) -> BaseException | None:
         home = type(seen).__module__.partition(".")[0]
         if home in ("infinity", "io_daemon"):
             fault = isinstance(seen, (WorldError, ProtocolError)) and not isinstance(seen, BudgetError)
+            fault = fault and "the ranks diverge" not in str(seen)
             return None if fault else seen
         if RELAYED in str(seen):
             return seen

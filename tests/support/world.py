@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import infinity
+from tests.support.averaging_engine import AveragingEngine
 from tests.support.plain_engine import BETAS, EPS, LEARNING_RATE, PlainEngine, cast_weights
 
 THRESHOLD_KEYS = (
@@ -44,6 +46,9 @@ THRESHOLDS: dict[str, dict[str, int]] = {
 """Every module of its own and resharded at once; groups of several modules, resharded at once; what users have."""
 
 
+RANK_SEEDS = 10_000
+
+
 @dataclass(frozen=True, kw_only=True)
 class Setting:
     """One configuration under which a script is judged."""
@@ -53,6 +58,7 @@ class Setting:
     stage: int = 3
     bf16: bool = False
     nvme: bool = False
+    cpu: bool = False
     poison: bool = False
     split: bool = False
     """Whether the store has masters in halves, where there are some."""
@@ -66,7 +72,7 @@ class Setting:
 
     def __str__(self) -> str:
         words = [self.thresholds if self.stage == 3 else f"stage{self.stage}", "bf16" if self.bf16 else "fp32"]
-        return "-".join([*words, *(name for name in ("nvme", "poison", "split") if getattr(self, name))])
+        return "-".join([*words, *(name for name in ("nvme", "cpu", "poison", "split") if getattr(self, name))])
 
 
 @dataclass
@@ -81,6 +87,7 @@ class World:
 
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
         self.dtype = torch.bfloat16 if setting.bf16 else torch.float32
         self.observations: list[Observation] = []
         self.engines: list[Any] = []
@@ -93,11 +100,15 @@ class World:
 
     def randn(self, *shape: int, seed: int = 0, requires_grad: bool = False) -> Tensor:
         """Input of the setting's dtype."""
-        generator = torch.Generator().manual_seed(seed + 7)
+        generator = torch.Generator().manual_seed(self._seed(seed))
         return torch.randn(*shape, generator=generator).to(self.dtype).requires_grad_(requires_grad)
 
     def tokens(self, *shape: int, below: int, seed: int = 0) -> Tensor:
-        return torch.randint(below, shape, generator=torch.Generator().manual_seed(seed + 7))
+        return torch.randint(below, shape, generator=torch.Generator().manual_seed(self._seed(seed)))
+
+    def _seed(self, seed: int) -> int:
+        """Every rank has inputs of its own."""
+        return seed + 7 + RANK_SEEDS * self.rank
 
     def build(self, make: Callable[[], nn.Module]) -> nn.Module:
         """``make()`` under Init where there is one."""
@@ -177,13 +188,14 @@ class PlainWorld(World):
         **changes: Any,
     ) -> Any:
         self.models.append(model)
-        engine = PlainEngine(
+        engine = (AveragingEngine if dist.is_initialized() else PlainEngine)(
             model,
             bf16=self.setting.bf16,
             accumulation=accumulation,
             clipping=clipping,
             parameters=parameters,
             optimizer=optimizer,
+            **({"each": self.setting.stage >= 2} if dist.is_initialized() else {}),
         )
         self.engines.append(engine)
         return engine
@@ -203,10 +215,15 @@ class InfinityWorld(World):
 
     @classmethod
     @contextlib.contextmanager
-    def opened(cls, setting: Setting) -> Iterator[InfinityWorld]:
-        """With a swap directory of its own; engines that the script left are destroyed."""
-        with tempfile.TemporaryDirectory(prefix="infinity-odd-") as swap_dir:
-            world = cls(setting, swap_dir)
+    def opened(cls, setting: Setting, swap_dir: str | None = None) -> Iterator[InfinityWorld]:
+        """With a swap directory of its own, or the ranks'; engines that the script left are destroyed."""
+        own = (
+            tempfile.TemporaryDirectory(prefix="infinity-odd-")
+            if swap_dir is None
+            else contextlib.nullcontext(swap_dir)
+        )
+        with own as directory:
+            world = cls(setting, directory)
             try:
                 yield world
             finally:
@@ -215,8 +232,8 @@ class InfinityWorld(World):
 
     def config(self, *, accumulation: int = 1, clipping: float = 0.0, **changes: Any) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.setting.stage, "sub_group_size": 16384, **self.setting.zero}
-        if self.setting.nvme:
-            offload = {"device": "nvme", "nvme_path": self._swap_dir}
+        if self.setting.nvme or self.setting.cpu:
+            offload = {"device": "nvme", "nvme_path": self._swap_dir} if self.setting.nvme else {"device": "cpu"}
             zero |= {"offload_optimizer": offload} | ({"offload_param": offload} if self.setting.stage == 3 else {})
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": 1,

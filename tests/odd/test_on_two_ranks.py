@@ -1,0 +1,243 @@
+"""Scripts whose ranks differ: in data, in what they use, in what they write. Plain torch averages as DDP does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import infinity
+from tests.odd.nets import ROWS, WIDTH, Block, Net, Rule, square, trains
+from tests.support.cases import EACH, EACH_BF16, NVME, STAGE_2, STAGE_2_BF16, WHOLE, Case, Cases
+from tests.support.forkserver import Judges
+from tests.support.world import Setting
+
+cases = Cases(__name__)
+STAGE_1 = Setting(stage=1)
+STAGE_1_BF16 = Setting(stage=1, bf16=True)
+EVERY = (EACH, STAGE_1_BF16, STAGE_2, NVME, EACH_BF16, STAGE_2_BF16, STAGE_1, WHOLE)
+WHOLE_WEIGHTS = (STAGE_1_BF16, STAGE_2, STAGE_2_BF16, STAGE_1, WHOLE)
+
+
+def loop(world: Any, engine: Any, num_steps: int = 3, first: int = 0) -> None:
+    world.train(engine, lambda s: square(engine(world.randn(ROWS, WIDTH, seed=first + s))), num_steps=num_steps)
+
+
+class Routed(nn.Module):
+    """A mixture of experts, each row to one of them: which are called depends on the data."""
+
+    def __init__(self, num_experts: int = 4) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.router = nn.Linear(WIDTH, num_experts, bias=False)
+        self.experts = nn.ModuleList(Block() for _ in range(num_experts))
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.first(x)
+        scores = self.router(x).float().softmax(-1)
+        best = scores.argmax(-1)
+        out = torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            mine = best == number
+            if mine.any():
+                out[mine] = expert(x[mine]) * scores[mine, number, None].to(x.dtype)
+        return out
+
+
+@cases(settings=EVERY, must="equal")
+def experts_that_the_data_choose(world: Any) -> None:
+    model = Routed()
+    infinity.zero.set_leaf_modules(model, [Routed])
+    engine = world.initialize(model)
+    for step in range(4):
+        world.backward(engine, square(engine(world.randn(2, WIDTH, seed=step))))
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            world.observe("evaluation", engine(world.randn(2, WIDTH, seed=90 + step)))
+        engine.train()
+
+
+@cases(slow=True, settings=EVERY, must="equal")
+def experts_under_a_checkpoint(world: Any) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.last = Routed(), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, x: Tensor) -> Any:
+            return self.last(checkpoint(self.inner, x, use_reentrant=False))
+
+    model = Checkpointed()
+    infinity.zero.set_leaf_modules(model, [Routed])
+    engine = world.initialize(model, accumulation=2)
+    for step in range(4):
+        world.backward(engine, square(engine(world.randn(2, WIDTH, seed=step))))
+        engine.step()
+
+
+@cases(slow=True, settings=WHOLE_WEIGHTS, must="equal")
+def a_layer_that_one_rank_uses(world: Any) -> None:
+    """Below stage 3 nothing is gathered."""
+    model = Rule(lambda m, x: m.a(x) if world.rank else m.b(x))
+    trains(world, model, accumulation=2)
+
+
+@cases(settings=WHOLE_WEIGHTS, must="equal")
+def a_layer_that_ranks_use_in_turn(world: Any) -> None:
+    steps = iter(range(100))
+    model = Rule(lambda m, x: m.a(x) if (next(steps) + world.rank) % 3 == 0 else x)
+    trains(world, model, accumulation=2, num_steps=3)
+
+
+@cases(settings=EVERY, must="equal")
+def running_statistics_and_evaluations(world: Any) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, WIDTH))
+    engine = world.initialize(model, accumulation=2)
+    for step in range(4):
+        loop(world, engine, 1, step)
+        engine.eval()
+        with torch.no_grad():
+            world.observe("evaluation", engine(world.randn(ROWS, WIDTH, seed=50 + step)))
+        engine.train()
+
+
+@cases(slow=True, settings=EVERY, must="equal")
+def clipping_and_norms(world: Any) -> None:
+    engine = world.initialize(Net(), accumulation=2, clipping=0.05)
+    for step in range(4):
+        world.backward(engine, square(engine(world.randn(ROWS, WIDTH, seed=step))))
+        engine.step()
+    world.observe("norm", engine.get_global_grad_norm(), tolerance=1e-6)
+
+
+@cases(slow=True, settings=EVERY, must="equal")
+def numbers_drawn_by_each_rank(world: Any) -> None:
+    class Dropping(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(1)
+
+        def forward(self, x: Tensor) -> Any:
+            return F.dropout(self.net(F.dropout(x, 0.3)), 0.3)
+
+    engine = world.initialize(Dropping())
+    torch.manual_seed(100 + world.rank)
+    loop(world, engine)
+
+
+@cases(slow=True, settings=EVERY, must="equal")
+def several_backwards_a_step(world: Any) -> None:
+    engine = world.initialize(Net())
+    for step in range(2):
+        for part in range(2):
+            world.backward(engine, square(engine(world.randn(ROWS, WIDTH, seed=2 * step + part))))
+        engine.step()
+
+
+@cases(slow=True, settings=EVERY, must="equal")
+def frozen_layers_and_a_graph_kept_for_a_second_loss(world: Any) -> None:
+    model = Net()
+    model.blocks[0].requires_grad_(False)
+    engine = world.initialize(model)
+    for step in range(2):
+        out = engine(world.randn(ROWS, WIDTH, seed=step))
+        world.backward(engine, square(out), retain_graph=True)
+        world.backward(engine, out.float().abs().mean())
+        engine.step()
+
+
+def _from_rank(source: int, model: nn.Module) -> None:
+    if not isinstance(next(model.parameters()), infinity.weights.access.OwnedParameter):
+        for param in model.parameters():
+            dist.broadcast(param.data, source)
+
+
+@cases(settings=EVERY, must="equal")
+def one_rank_writes_what_is_gathered(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model)
+    loop(world, engine, 1)
+    params = list(model.parameters())
+    with infinity.zero.GatheredParameters(params, modifier_rank=1):
+        if world.rank == 1:
+            with torch.no_grad():
+                for param in params:
+                    param.mul_(0.5)
+    _from_rank(1, model)
+    loop(world, engine, 2, 1)
+
+
+@cases(settings=WHOLE_WEIGHTS, must="equal", writes=True)
+def every_rank_writes_between_steps(world: Any) -> None:
+    """Clipping of weights, and a layer made anew."""
+    model = Net()
+    engine = world.initialize(model)
+    for step in range(3):
+        loop(world, engine, 1, step)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.clamp_(-0.1, 0.1)
+        world.observe("clamped", engine.full_state_dict())
+    torch.manual_seed(7)
+    model.head.reset_parameters()
+    loop(world, engine, 2, 3)
+
+
+@cases(slow=True, settings=EVERY, must="equal")
+def tied_weights_and_a_penalty(world: Any) -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.words = nn.Embedding(20, WIDTH)
+            self.body = Net(1)
+            self.head = nn.Linear(WIDTH, 20, bias=False)
+            self.head.weight = self.words.weight
+
+        def forward(self, x: Tensor) -> Any:
+            return self.head(self.body(self.words(x)))
+
+    model = Tied()
+    engine = world.initialize(model)
+    for step in range(3):
+        x = world.tokens(2, 5, below=20, seed=step)
+        loss = F.cross_entropy(engine(x).float().flatten(0, 1), x.flatten())
+        world.backward(engine, loss + 1e-2 * model.head.weight.float().square().sum())
+        engine.step()
+
+
+@cases(settings=EVERY, must="equal")
+def re_entrant_checkpoints(world: Any) -> None:
+    class Checkpointed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(2)
+
+        def forward(self, x: Tensor) -> Any:
+            for block in self.net.blocks:
+                x = checkpoint(block, x, use_reentrant=True)
+            return self.net.head(x)
+
+    engine = world.initialize(Checkpointed(), accumulation=2)
+    for step in range(4):
+        world.backward(engine, square(engine(world.randn(ROWS, WIDTH, seed=step, requires_grad=True))))
+        engine.step()
+
+
+@cases(slow=True, settings=EVERY, must="equal")
+def sparse_gradients_on_ranks(world: Any) -> None:
+    model = nn.Sequential(nn.Embedding(20, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))
+    engine = world.initialize(model, accumulation=2, clipping=0.01)
+    for step in range(4):
+        world.backward(engine, square(engine(world.tokens(2, 4, below=20, seed=step))))
+        engine.step()
+
+
+@cases.parametrized()
+def test_on_two_ranks(case: Case, judges: Judges) -> None:
+    verdicts = [judges.verdict(__name__, case, setting, num_ranks=2) for setting in case.settings]
+    assert [verdict for verdict in verdicts if verdict.outcome == "failed"] == []

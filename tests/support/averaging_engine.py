@@ -1,0 +1,83 @@
+"""Plain torch on several ranks: gradients are averaged as DDP does, and buffers come from rank 0.
+
+The mean is added up in the order of ranks, wherever in a bucket an element would lie.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tests.support.plain_engine import PlainEngine
+
+
+class AveragingEngine(PlainEngine):
+    """``each``: every backward's gradients are averaged by themselves; else those of micro-batches before the last are
+    summed on their ranks, and averaged with the first that the last one gives, as behind ``no_sync()``."""
+
+    def __init__(self, module: nn.Module, *, each: bool, **kwargs: Any) -> None:
+        super().__init__(module, **kwargs)
+        self._each = each
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        for hook in self._hooks:
+            hook.remove()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        for buffer in self.module.buffers():
+            dist.broadcast(buffer, 0)
+        return super().forward(*args, **kwargs)
+
+    def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
+        before = {param: param.grad for param in self.module.parameters()}
+        for param in before:
+            param.grad = None
+        scaled = super().backward(loss, retain_graph)
+        travels = self._each or self.micro_steps + 1 == self.accumulation
+        for param, averaged in before.items():
+            gradient = None if param.grad is None else self._summed(param.grad, param)
+            if not travels:
+                if gradient is not None:
+                    self._sums[param] = self._sums[param] + gradient if param in self._sums else gradient
+                param.grad = averaged
+                continue
+            if not self._each and (held := self._sums.pop(param, None)) is not None:
+                gradient = held if gradient is None else held + gradient
+            gradient = mean(gradient, param)
+            param.grad = averaged
+            if gradient is not None:
+                self._add(param, gradient)
+        return scaled
+
+    def _summed(self, gradient: Tensor, param: nn.Parameter) -> Tensor:
+        """In the dtype in which micro-batches add up, where they do before they travel."""
+        gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        return gradient.float() if not self._each and self.accumulation > 1 else gradient
+
+    def _add(self, param: nn.Parameter, gradient: Tensor) -> None:
+        master = self._master_of.get(param)
+        if master is not None and self.accumulation > 1:
+            gradient = gradient.float().clone(memory_format=torch.contiguous_format)
+            master.grad = gradient if master.grad is None else master.grad + gradient
+        else:
+            param.grad = gradient if param.grad is None else param.grad + gradient
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        super().zero_grad(set_to_none)
+        self._sums.clear()
+
+
+@torch.no_grad()
+def mean(gradient: Tensor | None, like: Tensor) -> Tensor | None:
+    """The mean over ranks of what they have; None where no rank has any."""
+    dtypes: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(dtypes, None if gradient is None else gradient.dtype)
+    dtype = next((dtype for dtype in dtypes if dtype is not None), None)
+    if dtype is None:
+        return None
+    mine = torch.zeros(like.shape, dtype=dtype) if gradient is None else gradient
+    parts = [torch.empty(like.shape, dtype=dtype) for _ in dtypes]
+    dist.all_gather(parts, mine.detach().contiguous() / len(parts))
+    return torch.empty_like(like, dtype=dtype).copy_(sum(parts[1:], parts[0]))
