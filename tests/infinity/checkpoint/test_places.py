@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import CheckpointError, ConfigError, EngineStateError
+from infinity.files.aside import held, remove_left
 from infinity.files.place import local_path
 from tests.support.resumed import config_of, differing, everything_of, started, train
 
@@ -120,3 +121,35 @@ def test_an_engine_that_has_ended_says_so_first(tmp_path: Path) -> None:
     engine.destroy()
     with pytest.raises(EngineStateError, match="destroyed"):
         engine.load_checkpoint(tmp_path)
+
+
+def test_two_engines_save_into_one_directory_at_once(engine: Any, tmp_path: Path) -> None:
+    other = started(config_of(), seed=3)
+    states = {"mine": everything_of(engine), "others": everything_of(other)}
+    engine.save_checkpoint(tmp_path, tag="mine", asynchronous=True)
+    other.save_checkpoint(tmp_path, tag="others", asynchronous=True)
+    with pytest.raises(CheckpointError, match="mine: is being saved by another process, or by another engine"):
+        started(config_of()).save_checkpoint(tmp_path, tag="mine")
+    engine.wait_for_checkpoint()
+    other.destroy()
+    assert sorted(os.listdir(tmp_path)) == ["latest", "mine", "others"]
+    for tag, state in states.items():
+        engine.load_checkpoint(tmp_path, tag=tag)
+        assert not differing(everything_of(engine), state)
+
+
+def test_a_directory_that_is_removed_before_it_is_locked_is_made_anew(tmp_path: Path) -> None:
+    made: list[Path] = []
+
+    def make() -> Path:
+        made.append(tmp_path / str(len(made)))
+        made[-1].mkdir()
+        if len(made) == 1:
+            assert remove_left(made[-1]), "somebody sweeps just then"
+        return made[-1]
+
+    with held(make) as path:
+        assert path == made[1]
+        assert not remove_left(path)
+        assert path.is_dir()
+    assert not os.listdir(tmp_path)
