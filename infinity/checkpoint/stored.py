@@ -44,14 +44,17 @@ class StoredCheckpoint:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._directory = self._found()
+        """What ``path`` was the name of."""
         content, self.checksum = read_sealed(path / MANIFEST)
         try:
             self.manifest = Manifest.of_json(content)
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(path / MANIFEST, str(error), "name a checkpoint that this version wrote") from error
         self.entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in self.manifest.tensors}
-        self._check_files()
-        self._pieces = self._read_indexes()
+        with self._replaced_told():
+            self._check_files()
+            self._pieces = self._read_indexes()
         self._firsts = {key: [piece.first for _, piece in pieces] for key, pieces in self._pieces.items()}
         self._files: dict[int, PieceFile] = {}
         self._last: tuple[_Placed, torch.Tensor] | None = None
@@ -73,13 +76,14 @@ class StoredCheckpoint:
         """Elements [first, first + numel) in the order of memory, 1-D, in the dtype that they were kept in: to be read,
         not written."""
         placed = self._overlapping(name, kind, first, numel)
-        if len(placed) == 1:
-            return self._load(*placed[0])[first - placed[0][1].first :][:numel]
-        values = torch.empty(numel, dtype=DTYPES[self.entries[name].kinds[kind]])
-        for rank, piece in placed:
-            begin, end = max(first, piece.first), min(first + numel, piece.first + piece.numel)
-            values[begin - first : end - first] = self._load(rank, piece)[begin - piece.first : end - piece.first]
-        return values
+        with self._replaced_told():
+            if len(placed) == 1:
+                return self._load(*placed[0])[first - placed[0][1].first :][:numel]
+            values = torch.empty(numel, dtype=DTYPES[self.entries[name].kinds[kind]])
+            for rank, piece in placed:
+                begin, end = max(first, piece.first), min(first + numel, piece.first + piece.numel)
+                values[begin - first : end - first] = self._load(rank, piece)[begin - piece.first : end - piece.first]
+            return values
 
     @contextmanager
     def reading(self, order: Iterable[tuple[str, str, int, int]]) -> Iterator[None]:
@@ -99,14 +103,25 @@ class StoredCheckpoint:
 
     def shared_state(self) -> dict[str, Any]:
         """Python values that all ranks have alike."""
-        return self._read_state(SHARED_STATE)
+        with self._replaced_told():
+            return self._read_state(SHARED_STATE)
 
     def rank_state(self, rank: int) -> dict[str, Any]:
         """Python values of one of the ranks that wrote."""
-        return self._read_state(rank_state_name(rank))
+        with self._replaced_told():
+            return self._read_state(rank_state_name(rank))
 
     def verify(self, tell: Callable[[int], None] = lambda _bytes: None) -> Iterator[CheckpointError]:
-        """Read everything; what is wrong. ``tell``: called with the bytes of each piece that was read."""
+        """Read everything; what is wrong. ``tell``: called with the bytes of each piece that was read.
+
+        Raises CheckpointError if another save takes its place meanwhile."""
+        for error in self._faults(tell):
+            with self._replaced_told():
+                if self._found() != self._directory:
+                    raise error
+            yield error
+
+    def _faults(self, tell: Callable[[int], None]) -> Iterator[CheckpointError]:
         for name in (SHARED_STATE, *map(rank_state_name, range(self.manifest.world_size))):
             try:
                 self._read_state(name)
@@ -131,6 +146,26 @@ class StoredCheckpoint:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self.close()
+
+    def _found(self) -> tuple[int, int] | None:
+        """What directory is there now, if any."""
+        try:
+            found = self.path.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    @contextmanager
+    def _replaced_told(self) -> Iterator[None]:
+        """What is wrong with files of another directory than the one that was opened says nothing about this one."""
+        try:
+            yield
+        except CheckpointError as error:
+            if self._found() == self._directory:
+                raise
+            raise CheckpointError(
+                self.path, "was replaced, or removed, while it was read: another save has its tag", "read it again"
+            ) from error
 
     def _check_files(self) -> None:
         for name, file in self.manifest.files.items():

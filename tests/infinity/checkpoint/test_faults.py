@@ -280,6 +280,21 @@ def test_another_process_that_saves_here_is_not_disturbed(engine: Any, tmp_path:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "mine", "other"]
 
 
+def test_a_reader_whose_tag_is_saved_again_is_told_so_and_not_of_damage(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag="x")
+    with StoredCheckpoint.open(tmp_path) as stored:
+        train(engine, 1)
+        engine.save_checkpoint(tmp_path, tag="x")
+        for read in (
+            stored.shared_state,
+            lambda: list(stored.verify()),
+            lambda: stored.read_whole("image", "state.exp_avg"),
+        ):
+            with pytest.raises(CheckpointError, match=r"/x: was replaced.*read it again"):
+                read()
+        engine.load_checkpoint(tmp_path)
+
+
 def test_kills_leave_the_former_checkpoint_whole(tmp_path: Path) -> None:
     for outcome in killed_saves(tmp_path, num_kills=6, seed=1):
         assert outcome.problem == "", outcome
