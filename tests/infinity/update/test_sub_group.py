@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
 from infinity.plan.precision import Precision
+from infinity.update import sub_group
 from infinity.update.dry_run import options_of as all_options_of
 from infinity.update.rounding import Rounding
 from infinity.update.rule import History, UpdateRule
@@ -115,6 +117,19 @@ def test_what_has_no_gradient_neither_moves_nor_counts(precision: Precision) -> 
     fixture.step([False, True, False, False, True], seed=2)
     fixture.assert_as_torch()
     assert fixture.histories == [(2.0,)] * 5
+
+
+@pytest.mark.parametrize("numel_max", [0, 1 << 30], ids=["one by one", "gathered"])
+def test_weights_that_lie_in_their_parameters_are_stepped_there(
+    numel_max: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They come in as many pieces; those of a parameter without a gradient stay as they are."""
+    monkeypatch.setattr(sub_group, "GATHERED_NUMEL_MAX", numel_max)
+    fixture = Fixture(replace(FP32, weights_stay=True), (0, 1, 0, 1, 0))
+    fixture.step([True] * 5)
+    fixture.step([True, False, True, True, False], clip=0.25, seed=1)
+    fixture.step([False, True, False, False, True], seed=2)
+    fixture.assert_as_torch()
 
 
 @pytest.mark.parametrize("changes", [{"maximize": True}, {"decoupled_weight_decay": False}, {"eps": 1e-2}], ids=str)
