@@ -42,6 +42,8 @@ CONDITION: Final = re.compile(r"\bif \((?P<test>.*)\)(?= [{\w])")
 STATEMENT: Final = re.compile(r"^\s+(?P<call>[\w:.>\-]+(\(.*\))?( = .*)?;|--\w+;|\+\+[\w.\->]+;)$")
 KEPT: Final = re.compile(r"^\s*(return \w*;|using |static_|case |default:|const |constexpr |auto |\w+\.reserve\()")
 """A vector grows by itself: how much it was told beforehand is time, not behaviour."""
+DELETED: Final = "= delete;"
+"""What would call it does not compile: there is nothing to be seen."""
 CHOSEN: Final = re.compile(r"^\s*(inline |static )*constexpr [\w:]+ k\w+ = [\w:{}()<~* ']*;")
 TEXT: Final = re.compile(r'//.*$|"(\\.|[^"\\])*"')
 
@@ -70,5 +72,5 @@ def _changes(code: str) -> Iterator[tuple[int, int, str, str]]:
             yield *found.span(), str(int(found[0]) - 1), "constant"
     if (condition := CONDITION.search(code)) is not None and ";" not in condition["test"]:
         yield *condition.span("test"), f"!({condition['test']})", "swapped branches"
-    if (statement := STATEMENT.match(code)) is not None and not KEPT.match(code):
+    if (statement := STATEMENT.match(code)) is not None and not KEPT.match(code) and DELETED not in code:
         yield *statement.span("call"), ";", "removed statement"

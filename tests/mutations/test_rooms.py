@@ -121,6 +121,7 @@ int width = kLinearBits + 1;
   if (left <= limit && !done) throw_errno(EIO, "a + b == 1");
   cells.push_back(cell);
   cells.reserve(num_cells);
+  Cells(const Cells&) = delete;
 #if 1 == 1 && \\
     !defined(OTHER)
 """
@@ -131,7 +132,9 @@ def test_what_is_mutated_in_cpp_and_what_is_not() -> None:
     for mutant in cpp_mutants("a.cpp", CPP.encode()):
         before, after = mutant.diff(CPP.encode())
         found.setdefault(before, []).append(after)
-    assert not any("kBatchMax" in line or "#" in line or "OTHER" in line or "reserve" in line for line in found)
+    assert not any(
+        "kBatchMax" in line or "#" in line or "OTHER" in line or "reserve" in line or "delete" in line for line in found
+    )
     assert set(found["int width = kLinearBits + 1;"]) >= {
         "int width = kLinearBits - 1;",
         "int width = kLinearBits + 2;",
