@@ -1,50 +1,273 @@
-"""Where an answer differs from the real DeepSpeed's because ours was decided on, and why."""
+"""Where an answer differs from the real DeepSpeed's because ours was decided on: in which case and place, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
-DECIDED: Final[Mapping[str, str]] = {
-    "backwards.gradients_of_inputs_asked_for_apart": "they are of the loss as it is; outputs divide nothing",
-    "backwards.of_a_loss_beside_its_logits": "they are divided once, not by each output on their way",
-    "backwards.of_a_loss_with_a_regulariser": "all of it is divided, not what passes outputs alone",
-    "buffers.added_to_inputs_in_bf16[init]": "Init casts no buffers: this one is named with data_types.buffer_dtype",
-    "buffers.asked_for_in_fp32_training": "data_types.buffer_dtype holds in fp32 training, too",
-    "buffers.made_under_init": "Init casts no buffers, also those that torch's constructors make",
-    "checkpoints.latest_and_tags[0]": "zero_to_fp32.py lies beside every checkpoint, at stage 0, too",
-    "checkpoints.of_the_module_alone[3]": "weights alone are loaded at stage 3, too",
-    "checkpoints.without_states_of_the_optimizer": "a schedule that is loaded sets its rate at once",
-    "collectives.operations_by_name": "engine.comms_summary() has the table; meshes are for sequence parallelism",
-    "configuration.ways_into_initialize[args-and-config]": "the same configuration may be given twice",
-    "configuration.zero_conversions": "numbers and booleans in quotes are refused, as by initialize",
-    "leaves.by_the_configuration": "a parameter without a gradient is left alone, as by torch; ZeRO decays it",
-    "leaves.the_granularity_makes_leaves": "a parameter without a gradient is left alone, as by torch; ZeRO decays it",
-    "leaves.trained": "a parameter without a gradient is left alone, as by torch; ZeRO decays it",
-    "parameters.attributes_of_a_parameter": "what the engine's hooks call on a parameter is not there",
-    "parameters.below_stage_3_nothing_hangs_on_them": "all_gather() of what stays whole does nothing",
-    "parameters.gathered_twice_is_refused": "gathering may be nested",
-    "parameters.init_below_stage_3_is_whole_or_refused": "a model made under Init trains at every stage",
-    "parameters.made_under_init[": "a placeholder has the parameter's shape, and its dtype until initialize",
-    "parameters.made_under_init_by_two": "ds_tensor is a tensor and has no ds_numel: it has no padding",
-    "parameters.persistent_parameters": "a placeholder has the parameter's shape",
-    "parameters.placeholder_of_an_engine": "a placeholder has the parameter's shape",
-    "parameters.registering_what_is_no_parameter": "a wrong type is a TypeError",
-    "parts.partitioned_tensors": "PartitionedTensor belongs to pipeline parallelism",
-    "parts.tiled_linear_refuses": "a wrong number is a ConfigError",
-    "precision.bf16[0]": "AdamW over fp32 masters, as by torch; the real one's own stages 1 to 3 agree",
-    "schedules.as_classes[cosine": "a second schedule of an optimizer starts from its own rates, not from the first's",
-    "starting.untested_optimizers": "every optimizer that can be sharded is taken without a word",
-    "state.own_values_are_stage_3s": "a rank's part of the states is there at every stage that shards",
-    "state.own_values": "a rank's part is cut elsewhere: shards are of groups, not of single parameters",
-    "state.parts_of_all_ranks_make_the_whole": "parts have no padding, the real one's has what was in memory",
-    "training.accumulation_and_clipping[0]": "the norm is told at stage 0, too",
-    "training.unused_are_named_where_asked": "ignore_unused_parameters: false names them, as documented",
-    "training.unused_parameters": "a parameter without a gradient is left alone, as by torch; ZeRO decays it",
-}
-"""By the beginnings of names."""
+
+@dataclass(frozen=True)
+class Decision:
+    """Of the named cases these lines of ``facts.compare`` may be there; any other is a difference like all others."""
+
+    why: str
+    cases: tuple[str, ...]
+    lines: tuple[str, ...]
+    """As ``differences`` writes them, with * for what is left open: in a place within one step, behind it anything."""
+    factor: float | None = None
+    """What the real one's number is multiplied by; None: nothing is said of it."""
 
 
-def reason(name: str) -> str | None:
-    """Why the case may differ; None if it may not."""
-    return next((why for start, why in DECIDED.items() if name.startswith(start)), None)
+def _over(name: str, labels: str) -> tuple[str, ...]:
+    return tuple(f"{name}[{label}]" for label in labels.split())
+
+
+_UNUSED: Final = "a parameter without a gradient is left alone, as by torch; ZeRO decays it"
+_CUT: Final = "a rank's part is cut elsewhere: shards are of groups, not of single parameters"
+_SHAPE: Final = "a placeholder has the parameter's shape"
+_BY_THREE: Final = "3 3-offload 3-offload-all 3-sub-groups"
+_MADE: Final = "parameters.made_under_init"
+_NO_HALVES: Final = "bare enabled group mem-efficient-off remote-cpu remote-cpu-pinned bf16-config fp16-config"
+_NUMBER: Final = " * != *"
+_NO_FLAG, _NOT_ASSERTED = " False != True", " ['AssertionError'] != 'nothing'"
+
+DECIDED: Final[tuple[Decision, ...]] = (
+    Decision(
+        "gradients of inputs are of the loss as it is; outputs divide nothing",
+        ("backwards.gradients_of_inputs_asked_for_apart[1-2]",),
+        (f"[*][*]:{_NUMBER}",),
+        factor=4,
+    ),
+    Decision(
+        "gradients of inputs are of the loss as it is; outputs divide nothing",
+        ("backwards.gradients_of_inputs_asked_for_apart[3-2]",),
+        (f"[*][*]:{_NUMBER}",),
+        factor=2,
+    ),
+    Decision(
+        "gradients are divided once, not by each output on their way",
+        ("backwards.of_a_loss_beside_its_logits[1-2]",),
+        (f"[*][*][*]:{_NUMBER}", f"[*][*]:{_NUMBER}"),
+        factor=2,
+    ),
+    Decision(
+        "all of a loss is divided, not what passes outputs alone",
+        ("backwards.of_a_loss_with_a_regulariser[1-2]",),
+        (f"[*][*][*]:{_NUMBER}", f"[*][*]:{_NUMBER}"),
+    ),
+    Decision(
+        "Init casts no buffers: this one is named with data_types.buffer_dtype",
+        ("buffers.added_to_inputs_in_bf16[init]",),
+        (": [*] != 'refused'",),
+    ),
+    Decision(
+        "data_types.buffer_dtype holds in fp32 training, too",
+        _over("buffers.asked_for_in_fp32_training", "bf16"),
+        (*(f"[*].{name}: * != 'torch.bfloat16'" for name in ("constant", "half_kept", "kept_bias", "value", "wide")),),
+    ),
+    Decision(
+        "data_types.buffer_dtype holds in fp32 training, too",
+        _over("buffers.asked_for_in_fp32_training", "fp32"),
+        (*(f"[*].{name}: * != 'torch.float32'" for name in ("narrow", "wide")),),
+    ),
+    Decision(
+        "Init casts no buffers, also those that torch's constructors make",
+        _over("buffers.made_under_init", "config-and-dtype config-bf16 config-fp16 dtype-bf16"),
+        ("[0].value: * != 'torch.float32'", "[1].value: * != 'torch.float32'"),
+    ),
+    Decision(
+        "zero_to_fp32.py lies beside every checkpoint, at stage 0, too",
+        ("checkpoints.latest_and_tags[0]",),
+        (f"[2]:{_NO_FLAG}",),
+    ),
+    Decision("weights alone are loaded at stage 3, too", ("checkpoints.of_the_module_alone[3]",), (f"[3]:{_NO_FLAG}",)),
+    Decision(
+        "a schedule that is loaded sets its rate at once",
+        _over("checkpoints.without_states_of_the_optimizer", "0 1 2 3"),
+        (f"[1][0]:{_NUMBER}", f"[2][1]:{_NUMBER}"),
+    ),
+    Decision(
+        "meshes are for sequence parallelism",
+        ("collectives.operations_by_name",),
+        (".initialize_mesh_device: True != False",),
+    ),
+    Decision(
+        "the same configuration may be given twice",
+        ("configuration.ways_into_initialize[args-and-config]",),
+        (": ['AssertionError'] != 'started'",),
+    ),
+    Decision(
+        "numbers and booleans in quotes are refused, as by initialize",
+        _over("configuration.zero_conversions", "boolean-word stage-text text"),
+        ("raised: pydantic_core._pydantic_core.ValidationError: 1 validation error for DeepSpeedZeroConfig",),
+    ),
+    Decision(_UNUSED, ("leaves.by_the_configuration",), tuple(f"[1][{place}]:{_NUMBER}" for place in (1, 2, 3))),
+    Decision(
+        _UNUSED,
+        ("leaves.the_granularity_makes_leaves", *_over("leaves.trained", "expert experts names none")),
+        tuple(f"[{place}]:{_NUMBER}" for place in (1, 2, 3)),
+    ),
+    Decision(_UNUSED, ("leaves.trained_by_two",), tuple(f"[*][{place}]:{_NUMBER}" for place in (1, 2, 3))),
+    Decision(
+        _UNUSED,
+        _over("training.unused_parameters", "0 1 2 3"),
+        tuple(f"[*][1].unused.{name}:{_NUMBER}" for name in ("weight", "bias")),
+    ),
+    Decision(
+        "what the engine's own hooks call on a parameter is not there",
+        ("parameters.attributes_of_a_parameter",),
+        tuple(
+            f"[0].{name}: True != False"
+            for name in (
+                "aligned_size",
+                "all_gather_coalesced",
+                "convert_to_zero_parameters",
+                "ds_param_type",
+                "ds_process_group",
+                "ds_zero_partition_rank",
+                "ds_zero_partition_world_size",
+                "padding_size",
+                "partition_gradients",
+                "partition_numel",
+                "reduce_gradients_at_owner",
+            )
+        ),
+    ),
+    Decision(
+        "all_gather() of what stays whole does nothing",
+        ("parameters.below_stage_3_nothing_hangs_on_them",),
+        (f"[0][3]:{_NO_FLAG}",),
+    ),
+    Decision(
+        "gathering may be nested", ("parameters.gathered_twice_is_refused",), (": ['RuntimeError'] != 'nothing'",)
+    ),
+    Decision(
+        "a model made under Init trains at every stage",
+        ("parameters.init_below_stage_3_is_whole_or_refused",),
+        (": ['RuntimeError'] != 'nothing'",),
+    ),
+    Decision(
+        _SHAPE,
+        _over(_MADE, f"bf16 config config-old-name fp32 half {_NO_HALVES}"),
+        ("[6]: 1 entries, found 2: [0] != [4, 6]", "[7]: 0 != 24"),
+    ),
+    Decision("a placeholder has its dtype until initialize", _over(_MADE, _NO_HALVES), ("[0]: * != 'torch.float32'",)),
+    Decision(
+        "ds_tensor is a tensor and has no ds_numel: it has no padding",
+        ("parameters.made_under_init_by_two",),
+        ("raised: AttributeError: 'Tensor' object has no attribute 'ds_numel'",),
+    ),
+    Decision(_SHAPE, ("parameters.persistent_parameters",), (f".*.weight[2]:{_NO_FLAG}",)),
+    Decision(
+        _SHAPE,
+        ("parameters.placeholder_of_an_engine",),
+        ("[0]: 1 entries, found 2: [0] != [3, 12]", "[1]: 0 != 36"),
+    ),
+    Decision(
+        "a wrong type is a TypeError",
+        ("parameters.registering_what_is_no_parameter",),
+        (": raises ['TypeError'], not as ['RuntimeError']",),
+    ),
+    Decision(
+        "PartitionedTensor belongs to pipeline parallelism",
+        ("parts.partitioned_tensors",),
+        ("raised: AttributeError: infinity serves 'deepspeed' here, which has no runtime.utils.PartitionedTensor: *",),
+    ),
+    Decision(
+        "a wrong number is a ConfigError",
+        ("parts.tiled_linear_refuses",),
+        ("[*]: raises ['ValueError'], not as ['RuntimeError']",),
+    ),
+    Decision(
+        "AdamW over fp32 masters, as by torch; the real one's own stages 1 to 3 agree",
+        ("precision.bf16[0]",),
+        (f"[0][1]:{_NUMBER}",),
+    ),
+    Decision(
+        "stage 0 in 16 bits has the losses of stages 1 to 3, plain torch's over fp32 masters; the real one's has not",
+        _over("found.in_16_bits", "bert chat-bfloat16-0 language-model-bf16 trainer-0-bf16 trainer-0-fp16"),
+        (f"[0][*]:{_NUMBER}",),
+    ),
+    Decision(
+        "a second schedule of an optimizer starts from its own rates, not from the first's",
+        _over("schedules.as_classes", "cosine cosine-floor"),
+        (f"[2][0]:{_NUMBER}", f"[2][1]:{_NUMBER}"),
+    ),
+    Decision(
+        "every optimizer that can be sharded is taken without a word",
+        _over("starting.untested_optimizers_need_a_word", "1 2 3"),
+        (f":{_NOT_ASSERTED}",),
+    ),
+    Decision(
+        "every optimizer that can be sharded is taken without a word",
+        ("starting.untested_optimizers_are_refused_as",),
+        (": 'AssertionError' != 'nothing'",),
+    ),
+    Decision(
+        "a rank's part of the states is there at every stage that shards",
+        _over("state.own_values_are_stage_3s", "1 2"),
+        (f"[0]:{_NOT_ASSERTED}", f"[1]:{_NOT_ASSERTED}"),
+    ),
+    Decision(
+        _CUT,
+        _over("state.own_values", _BY_THREE),
+        ("[*][*].head.weight: 18 entries, found *", "[*][*].head.bias: 2 entries, found *"),
+    ),
+    Decision(_CUT, _over("state.own_values_written", _BY_THREE), (f"[*][0][*]:{_NUMBER}", f"[*][1][*][*]:{_NUMBER}")),
+    Decision(
+        "what is written to masters shows at once, not after the next step",
+        _over("state.own_values_written", _BY_THREE),
+        tuple(f"[*][2].{name}:{_NUMBER}" for name in ("head.*", "layers.0.*", "layers.1.*")),
+    ),
+    Decision(
+        "parts have no padding, the real one's has what was in memory: sometimes zeros, and then they agree",
+        _over("state.parts_of_all_ranks_make_the_whole", _BY_THREE),
+        (f"[*][10]:{_NO_FLAG}",),
+    ),
+    Decision("the norm is told at stage 0, too", ("training.accumulation_and_clipping[0]",), ("[*][2]: 0.0 != *",)),
+    Decision(
+        "a weight that is written outside GatheredParameters(…, modifier_rank=…) is refused by name; there on one rank "
+        "it is kept, on several it is lost at stage 3, and at the next step below it",
+        (*_over("idioms.moving_averages", "0 3"), *_over("idioms.written_by_copies_below_stage_3", "0 2")),
+        ("raised: infinity.errors.WeightsError: * was changed in place, which sharded weights do not keep: *",),
+    ),
+    Decision(
+        "ignore_unused_parameters: false names them, as documented",
+        ("training.unused_are_named_where_asked",),
+        (": 'nothing' != ['AssertionError', 'RuntimeError']",),
+    ),
+)
+
+
+def undecided(name: str, lines: Sequence[str]) -> list[str]:
+    """Of the lines in which the case differs, those that no decision speaks of."""
+    decisions = [decision for decision in DECIDED if name in decision.cases]
+    return [line for line in lines if not any(_speaks(decision, line) for decision in decisions)]
+
+
+def stale(answers: Mapping[str, Sequence[str]]) -> list[str]:
+    """Of the cases that were run, each line of a decision that none of them differs in: it hides nothing any more."""
+    return [
+        f"{decision.why}: {pattern}"
+        for decision in DECIDED
+        for pattern in decision.lines
+        if all(name in answers for name in decision.cases)
+        and not any(_is(pattern, line) for name in decision.cases for line in answers[name])
+    ]
+
+
+def _speaks(decision: Decision, line: str) -> bool:
+    if not any(_is(pattern, line) for pattern in decision.lines):
+        return False
+    if decision.factor is None:
+        return True
+    theirs, ours = (float(value) for value in line.rpartition(": ")[2].split(" != "))
+    return abs(theirs * decision.factor - ours) <= 1e-5 * abs(ours)
+
+
+def _is(pattern: str, line: str) -> bool:
+    place, _, rest = pattern.partition(":")
+    expected = r"[^\]:]*".join(map(re.escape, place.split("*"))) + ":" + ".*".join(map(re.escape, rest.split("*")))
+    return re.fullmatch(expected, line, re.DOTALL) is not None

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.infinity.deepspeed.differential.case import CASES, differences
-from tests.infinity.deepspeed.differential.decided import reason
+from tests.infinity.deepspeed.differential.decided import undecided
 from tests.infinity.deepspeed.differential.run import load_cases
 
 FACTS: Final = Path(__file__).with_name("facts.json")
@@ -41,12 +41,17 @@ def compare(found: Mapping[str, Any]) -> dict[str, list[str]]:
     """Of every case that was run and has a fact, where its answer differs; an empty list where it does not."""
     load_cases()
     return {
-        name: [found[name]["error"].strip().splitlines()[-1]]
+        name: [_raised(found[name]["error"])]
         if "error" in found[name]
         else differences(fact, found[name]["value"], CASES[name].relative)
         for name, fact in read().items()
         if name in found
     }
+
+
+def _raised(traceback: str) -> str:
+    """The error and the beginning of its message, of which the rest is indented."""
+    return f"raised: {[line for line in traceback.splitlines() if not line.startswith(' ')][-1]}"
 
 
 def _rounded(value: Any) -> Any:
@@ -68,11 +73,12 @@ def main(words: list[str]) -> None:
     if "--json" in others:
         print(json.dumps(answers))
         return
-    for name, lines in answers.items():
+    rest = {name: undecided(name, lines) for name, lines in answers.items()}
+    for name, lines in rest.items():
         for line in lines[:3]:
-            print(f"{name}: {line[:400]}{'' if reason(name) is None else f' (decided: {reason(name)})'}")
+            print(f"{name}: {line[:400]}")
     agree = sum(not lines for lines in answers.values())
-    decided = sum(bool(lines) and reason(name) is not None for name, lines in answers.items())
+    decided = sum(bool(lines) and not rest[name] for name, lines in answers.items())
     print(f"{agree} of {len(answers)} cases agree with the real one, {decided} differ as decided")
 
 

@@ -397,7 +397,7 @@ def attributes_of_a_parameter(_directory: Path) -> Any:
         "ds_zero_partition_world_size",
     ]
     ids = [param.ds_id for param in engine.module.parameters()]
-    return [name for name in names if hasattr(weight, name)], len(set(ids)), ids == sorted(ids), weight.ds_persist
+    return {name: hasattr(weight, name) for name in names}, len(set(ids)), ids == sorted(ids), weight.ds_persist
 
 
 @case()

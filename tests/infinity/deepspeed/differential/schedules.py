@@ -173,3 +173,54 @@ def lr_kwargs_of_step(_directory: Path) -> Any:
 def options_of_the_command_line(_directory: Path) -> Any:
     parser = lr_schedules.add_tuning_arguments(argparse.ArgumentParser())
     return dict(sorted(vars(parser.parse_args([])).items()))
+
+
+LONG: dict[str, tuple[str, dict[str, Any]]] = {
+    "warmup": ("WarmupLR", {}),
+    "warmup-linear": (
+        "WarmupLR",
+        {"warmup_min_lr": 1e-5, "warmup_max_lr": 2e-3, "warmup_num_steps": 312, "warmup_type": "linear"},
+    ),
+    "warmup-decay": ("WarmupDecayLR", {"total_num_steps": 800, "warmup_num_steps": 90}),
+    "warmup-decay-never": ("WarmupDecayLR", {"total_num_steps": 60, "warmup_num_steps": 90, "warmup_min_lr": 1e-5}),
+    "cosine": ("WarmupCosineLR", {"total_num_steps": 800, "warmup_num_steps": 90}),
+    "cosine-short": (
+        "WarmupCosineLR",
+        {"total_num_steps": 60, "warmup_num_steps": 90, "warmup_min_ratio": 0.1, "cos_min_ratio": 0.02},
+    ),
+    "one-cycle": (
+        "OneCycle",
+        {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3, "cycle_first_step_size": 100, "cycle_second_step_size": 333,
+         "decay_step_size": 7, "decay_lr_rate": 0.01, "decay_mom_rate": 0.001},
+    ),
+    "one-cycle-stairs": (
+        "OneCycle",
+        {"cycle_min_lr": 0.0, "cycle_max_lr": 1e-3, "cycle_first_step_size": 200, "cycle_second_step_size": 300,
+         "cycle_first_stair_count": 7, "cycle_second_stair_count": 3},
+    ),
+    "range": ("LRRangeTest", {}),
+    "range-stairs": (
+        "LRRangeTest",
+        {"lr_range_test_min_lr": 1e-4, "lr_range_test_step_size": 70, "lr_range_test_step_rate": 0.5,
+         "lr_range_test_staircase": True},
+    ),
+}  # fmt: skip
+
+
+@cases_over(LONG, relative=1e-9)
+def a_thousand_updates(_directory: Path, given: tuple[str, dict[str, Any]]) -> Any:
+    """Every rate and momentum counts in the sums; some are told apart."""
+    name, params = given
+    model = nn.Linear(3, 3)
+    optimizer = torch.optim.Adam([{"params": [model.weight], "lr": 0.003}, {"params": [model.bias], "lr": 0.0007}])
+    schedule = getattr(lr_schedules, name)(optimizer, **params)
+    told, weighted = [], [0.0, 0.0, 0.0]
+    for update in range(1000):
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        for place, value in enumerate([*rates, float(optimizer.param_groups[0]["betas"][0])]):
+            weighted[place] += value * (1 + update % 97)
+        if update % 83 == 0:
+            told.append(rates)
+        optimizer.step()
+        schedule.step()
+    return told, weighted
