@@ -228,9 +228,9 @@ DECIDED: Final[tuple[Decision, ...]] = (
     ),
     Decision("the norm is told at stage 0, too", ("training.accumulation_and_clipping[0]",), ("[*][2]: 0.0 != *",)),
     Decision(
-        "a weight that is written outside GatheredParameters(…, modifier_rank=…) is refused by name; there on one rank "
-        "it is kept, on several it is lost at stage 3, and at the next step below it",
-        (*_over("idioms.moving_averages", "0 3"), *_over("idioms.written_by_copies_below_stage_3", "0 2")),
+        "at stage 3 a weight that is written without a modifier_rank is refused by name; on one rank it is kept, on "
+        "several it is lost",
+        ("idioms.moving_averages[3]",),
         ("raised: infinity.errors.WeightsError: * was changed in place, which sharded weights do not keep: *",),
     ),
     Decision(
