@@ -165,7 +165,13 @@ WEIGHTS: Final = Room(
     suffixes=(".py",),
     usual=[*USES, T + "test_training_loop.py"],
     nearest={
-        "access.py": [W + "test_access.py", *USES, ODD + "test_weights_elsewhere.py", ODD + "test_state_dicts.py"],
+        "access.py": [
+            W + "test_access.py",
+            W + "test_parameters_made_again.py",
+            *USES,
+            ODD + "test_weights_elsewhere.py",
+            ODD + "test_state_dicts.py",
+        ],
         "admission.py": [W + "test_admission.py", PROGRAMS, T + "test_refusals.py", ODD + "test_dtypes.py"],
         "autocast.py": [W + "test_cast_once.py", T + "test_torch_autocast.py", *USES, ODD + "test_dtypes.py"],
         "buffers.py": [W + "test_buffers.py", W + "test_buffer_dtypes.py", T + "test_ranks.py"],
