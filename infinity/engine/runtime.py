@@ -301,7 +301,8 @@ class Runtime(owners.Owner):
         self.user_gradients.set(self._param_of[id(param)], gradient)
 
     def set_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
-        if self._gathering.keeps_writes(self._param_of[id(param)]):
+        is_write = not self.shards_weights and self._param_of[id(param)].lies_as(data)  # as of ``param.data += delta``
+        if is_write or self._gathering.keeps_writes(self._param_of[id(param)]):
             self._gathering.set_data(self._param_of[id(param)], data)
             return
         self._refusals.refuse_data(param)
