@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from infinity.config import Optimizer as OptimizerConfig
-from infinity.config.optimizer import MuonOptimizer
+from infinity.config.optimizer import AdamOptimizer, MuonOptimizer
 from infinity.config.sections import IoDaemon
 from infinity.errors import ConfigError, EngineStateError
 from infinity.update.algorithms import make_optimizer
@@ -148,7 +148,9 @@ def sharded_from_config(
         raise
     except (ValueError, RuntimeError, TypeError) as error:
         raise ConfigError("optimizer.params", config.params.model_dump(exclude_unset=True), str(error)) from error
-    return ShardedOptimizer(groups, optimizer.defaults, rule_of(optimizer, dtype=dtype))
+    asks_for_torch = isinstance(config, AdamOptimizer) and config.params.torch_adam
+    rule = rule_of(optimizer, dtype=dtype, prefers_fused=not asks_for_torch)
+    return ShardedOptimizer(groups, optimizer.defaults, rule)
 
 
 def sharded_from_torch(optimizer: torch.optim.Optimizer, *, dtype: torch.dtype) -> ShardedOptimizer:

@@ -32,6 +32,8 @@ class Call:
     grads: list[torch.Tensor] = field(default_factory=list)
     states: list[tuple[torch.Tensor, ...]] = field(default_factory=list)
     """The states of each piece, in the order of the rule's labels."""
+    whole: bool = False
+    """The pieces are whole parameters in their shapes; else they are 1-D, and any part could be stepped alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

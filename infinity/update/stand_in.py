@@ -28,8 +28,10 @@ _FUSED_ON: dict[type[Optimizer], tuple[str, ...]] = {
 
 
 class StandIn:
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, *, prefers_fused: bool = False) -> None:
+        """``prefers_fused``: torch's fused step is taken where there is one, since no user's code says otherwise."""
         self.of = type(optimizer)
+        self._prefers_fused = prefers_fused
         self._attributes = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
         self._attributes.update((name, OrderedDict()) for name in _HOOKS)
 
@@ -59,9 +61,10 @@ class StandIn:
         return [optimizer.state[param] for param in params]
 
     def chosen(self, options: Options, device: torch.device) -> Options:
-        """``options`` with the implementation chosen, where the user leaves that to torch: the fused one."""
+        """``options`` with the fused step chosen, where it is preferred and there is one."""
         if (
-            options.get("fused", False) is not None
+            not self._prefers_fused
+            or options.get("fused", False) is not None
             or options.get("foreach") is not None
             or options.get("differentiable")
         ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.optim import Optimizer
@@ -24,15 +25,21 @@ from infinity.update.rule import Call, History, Options, UpdateRule
 from infinity.update.stand_in import StandIn, State
 from io_daemon.shared.protocol import STATE_KINDS
 
+SLICE_NUMEL: Final = 1 << 16
+"""Elements that are stepped together by torch's single operations: what these read and make lies in a core's cache."""
 
-def rule_of(optimizer: Optimizer, *, dtype: torch.dtype) -> UpdateRule:
+
+def rule_of(optimizer: Optimizer, *, dtype: torch.dtype, prefers_fused: bool = False) -> UpdateRule:
     """The rule by which ``optimizer`` steps parameters of ``dtype``, with the options of its param groups.
+
+    Args:
+        prefers_fused: torch's fused step is taken where there is one; else the one that torch itself would take.
 
     Raises ConfigError, naming the optimizer and the reason, where it has taken steps already, or steps parameters
     neither element by element nor each by itself.
     """
     births = births_of(optimizer)
-    stand_in = StandIn(optimizer)
+    stand_in = StandIn(optimizer, prefers_fused=prefers_fused)
     groups = options_of(optimizer)
     watched = {way: dry_run(stand_in, options, births, dtype) for way, options in unlike(groups).items()}
     found = list(watched.values())
@@ -72,6 +79,8 @@ class _Run:
             history = tuple(0.0 for _ in self.numbers)
         options = self.stand_in.chosen(options, device)
         numbers_on = device if options.get("fused") or options.get("capturable") else torch.device("cpu")
+        if not call.whole and not options.get("fused"):
+            call = _sliced(call)
         given = [
             born(self.births, param) if history is None else self._restored(views, history, numbers_on)
             for param, views in zip(call.params, call.states, strict=True)
@@ -93,3 +102,15 @@ class _Run:
             value = state.get(label)
             if value is not None and value.data_ptr() != view.data_ptr():
                 view.copy_(value)
+
+
+def _sliced(call: Call) -> Call:
+    """The same pieces, cut: what is done to each element does not depend on where."""
+    cut = Call()
+    for param, grad, states in zip(call.params, call.grads, call.states, strict=True):
+        for first in range(0, param.numel(), SLICE_NUMEL):
+            part = slice(first, first + SLICE_NUMEL)
+            cut.params.append(param[part])
+            cut.grads.append(grad[part])
+            cut.states.append(tuple(state[part] for state in states))
+    return cut

@@ -44,6 +44,7 @@ class WholeParams:
             params=[self._read(param, self._stepped, rule.dtype)],
             grads=[gradient if factor is None else gradient * factor.to(gradient.device)],
             states=[tuple(self._read(param, kind, d) for kind, d in zip(rule.state_kinds, dtypes, strict=True))],
+            whole=True,
         )
 
     def write(self, index: int, call: Call, history: History) -> None:

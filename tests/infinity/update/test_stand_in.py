@@ -28,10 +28,12 @@ CHOSEN: list[tuple[type[optim.Optimizer], dict[str, Any], torch.device, Any]] = 
 
 
 @pytest.mark.parametrize(("kind", "options", "device", "fused"), CHOSEN)
-def test_torchs_fused_step_is_taken_where_nobody_chose(
+def test_torchs_fused_step_is_taken_where_it_is_preferred_and_nobody_chose(
     kind: type[optim.Optimizer], options: dict[str, Any], device: torch.device, fused: Any
 ) -> None:
-    stand_in = StandIn(kind([nn.Parameter(torch.ones(1))]))  # type: ignore[call-arg]
+    optimizer = kind([nn.Parameter(torch.ones(1))])  # type: ignore[call-arg]
+    assert StandIn(optimizer).chosen(options, device) is options, "as torch would"
+    stand_in = StandIn(optimizer, prefers_fused=True)
     found = stand_in.chosen(options, device)
     assert found["fused"] is fused
     assert {**found, "fused": 0} == {**options, "fused": 0}
@@ -39,7 +41,7 @@ def test_torchs_fused_step_is_taken_where_nobody_chose(
 
 def test_an_optimizer_without_such_a_choice_is_left_alone() -> None:
     options = {"lr": 0.1}
-    assert StandIn(optim.Rprop([nn.Parameter(torch.ones(1))])).chosen(options, CPU) is options
+    assert StandIn(optim.Rprop([nn.Parameter(torch.ones(1))]), prefers_fused=True).chosen(options, CPU) is options
 
 
 def test_pieces_are_stepped_as_if_they_were_its_own_and_it_keeps_nothing() -> None:

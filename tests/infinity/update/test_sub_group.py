@@ -65,7 +65,7 @@ class Fixture:
     def _optimizer(self, param: int) -> torch.optim.Optimizer:
         options = dict(self.group_options[self.group_of[param]])
         kind = torch.optim.AdamW if options.pop("decoupled_weight_decay") else torch.optim.Adam
-        return kind([self.mine[param]], **{**options, "fused": True})
+        return kind([self.mine[param]], **options)
 
     def parts(self, kind: int, param: int) -> torch.Tensor:
         (segment,) = [segment for segment in self.placement.segments if segment.param == param]
