@@ -182,13 +182,14 @@ class Runtime(owners.Owner):
             self._num_calls += 1
             if not self._phases.in_training_pass and not in_backward and self._num_calls == 1:
                 self._begin_pass(training=self.module.training and torch.is_grad_enabled())
-        if self._streams:
-            self._cast_once.begin_call(module)
+            if self._streams:
+                self._cast_once.begin_call(module, within_another=self._num_calls > 1)
 
     def end_call(self, *, failed: bool) -> None:
-        self._cast_once.end_call()
         with self._lock:
             self._num_calls -= 1
+            if self._num_calls == 0:
+                self._cast_once.end_call()
             if self._num_calls == 0 and not self._phases.in_training_pass and not self._phases.is_over:
                 self.live_set.reshard_all()
                 if failed:

@@ -39,8 +39,10 @@ class CastOnce:
         self._numel = 0
         self._watching: Any = None
 
-    def begin_call(self, module: nn.Module) -> None:
-        self._used_at.clear()
+    def begin_call(self, module: nn.Module, *, within_another: bool) -> None:
+        """``within_another``: of this thread's or of one that waits for it. Autocast's cache is one for all threads."""
+        if not within_another:
+            self._used_at.clear()
         if self.watch():
             self._note(module, ())  # a hook that is registered in its call does not see it
 

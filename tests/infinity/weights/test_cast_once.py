@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import infinity
 from infinity.errors import WeightsError
 from infinity.weights.autocast import KEPT_NUMEL, CastOnce
 from infinity.weights.param import ShardedParam
@@ -45,7 +47,7 @@ def under_autocast() -> Iterator[None]:
 
 def uses(cast: CastOnce, model: Tied, *steps: Any) -> None:
     """One call from outside; a number is given up, a module is called."""
-    cast.begin_call(model)
+    cast.begin_call(model, within_another=False)
     try:
         for step in steps:
             if isinstance(step, int):
@@ -94,3 +96,48 @@ def test_nothing_is_watched_where_nothing_is_kept(why: str) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert cast.watch() is True
         cast.end_call()
+
+
+class Threaded(nn.Module):
+    """Uses a weight twice under autocast, in a thread of its own, where each call is the first of the thread's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(64, 64, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: list[torch.Tensor] = []
+
+        def call() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                found.append(self.linear(self.linear(x)))
+
+        thread = threading.Thread(target=call)
+        thread.start()
+        thread.join()
+        return found[0].float()
+
+
+def test_a_weight_is_cast_once_in_a_thread_of_the_models_own() -> None:
+    """Two gradients of one cast are summed in bf16: of two casts in fp32, which are other bits."""
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(1))
+    plain = Threaded()
+    plain(x).square().mean().backward()
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "zero_optimization": {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_max_live_parameters": 0,
+            "stage3_max_reuse_distance": 0,
+        },
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+    model = Threaded()
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        engine.backward(engine(x).square().mean())
+        gradient = infinity.utils.safe_get_full_grad(model.linear.weight)
+    assert plain.linear.weight.grad is not None
+    assert gradient is not None
+    assert torch.equal(gradient, plain.linear.weight.grad)
