@@ -186,6 +186,17 @@ def test_an_overflow_on_one_rank_skips_the_step_on_all(tmp_path: Path) -> None:
     assert [iteration for *_, iteration in rows] == [0, 1, 1, 2, 3, 3, 4, 5]
 
 
+def travelling_in_bf16(stage: int) -> dict[str, Any]:
+    """Two micro-batches a step, of a model in fp32."""
+    return {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "communication_data_type": "bf16",
+        "zero_optimization": {"stage": stage},
+        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
+    }
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_one_rank_rounds_the_gradients_of_each_micro_batch_as_several_do(stage: int) -> None:
     """DeepSpeed's weights, which were held against this sum once: rounded gradients, added up in fp32."""
@@ -194,16 +205,9 @@ def test_one_rank_rounds_the_gradients_of_each_micro_batch_as_several_do(stage: 
         torch.manual_seed(0)
         return nn.Linear(24, 24)
 
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "communication_data_type": "bf16",
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-    }
     batches = [torch.randn(4, 24, generator=torch.Generator().manual_seed(seed)) for seed in range(2)]
     plain, expected = model(), torch.zeros(24, 24)
-    with infinity.initialize(model=model(), config=config)[0] as engine:
+    with infinity.initialize(model=model(), config=travelling_in_bf16(stage))[0] as engine:
         for batch in batches:
             engine.backward(engine(batch).square().mean())
             engine.step()
@@ -229,15 +233,8 @@ def test_one_rank_rounds_the_sum_of_a_steps_gradients_as_several_do(stage: int) 
             found: torch.Tensor = out + self.second(x) if both else out
             return found
 
-    config = {
-        "train_micro_batch_size_per_gpu": 1,
-        "gradient_accumulation_steps": 2,
-        "communication_data_type": "bf16",
-        "zero_optimization": {"stage": stage},
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}},
-    }
     plain = Twice()
-    with infinity.initialize(model=Twice(), config=config)[0] as engine:
+    with infinity.initialize(model=Twice(), config=travelling_in_bf16(stage))[0] as engine:
         for step in range(4):
             batch = torch.randn(4, 24, generator=torch.Generator().manual_seed(step))
             engine.backward(engine(batch.clone(), step % 2 == 0).square().mean())

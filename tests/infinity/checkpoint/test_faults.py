@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +20,7 @@ from infinity.errors import CheckpointError, EngineStateError
 from tests.conftest import MountTmpfs
 from tests.support.checkpoint_kills import killed_saves
 from tests.support.ranks import run_ranks
-from tests.support.resumed import config_of, differing, everything_of, started, train
-
-
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    made = started(config_of())
-    train(made, 1)
-    yield made
-    made.destroy()
+from tests.support.resumed import differing, everything_of, train
 
 
 def _flip(path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +13,6 @@ from infinity.errors import CheckpointError, ConfigError, EngineStateError
 from infinity.files.aside import held, remove_left
 from infinity.files.place import local_path
 from tests.support.resumed import config_of, differing, everything_of, started, train
-
-
-@pytest.fixture
-def engine() -> Iterator[Any]:
-    made = started(config_of())
-    train(made, 1)
-    yield made
-    made.destroy()
 
 
 def test_a_late_save_stays_where_it_was_begun(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
