@@ -499,6 +499,15 @@ NB_MODULE(_native, module) {
         widen_blocks(bytes, value, is_signed);
       },
       "stored"_a.noconvert(), "values"_a.noconvert(), "is_signed"_a);
+  module.def(
+      "norms_of_squares",
+      [](const Column<const float>& states, const Column<const std::int64_t>& counts,
+         const Column<float>& norms) {
+        const std::size_t columns = counts.size();
+        norms_of_squares(as_span(states, columns * kSquareState), as_span(counts, columns),
+                         as_span(norms, columns));
+      },
+      "states"_a.noconvert(), "counts"_a.noconvert(), "norms"_a.noconvert());
   bind_add_squares<float>(module);
   bind_add_squares<std::int16_t>(module);
   bind_region(module);

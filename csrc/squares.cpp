@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <bit>
+#include <cmath>
 
 #include "clones.hpp"
 
@@ -52,7 +53,11 @@ void add(std::span<const Value> values, std::span<float> state, std::size_t firs
   const auto add_one = [&](std::size_t index) {
     const std::size_t place = first + index;
     const float value = number(values[index]);
-    state[place < in_rows ? place % kSquareLanes : kSquareLanes + place - in_rows] += value * value;
+    if (place < in_rows) {
+      state[place % kSquareLanes] += value * value;
+    } else {
+      state[kSquareLanes + place - in_rows] = value;
+    }
     state[kSquareState - 1] += value * 0.0F;
   };
   std::size_t done = 0;
@@ -76,6 +81,21 @@ void add_squares(std::span<const float> values, std::span<float> state, std::siz
 void add_squares(std::span<const std::int16_t> values, std::span<float> state, std::size_t first,
                  std::size_t count) {
   add(values, state, first, count);
+}
+
+void norms_of_squares(std::span<const float> states, std::span<const std::int64_t> counts,
+                      std::span<float> norms) {
+  for (std::size_t column = 0; column < counts.size(); ++column) {
+    const auto state = states.subspan(column * kSquareState, kSquareState);
+    const auto rest = static_cast<std::size_t>(counts[column]) % kSquareLanes;
+    float sum = state[0];
+    for (std::size_t lane = 1; lane < kSquareLanes; ++lane) sum += state[lane];
+    for (std::size_t index = 0; index < rest; ++index) {
+      const float value = state[kSquareLanes + index];
+      sum = index < rest / 4 * 4 ? sum + value * value : std::fma(value, value, sum);
+    }
+    norms[column] = std::sqrt(sum);
+  }
 }
 
 }  // namespace infinity

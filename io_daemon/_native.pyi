@@ -61,9 +61,14 @@ def add_squares(
 ) -> None:
     """Go on summing the squares of a column of ``count`` numbers, fp32 or bf16 by their bits, with those from number
     ``first`` on, as torch's norm of a contiguous fp32 tensor on a CPU does: ``state`` [16], zeros at first, is eight
-    sums, the squares of the last ``count % 8`` numbers, and 0, or NaN if a number is not finite. GIL released.
+    sums, the last ``count % 8`` numbers, and 0, or NaN if a number is not finite. GIL released.
 
     Raises ValueError where ``state`` has another length or the numbers lie beyond ``count``."""
+
+def norms_of_squares(states: NDArray[np.float32], counts: NDArray[np.int64], norms: NDArray[np.float32]) -> None:
+    """Write the norms of columns: ``states`` [16 a column], one after another, ``counts`` their numbers' counts.
+
+    Raises ValueError where the lengths do not fit."""
 
 @final
 class Region:

@@ -22,7 +22,7 @@ def expected(values: Column) -> Column:
     whole = len(values) // LANES * LANES
     for row in values[:whole].reshape(-1, LANES):
         state[:LANES] += row * row
-    state[LANES : LANES + len(values) - whole] = values[whole:] * values[whole:]
+    state[LANES : LANES + len(values) - whole] = values[whole:]
     state[-1] = 0.0 if np.isfinite(values).all() else np.nan
     return state
 
@@ -71,3 +71,6 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(TypeError):
         _native.add_squares(values.astype(np.float64), state, 0, 4)  # type: ignore[arg-type]
     assert not state.any()
+    for states, norms in ((state[:-1], state[:1]), (state, state[:2])):
+        with pytest.raises(ValueError, match="differ in length"):
+            _native.norms_of_squares(states, np.array([3]), norms)

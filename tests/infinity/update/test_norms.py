@@ -94,6 +94,17 @@ def test_blocks_are_those_of_the_segment_wherever_it_begins(first: int, numel: i
     torch.testing.assert_close(norm_of(found, [0]).double(), expected, rtol=1e-7, atol=0)
 
 
+@pytest.mark.parametrize("numel", range(1, 26))
+def test_what_makes_no_whole_row_is_added_as_torch_adds_it(numel: int) -> None:
+    generator = torch.Generator().manual_seed(numel)
+    segment = Segment(param=0, param_offset=0, chunk_offset=0, numel=numel)
+    found = ParamNorms([numel], ALONE)
+    for _ in range(100):
+        values = torch.randn(numel, generator=generator)
+        found.take(segment, [values])
+        assert norm_of(found, [0]) == torch.nn.utils.get_total_norm([values])
+
+
 def test_a_part_that_comes_too_early_is_asked_for_again() -> None:
     values = torch.arange(10.0)
     first, last = (Segment(param=0, param_offset=at, chunk_offset=at, numel=5) for at in (0, 5))
