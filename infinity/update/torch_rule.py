@@ -79,7 +79,7 @@ class _Run:
             history = tuple(0.0 for _ in self.numbers)
         options = self.stand_in.chosen(options, device)
         numbers_on = device if options.get("fused") or options.get("capturable") else torch.device("cpu")
-        if not call.whole and not options.get("fused"):
+        if device.type == "cpu" and not call.whole and not options.get("fused"):
             call = _sliced(call)
         given = [
             born(self.births, param) if history is None else self._restored(views, history, numbers_on)
@@ -106,6 +106,8 @@ class _Run:
 
 def _sliced(call: Call) -> Call:
     """The same pieces, cut: what is done to each element does not depend on where."""
+    if all(param.numel() <= SLICE_NUMEL for param in call.params):
+        return call
     cut = Call()
     for param, grad, states in zip(call.params, call.grads, call.states, strict=True):
         for first in range(0, param.numel(), SLICE_NUMEL):
