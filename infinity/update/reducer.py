@@ -148,17 +148,14 @@ class Reducer:
         return self._has_put_off
 
     def _finish(self, what: str, *, puts_off: bool) -> None:
-        if self._adds_at_once:
-            for group in self._groups.values():
-                self._add_own(group)
-            return
-        # ranks that still gather must hear of it before this one waits for what they have not reduced yet
-        self._collectives.agree(what).wait()
-        self._has_put_off = puts_off
-        if puts_off:
-            for group in self._groups.values():
-                group.keep_gradients(self._gradient_dtype)
-            return
+        if not self._adds_at_once:
+            # ranks that still gather must hear of it before this one waits for what they have not reduced yet
+            self._collectives.agree(what).wait()
+            self._has_put_off = puts_off
+            if puts_off:
+                for group in self._groups.values():
+                    group.keep_gradients(self._gradient_dtype)
+                return
         if self._collectives.world_size == 1:
             for group in self._groups.values():
                 self._add_own(group)
