@@ -95,7 +95,7 @@ class Runtime(owners.Owner):
         )
         self.user_gradients = UserGradients(self.reducer, self._group_of, phases)
         self.io = StateIO(sharded)
-        self.written = Written(self, sharded, self.io, collectives, self.live_set, lock=self._lock)
+        self.written = Written(self, sharded, self.io, collectives, self.live_set, self._group_of, lock=self._lock)
         self._gathering = Gathering(
             sharded,
             self.io,
@@ -188,9 +188,10 @@ class Runtime(owners.Owner):
     def end_call(self, *, failed: bool) -> None:
         with self._lock:
             self._num_calls -= 1
-            if self._num_calls == 0:
-                self._cast_once.end_call()
-            if self._num_calls == 0 and not self._phases.in_training_pass and not self._phases.is_over:
+            if self._num_calls:
+                return
+            self._cast_once.end_call()
+            if not self._phases.in_training_pass and not self._phases.is_over:
                 self.live_set.reshard_all()
                 if failed:
                     self.store.abandon()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import NoReturn
 
 import torch
@@ -30,12 +30,13 @@ class Written:
         io: StateIO,
         collectives: Collectives,
         live_set: LiveSet,
+        group_of: Mapping[int, ParamGroup],
         *,
         lock: threading.RLock,
     ) -> None:
         self._owner, self._sharded, self._io = owner, sharded, io
         self._collectives, self._live_set, self._lock = collectives, live_set, lock
-        self._group_of: dict[int, ParamGroup] = {p.index: group for group in sharded.groups for p in group.params}
+        self._group_of = group_of
 
     def check(self, params: Iterable[ShardedParam]) -> None:
         """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view."""
