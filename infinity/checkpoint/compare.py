@@ -59,7 +59,8 @@ def group_differences(saved: Groups, mine: Groups) -> list[str]:
     if saved.name and mine.name and not _are_same(saved.name, mine.name):
         return [f"the optimizer was {saved.name}, it is {mine.name}"]
     found = []
-    decays = [(there[DECAY], here[DECAY]) for there, here in _pairs(saved, mine) if DECAY in there and DECAY in here]
+    pairs = zip(saved.options, mine.options, strict=True)
+    decays = [(there[DECAY], here[DECAY]) for there, here in pairs if DECAY in there and DECAY in here]
     if any(bool(there) != bool(here) for there, here in decays):
         words = ["decoupled, as AdamW's" if each else "added to gradients, as Adam's" for each in decays[0]]
         found.append(f"the optimizer's weight decay was {words[0]}, it is {words[1]}")
@@ -78,10 +79,6 @@ def group_differences(saved: Groups, mine: Groups) -> list[str]:
 
 def _are_same(one: str, other: str) -> bool:
     return one == other or any(one in names and other in names for names in _SAME)
-
-
-def _pairs(saved: Groups, mine: Groups) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-    return zip(saved.options, mine.options, strict=True)
 
 
 def listed(names: Sequence[str]) -> str:

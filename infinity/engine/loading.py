@@ -93,11 +93,11 @@ class Loading:
         wanted = self._wanted
         found = self._differences(strict=wanted.strict, states=wanted.states)
         remedies = ["initialize the model that was saved"] if found else []
-        if wanted.strict and len(self._differences(strict=False, states=wanted.states)) < len(found):
+        if found and wanted.strict and len(self._differences(strict=False, states=wanted.states)) < len(found):
             remedies.append("pass load_module_strict=False")
         if wanted.states:
             others = group_differences(self._saved_groups(), self._groups())
-            if others or len(self._differences(strict=wanted.strict, states=False)) < len(found):
+            if others or (found and len(self._differences(strict=wanted.strict, states=False)) < len(found)):
                 remedies.append("pass load_optimizer_states=False")
             found += others
         if wanted.schedule:
