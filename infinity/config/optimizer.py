@@ -23,7 +23,7 @@ class AdamParams(Section):
     bias_correction: bool = True
     adam_w_mode: bool = True
     torch_adam: bool = False
-    """Torch's arithmetic always runs; this takes torch's default of the weight decay, too."""
+    """Torch's arithmetic always runs; this takes torch's choice of its code and its default of the weight decay."""
 
 
 class AdamOptimizer(Section):

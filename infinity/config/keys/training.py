@@ -122,7 +122,9 @@ OPTIMIZER: tuple[Key, ...] = (
     ),
     works("optimizer.params.lr_decay", "Adagrad: decay of the learning rate"),
     works("optimizer.params.initial_accumulator_value", "Adagrad: first sum of squares"),
-    works("optimizer.params.torch_adam", "true: the default of weight_decay is torch's, 0.01 of AdamW"),
+    works(
+        "optimizer.params.torch_adam", "true: the bits and the default of weight_decay are torch.optim.AdamW's, 0.01"
+    ),
     refused(
         "optimizer.params.fp32_optimizer_states",
         "moments have the dtype of what is stepped",
