@@ -97,6 +97,13 @@ class PlainEngine(nn.Module):
         torch.autograd.backward(scaled, retain_graph=retain_graph)
         return scaled.detach()
 
+    def _as_accumulated(self, stepped: Tensor) -> Tensor:
+        """The gradient as autograd lays it out, like its parameter: torch sums a norm in the order of memory."""
+        if stepped.grad is None:
+            raise RuntimeError("what is stepped has a gradient")
+        param = next((param for param, master in self._master_of.items() if master is stepped), stepped)
+        return torch.empty_like(param, dtype=stepped.grad.dtype).copy_(stepped.grad)
+
     def _collect(self, param: nn.Parameter) -> None:
         """What autograd has accumulated goes to the master: at once where micro-batches of bf16 add up in fp32."""
         master = self._master_of.get(param)
@@ -124,7 +131,7 @@ class PlainEngine(nn.Module):
             for param in stepped:
                 if param.grad is not None and param.grad.is_sparse:
                     param.grad = param.grad.to_dense()
-            norm = nn.utils.get_total_norm([p.grad for p in stepped if p.grad is not None])
+            norm = nn.utils.get_total_norm([self._as_accumulated(p) for p in stepped])
             self._grad_norm = float(norm)
             if self.clipping:
                 nn.utils.clip_grads_with_norm_(stepped, self.clipping, norm)
