@@ -33,26 +33,30 @@ _SAFE: list[Any] = [
 
 def kept(values: Mapping[str, Any]) -> dict[str, Any]:
     """What a checkpoint of ``values`` gives back: of what they are now. Raises as ``to_bytes``."""
-    found: dict[str, Any] = from_bytes(to_bytes(values))
+    found: dict[str, Any] = _both(values)[1]
     return found
 
 
 def to_bytes(values: Mapping[str, Any]) -> bytes:
     """Raises ConfigError, with the key, where a value cannot be read back."""
-    try:
-        data = _dumped(dict(values))
-        from_bytes(data)
-    except Exception as error:
-        for key, value in values.items():
-            _check(key, value)
-        raise ConfigError("client_state", ", ".join(values), f"cannot be saved: {error}") from error
-    return data
+    return _both(values)[0]
 
 
 def from_bytes(data: bytes) -> Any:
     """Raises pickle.UnpicklingError for what is not such a value."""
     with safe_globals(_SAFE):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+
+
+def _both(values: Mapping[str, Any]) -> tuple[bytes, Any]:
+    """The bytes, and what they give back."""
+    try:
+        data = _dumped(dict(values))
+        return data, from_bytes(data)
+    except Exception as error:
+        for key, value in values.items():
+            _check(key, value)
+        raise ConfigError("client_state", ", ".join(values), f"cannot be saved: {error}") from error
 
 
 def reason_of(error: Exception) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -71,6 +72,7 @@ class Checkpoints(nn.Module):
         loop, directory = self._loop, local_path("save_dir", save_dir)
         with _whole_state(loop, "save_checkpoint"):
             loop.background.advance(wait=True)
+            begun = time.perf_counter()
 
             def prepared() -> Saving:
                 return Saving(loop, directory, tag, client_state, exclude_frozen=exclude_frozen_parameters)
@@ -80,7 +82,7 @@ class Checkpoints(nn.Module):
             loop.runtime.collectives.agree(f"{how} the checkpoint {saving.tag} in {directory}").wait()
             if asynchronous:
                 saving.keep_buffers()
-                loop.background.work = LateSave(loop, saving, latest=save_latest)
+                loop.background.work = LateSave(loop, saving, latest=save_latest, begun=begun)
             else:
                 saving.run(latest=save_latest)
                 return_freed()  # what pieces passed through; not of an asynchronous save, for which training waits

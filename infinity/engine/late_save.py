@@ -64,8 +64,9 @@ class _Job:
 class LateSave:
     """One such save. Its constructor and ``advance`` are collective."""
 
-    def __init__(self, loop: TrainingLoop, saving: Saving, *, latest: bool) -> None:
-        self._begun = time.perf_counter()
+    def __init__(self, loop: TrainingLoop, saving: Saving, *, latest: bool, begun: float) -> None:
+        """``begun``: when training began to wait for it, in seconds of ``time.perf_counter``."""
+        self._begun = begun
         self._loop, self._runtime, self._saving, self._latest = loop, loop.runtime, saving, latest
         self._files: Files | None = None
         """Those of all ranks, when they are written."""
