@@ -79,9 +79,10 @@ def move_buffers(
             characters; "auto": what the model's modules list themselves, as transformers' do.
     """
     patterns = list(_own_patterns(model, weight_dtype)) if kept == "auto" else [_regular(name) for name in kept]
-    for name, buffer, is_value in _buffers_of(model):
+    for names, buffer, is_value in _buffers_of(model):
         target = buffer.dtype
-        if weight_dtype is not torch.float32 and any(re.search(pattern, name) for pattern in patterns):
+        is_kept = any(re.search(pattern, name) for pattern in patterns for name in names)
+        if weight_dtype is not torch.float32 and is_kept:
             target = torch.float32 if buffer.is_floating_point() and buffer.itemsize < 4 else target
         elif dtype is not None:
             target = dtype if buffer.is_floating_point() else target
@@ -98,16 +99,19 @@ def narrowed_against_the_model(model: nn.Module, weight_dtype: torch.dtype) -> l
     return [name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)]
 
 
-def _buffers_of(model: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """Each with its name, and whether a state dict holds it, under any of its names."""
+def _buffers_of(model: nn.Module) -> Iterator[tuple[Sequence[str], torch.Tensor, bool]]:
+    """Each with all its names, and whether a state dict holds it, under any of them."""
     values = {
         id(buffer)
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
+    named: dict[int, tuple[list[str], torch.Tensor]] = {}
     for name, buffer in model.named_buffers(remove_duplicate=False):
-        yield name, buffer, id(buffer) in values
+        named.setdefault(id(buffer), ([], buffer))[0].append(name)
+    for names, buffer in named.values():
+        yield names, buffer, id(buffer) in values
 
 
 @contextmanager

@@ -52,6 +52,19 @@ def test_buffers_in_fp32_take_the_weights_dtype_but_those_that_a_module_keeps() 
     }  # fmt: skip
 
 
+def test_a_buffer_that_two_modules_share_is_kept_under_either_name_and_with_all_its_bits() -> None:
+    model = nn.Sequential(nn.Module(), nn.Module())
+    shared = torch.full((2,), 0.1)
+    for number, module in enumerate(model):
+        module.register_buffer(f"scale_{number}", shared)
+    for kept in (["0.scale"], ["1.scale"]):
+        move_buffers(model, torch.device("cpu"), torch.bfloat16, kept=kept)
+        assert model[0].scale_0 is shared is model[1].scale_1
+        assert (shared.dtype, shared.tolist()) == (torch.float32, torch.full((2,), 0.1).tolist())
+    move_buffers(model, torch.device("cpu"), torch.bfloat16, kept=[])
+    assert shared.dtype is torch.bfloat16
+
+
 def test_the_user_may_name_what_stays_instead() -> None:
     assert dtypes_after(torch.float16, ["plain", "1*ale"]) == {
         "0.scale": "float16", "0.norm_running_mean": "float16", "0.plain": "float32", "1.scale": "float32", **OTHERS,
