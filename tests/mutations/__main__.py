@@ -3,7 +3,8 @@
 Mutants are drawn by the seed, evenly over the files of a room. Each is tested in a copy of the tree by the tests near
 its file, up to the first failure; a run that takes too long counts as killed. Mutants that no test can tell from the
 original are listed, with the reason, in ``equivalent.toml``, and are not counted. With ``--resume`` what an earlier run
-of the same seed has killed is not tested again, only what survived or is new.
+of the same seed has killed is not tested again, only what survived or is new; with ``--first`` what survived stands,
+too, so that a long run can be made in parts and its share is that of first verdicts.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Plan:
     earlier: Sequence[Outcome]
     """Of the rooms before."""
     known: Mapping[tuple[str, str, str, str], Outcome]
-    """What an earlier run has killed."""
+    """What an earlier run has said, as far as that stands."""
     num_judges: int | None
     """How many of a file's tests judge, nearest first; None: all."""
 
@@ -95,9 +96,10 @@ def write_outcomes(path: Path | None, outcomes: Sequence[Outcome]) -> None:
         path.write_text(json.dumps([asdict(outcome) for outcome in outcomes], indent=1) + "\n")
 
 
-def read_killed(path: Path) -> dict[tuple[str, str, str, str], Outcome]:
+def read_outcomes(path: Path, results: Sequence[str]) -> dict[tuple[str, str, str, str], Outcome]:
+    """Those of an earlier run that have one of the results."""
     found = [Outcome(**outcome) for outcome in json.loads(path.read_text())]
-    return {outcome.key: outcome for outcome in found if outcome.result in KILLED}
+    return {outcome.key: outcome for outcome in found if outcome.result in results}
 
 
 class Campaign:
@@ -204,6 +206,7 @@ def main() -> int:
     parser.add_argument("--share", type=float, default=0.9, help="killed share below which the exit code is 1 (0.9)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="every mutant and what became of it")
     parser.add_argument("--resume", type=Path, metavar="FILE", help="JSON of an earlier run, whose killed stay killed")
+    parser.add_argument("--first", action="store_true", help="of that run all stands, also what survived")
     parser.add_argument(
         "--judges", type=int, metavar="N", help="only the N files of tests nearest to each source (all)"
     )
@@ -211,7 +214,8 @@ def main() -> int:
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     outcomes: list[Outcome] = []
-    known = read_killed(options.resume) if options.resume is not None else {}
+    standing = (*KILLED, "survived", "stillborn", "equivalent") if options.first else KILLED
+    known = read_outcomes(options.resume, standing) if options.resume is not None else {}
     with contextlib.ExitStack() as stack:
         directory = options.keep or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="mutations-")))
         for name, num_mutants in options.room or [(name, None) for name in ROOMS]:

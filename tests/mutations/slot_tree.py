@@ -37,9 +37,11 @@ class SlotTree:
         for path in (self.tree / room.directory).iterdir():
             if path.suffix in room.suffixes and str(path.relative_to(self.tree)) not in names:
                 path.unlink()  # of an earlier copy
-        self._measured = directory / f"cpu_s-{_digest(names)}.json"
-        """Kept with the copy, for as long as that stays the same."""
-        self._cpu_s: dict[str, float] = json.loads(self._measured.read_text()) if self._measured.is_file() else {}
+        self._digest = _digest([name for name in names if not Path(name).name.startswith("test_")])
+        """Of everything but files of tests: of these each has its own."""
+        self._measured = directory.parent / f"cpu_s-{'compiled' if room.compiled else 'python'}.json"
+        """What every slot has measured, kept with the copies."""
+        self._cpu_s: dict[str, float] = {}
         """CPU time that each file of tests takes without a mutation, of those that were asked for."""
         if room.compiled:
             self._configure()
@@ -109,13 +111,18 @@ class SlotTree:
 
     def _measure(self, test: str) -> None:
         """How long a file of tests takes without a mutation; it has to pass."""
-        if test not in self._cpu_s:
+        if test in self._cpu_s:
+            return
+        key = f"{test} {_digest([test])} {self._digest}"
+        known = _read_json(self._measured)
+        if key not in known:
             if self._room.compiled:
                 self._compile_original()  # what was built last may be a mutant
-            code, self._cpu_s[test] = self.run(test, MEASURED_S_MAX)
+            code, known[key] = self.run(test, MEASURED_S_MAX)
             if code != 0:
                 raise SystemExit(f"{self.log()}\n{test} fails without a mutation")
-            self._measured.write_text(json.dumps(self._cpu_s))
+            self._measured.write_text(json.dumps({**_read_json(self._measured), key: known[key]}))
+        self._cpu_s[test] = known[key]
 
     @contextlib.contextmanager
     def _mutated(self, mutant: Mutant) -> Iterator[None]:
@@ -178,6 +185,11 @@ class SlotTree:
         if stream is None:
             raise ValueError("the worker's streams are pipes")
         return stream
+
+
+def _read_json(path: Path) -> dict[str, float]:
+    found: dict[str, float] = json.loads(path.read_text()) if path.is_file() else {}
+    return found
 
 
 def _digest(names: Sequence[str]) -> str:
