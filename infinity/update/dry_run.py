@@ -19,7 +19,9 @@ from infinity.update.rule import Options
 from infinity.update.stand_in import StandIn, State
 
 NUM_STEPS: Final = 8
-ROWS, COLUMNS, CUT = 12, 32, 128
+ROWS: Final = 12
+COLUMNS: Final = 32
+CUT: Final = 128
 """The matrix, and the element at which it is cut: multiples of what kernels take at a time."""
 
 NumberType = torch.dtype | type

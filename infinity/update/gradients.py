@@ -7,6 +7,7 @@ torch, adding to zeros would turn -0.0 into 0.0. Norms are taken while the bytes
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Final
 
 import torch
 
@@ -16,8 +17,8 @@ from infinity.update.norms import Norm, Norms
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
 
-LEASES_AHEAD = 2
-TOGETHER_NUMEL = 1 << 15
+LEASES_AHEAD: Final = 2
+TOGETHER_NUMEL: Final = 1 << 15
 """Gradients that are smaller on average are put together first: that costs less than a call for each."""
 
 

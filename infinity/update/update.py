@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -28,7 +29,7 @@ from infinity.update.whole import WholeParams
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
 
-EARLY_LEASES = 2
+EARLY_LEASES: Final = 2
 """Leases at a time while a group is stepped inside backward."""
 
 

@@ -278,7 +278,7 @@ def _writes(func: Any) -> bool:
     name = _name(func)
     if name.startswith("__"):
         return name in ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__ipow__")
-    return name.endswith("_") and not name.endswith("__")
+    return name.endswith("_")
 
 
 def _name(func: Any) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 
@@ -29,7 +30,7 @@ Target = Callable[[Segment], torch.Tensor]
 GradientOf = Callable[[Segment], torch.Tensor | None]
 """The reduced gradient of one segment, 1-D; None where this micro-batch gave the parameter none."""
 
-DEMAND_LEASES_AHEAD = 2
+DEMAND_LEASES_AHEAD: Final = 2
 
 
 class LeaseAllowance:

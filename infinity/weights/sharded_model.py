@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Final
 
 import torch
 from torch import nn
@@ -44,12 +45,12 @@ UNITS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 """Modules of torch's that use their children's weights, and take another path where they are not plain parameters; so
 does ``nn.TransformerEncoder``, of its first layer alone."""
 
-LEASE_SHARE = 4
+LEASE_SHARE: Final = 4
 """Leases held ahead take at most this fraction (1/n) of the streamed frames; the rest stays for demand."""
 
-SUB_GROUPS_AHEAD_MAX = 4
+SUB_GROUPS_AHEAD_MAX: Final = 4
 
-AHEAD_CHUNKS_MAX = 32
+AHEAD_CHUNKS_MAX: Final = 32
 """Chunks read ahead of who goes through all of them: a busy machine lets a process wait for milliseconds, and the
 drive goes on."""
 
@@ -213,8 +214,6 @@ class ShardedModel:
     @property
     def chunks_ahead(self) -> int:
         """Chunks whose leases are issued ahead by who alone goes through all of them: half of the streamed frames."""
-        if self._demand_sets == 0:
-            return 1
         return max(1, min(AHEAD_CHUNKS_MAX, self._demand_sets // 2))
 
     @property

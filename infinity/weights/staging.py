@@ -131,10 +131,11 @@ class StagingArea(owners.Owner):
             finally:
                 for param in params:
                     end_loan(param)
-            for param in params if modifier_rank else ():
-                values = flattened(param.detach(), memory_order(param))
-                what = f"share the changes of {self.staged(param).name}"
-                self.collectives.broadcast(values, what, source=modifier_rank or 0)
+            if modifier_rank:
+                for param in params:
+                    values = flattened(param.detach(), memory_order(param))
+                    what = f"share the changes of {self.staged(param).name}"
+                    self.collectives.broadcast(values, what, source=modifier_rank)
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         staged = self.staged(param)
@@ -310,7 +311,6 @@ class StagedParam:
         with torch.inference_mode(mode=False), torch.no_grad():
             flat = self._memory.allocate()
             if collectives.world_size == 1:
-                agreement.wait()
                 self._read_into(flat, 0)
             else:
                 shard = torch.empty(self.shard_numel, dtype=self._memory.dtype)
@@ -322,7 +322,6 @@ class StagedParam:
         param, weights = self.param, self._memory.full
         if weights is None:
             raise AssertionError("the weights were allocated and are not there")
-        del flat
         access.show(param, weights)
         owners.disown(param)
         self._memory.drop()  # the parameter has the memory now

@@ -11,6 +11,7 @@ from infinity.plan.precision import Precision
 from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, GroupPlacement, cut_chunks, place_group
 from infinity.tiers.base import ChunkLayout, spans
 from infinity.tiers.collectives import Collectives
+from infinity.tiers.memory import MemoryStore
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import LeaseAllowance, ParamGroup
 from infinity.weights.streams import CopyStream
@@ -37,7 +38,9 @@ class SmallShards:
         leases_ahead: int = 2,
         persistent: Sequence[int] = (),
         frozen: Sequence[int] = (),
+        lent_to: MemoryStore | None = None,
     ) -> None:
+        self.lent_to = lent_to
         self.collectives = Collectives(None) if collectives is None else collectives
         self.precision = precision
         self.store = StrictStore(piece_numel)
@@ -117,6 +120,7 @@ class SmallShards:
                 persistent=persistent,
                 home=self.precision.home(trainable=trainable),
                 name=f"group {number}",
+                lent_to=self.lent_to,
             )
         )
 

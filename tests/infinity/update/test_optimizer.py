@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from infinity.config import parse_config
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, EngineStateError
 from infinity.plan.sharding import ChunkPlacement
 from infinity.tiers.base import Lease
 from infinity.tiers.due import DueStore
@@ -20,6 +20,7 @@ from infinity.update.loss_scale import FixedLossScale, LossScale
 from infinity.update.norms import Norm
 from infinity.update.optimizer import ShardedOptimizer, group_indices, sharded_from_config, sharded_from_torch
 from infinity.update.rule import History
+from infinity.update.stored_state import retire
 from infinity.update.sub_group import Terms
 from infinity.update.update import Outcome, Update
 from infinity.weights.param_group import GradientOf
@@ -361,6 +362,18 @@ def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, deco
     ours.bind(lambda: None, FixedLossScale())
     ours.step()
     assert theirs._opt_called
+
+
+def test_one_that_another_engine_had_is_taken_over_again() -> None:
+    given = torch.optim.SGD(params_of(1), lr=0.5)
+    first = from_torch(given)
+    retire(given)
+    with pytest.raises(EngineStateError, match="store"):
+        given.state.items()
+    second = from_torch(given)
+    assert second is not first
+    assert second.param_groups is given.param_groups
+    assert dict(given.state) == {}
 
 
 @pytest.mark.parametrize("option", ["capturable", "differentiable"])

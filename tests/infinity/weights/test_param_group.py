@@ -161,6 +161,88 @@ def test_where_the_store_has_masters_only_weights_are_made_of_them_but_after_an_
     assert_whole(shards)
 
 
+def test_after_an_update_weights_that_the_store_has_are_read_again() -> None:
+    shards = written(persistent=[0])
+    (group,) = shards.groups
+    group.wait_for_unshard()
+    group.reshard()
+    for chunk in range(len(shards.chunks)):
+        shards.store.object(chunk, ObjectKind.WEIGHT).fill_(7)
+    group.wait_for_unshard(updated=True)
+    assert all(bool((shown == 7).all()) for shown in show(group))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_after_an_update_ranks_send_each_other_what_they_have_written(world_size: int) -> None:
+    def work(collectives: ThreadedCollectives) -> list[torch.Tensor]:
+        shards = written(collectives, persistent=[0], precision=MASTERS_ONLY)
+        (group,) = shards.groups
+        group.wait_for_unshard()
+        for param, placement in zip(group.params, group.placement.params, strict=True):
+            start = collectives.rank * placement.shard_numel
+            flat = param.allocate()
+            flat[start : start + placement.valid_numel(collectives.rank)] = collectives.rank + 1
+        group.reshard()
+        group.wait_for_unshard(updated=True)
+        return show(group)
+
+    ranks = on_ranks(world_size, work)
+    for shown in zip(*ranks, strict=True):
+        assert all(torch.equal(found, shown[0]) for found in shown)
+    largest = ranks[0][2].view(-1)
+    assert largest.unique_consecutive().tolist() == list(range(1, world_size + 1))
+
+
+class Lent:
+    """What a store notes of weights that it is lent."""
+
+    def __init__(self) -> None:
+        self.views: dict[tuple[int, int], Any] = {}
+        self.num_kept = 0
+
+    def keep_in(self, chunk: int, kind: int, views: Any) -> None:
+        self.views[chunk, kind] = views
+        self.num_kept += 1
+
+    def take_back(self, chunk: int, kind: int) -> None:
+        del self.views[chunk, kind]
+
+
+def test_weights_that_are_here_are_the_stores_own_until_they_are_withdrawn() -> None:
+    lent: Any = Lent()
+    shards = written(persistent=[0], lent_to=lent)
+    (group,) = shards.groups
+    group.withdraw()
+    assert not group.is_lent
+    group.wait_for_unshard()
+    assert group.is_lent
+    for chunk, placement in enumerate(shards.chunks):
+        expected = torch.zeros(placement.numel)
+        for segment in placement.segments:
+            part = shards.full[segment.param][segment.param_offset : segment.param_offset + segment.numel]
+            expected[segment.chunk_offset : segment.chunk_offset + segment.numel] = part
+        assert torch.equal(torch.cat(lent.views[chunk, ObjectKind.WEIGHT]()), expected)
+    group.params[0].allocate().fill_(7)
+    group.reshard()
+    num_acquired = len(shards.store.acquired())
+    group.wait_for_unshard()
+    assert bool((show(group)[0] == 7).all()), "what is here is what the store has"
+    assert (len(shards.store.acquired()), lent.num_kept) == (num_acquired, len(shards.chunks))
+    group.withdraw()
+    assert (group.is_lent, lent.views) == (False, {})
+
+
+@pytest.mark.parametrize("world_size", [2])
+def test_ranks_that_gather_different_things_are_told_apart_before_they_do(world_size: int) -> None:
+    def work(collectives: ThreadedCollectives) -> None:
+        shards = written(collectives, precision=BF16)
+        kind = ObjectKind.MASTER if collectives.rank else ObjectKind.WEIGHT
+        shards.groups[0].gather(kind, torch.float32)
+
+    with pytest.raises(AssertionError, match="the ranks diverge"):
+        on_ranks(world_size, work)
+
+
 def test_another_kind_is_gathered_beside_the_weights() -> None:
     shards = written(precision=BF16)
     (group,) = shards.groups
@@ -241,6 +323,47 @@ def test_what_autograd_accumulates_is_the_groups_at_once() -> None:
     part = gradient_of(shards.chunks[0].segments[0])
     assert part is not None
     assert torch.equal(part, (ramps()[0] + ramps(2.0)[0])[: part.numel()]), "before they are reduced they add up"
+
+
+def test_a_gradient_is_divided_in_memory_of_its_own() -> None:
+    (group,) = (shards := written()).groups
+    given = torch.full(SHAPES[1], 6.0)
+    shards.params[1].param.grad = given
+    assert not group.take_gradient(shards.params[1], 4)
+    assert given.tolist() == [6.0] * 64, "it may be somebody else's, too"
+    (taken,), gradient_of = group.take_gradients(rounded=False)
+    part = next(part for chunk in shards.chunks for s in chunk.segments if (part := gradient_of(s)) is not None)
+    assert (taken, part.tolist()) == (1, [1.5] * 64)
+
+
+def test_a_gradient_with_a_history_is_taken_without_it() -> None:
+    (group,) = (shards := written()).groups
+    weight = torch.ones(64, requires_grad=True)
+    with access.raw():
+        shards.params[1].param.grad = weight * 2
+    group.take_gradient(shards.params[1])
+    _, gradient_of = group.take_gradients(rounded=False)
+    assert not any(part.requires_grad for s in shards.chunks[0].segments if (part := gradient_of(s)) is not None)
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+def test_what_is_put_off_is_kept_and_added_to_in_its_own_dtype(rounded: bool) -> None:
+    shards = SmallShards([SHAPES], precision=replace(BF16, reduce=torch.bfloat16))
+    (group,) = shards.groups
+    first, second = shards.params[:2]
+    give(shards, [None, torch.full((64,), 256.0), None, None])
+    group.keep_gradients(torch.float32)
+    assert [group.has_gradients, group.has_kept_gradients] == [False, True]
+    assert [group.has_gradient_of(first), group.has_gradient_of(second)] == [False, True]
+    give(shards, [torch.ones(20_000), torch.ones(64), None, None])
+    group.keep_gradients(torch.float32)
+    give(shards, [None, torch.full((64,), 2.0), None, None])
+    params, gradient_of = group.take_gradients(rounded=rounded)
+    assert sorted(params) == [0, 1]
+    assert not group.has_kept_gradients
+    found = {s.param: part for c in shards.chunks for s in c.segments if (part := gradient_of(s)) is not None}
+    assert found[1].tolist() == [260.0 if rounded else 259.0] * 64
+    assert found[0].unique().tolist() == [1.0]
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -160,6 +160,62 @@ def test_groups_are_as_large_as_bucket_and_live_limit_allow(bucket: int, live: i
     assert len(layout.placements) == (2 if apart else 1)
 
 
+@pytest.mark.parametrize(
+    ("to_bf16", "came_in_bf16", "masters"), [(True, False, True), (True, True, False), (False, False, False)]
+)
+def test_without_an_optimizer_only_what_is_rounded_has_masters(
+    to_bf16: bool, came_in_bf16: bool, masters: bool
+) -> None:
+    """It may be trained later, from what it was before it was rounded."""
+    model = Net().to(torch.bfloat16 if came_in_bf16 else torch.float32)
+    layout = Layout.of(model, config_of(bf16=to_bf16), 1, trains=False)
+    assert [placement.trainable for placement in layout.placements] == [
+        masters and group.params[0].requires_grad for group in layout.members
+    ]
+    assert not layout.trains
+
+
+MIB = 1 << 20
+
+
+def layers(num_layers: int = 6) -> nn.Sequential:
+    """Each of 1 Mi elements."""
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(num_layers)))
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize(
+    ("zero", "mib"),
+    [
+        ({"stage3_max_live_parameters": 1 << 30}, 24),
+        ({"stage3_max_live_parameters": 2 << 20}, 12),
+        ({"stage3_max_live_parameters": 0}, 4),
+        ({"stage3_max_live_parameters": 0, "stage3_param_persistence_threshold": 1 << 20}, 24),
+    ],
+    ids=["all", "some", "one", "persistent"],
+)
+def test_the_pool_has_room_for_what_is_live_and_for_gathering_it(
+    zero: dict[str, int], mib: int, world_size: int
+) -> None:
+    config = config_of(param="none", optimizer="none", stage3_prefetch_bucket_size=1 << 20, **zero)
+
+    def work(collectives: ThreadedCollectives) -> tuple[int, int]:
+        sharded = Fixture(layers(), config, collectives).sharded
+        return sharded.pool.free_bytes, max(placement.numel for placement in sharded.layout.placements)
+
+    for free, largest in on_ranks(world_size, work):
+        needed = mib * MIB + (2 * largest * 4 if world_size > 1 else 0)
+        assert needed < free <= needed + 2 * MIB, "with what blocks lose by their alignment, in huge pages"
+
+
+@pytest.mark.parametrize(("optimizer", "kinds"), [("none", 4), ("nvme", 1)])
+def test_the_device_has_room_for_all_that_lies_there_and_a_quarter_more(optimizer: str, kinds: int) -> None:
+    fixture = Fixture(layers(4), config_of(param="none", optimizer=optimizer))
+    free = fixture.sharded.device_store._pool.free_bytes
+    needed = 4 * kinds * sum(chunk.numel for chunk in fixture.sharded.chunks) * 5 // 4
+    assert needed < free <= needed + 2 * MIB
+
+
 @pytest.mark.parametrize("bf16", [False, True])
 def test_frozen_chunks_have_weights_alone(bf16: bool) -> None:
     fixture = Fixture(Net(), config_of(bf16=bf16))

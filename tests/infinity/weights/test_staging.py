@@ -155,6 +155,49 @@ def test_a_parameter_with_a_view_stays_in_memory_and_goes_on_following_it() -> N
     assert values(param).tolist() == [1, 2] + [0] * 8
 
 
+def test_an_alias_that_was_read_keeps_nothing_in_memory() -> None:
+    area = Area()
+    param = area.add(10)
+    area.area.stage_everything()
+    area.area.is_building = False
+    assert (area.area.alias(param) * 2).tolist() == list(range(2, 21, 2))
+    assert area.is_staged(param) == [True]
+
+
+def test_what_was_changed_while_it_was_the_users_is_registered_anew() -> None:
+    area = Area()
+    param = area.add(100)
+    area.area.stage_everything()
+    values(param)
+    param.data = param.data.to(torch.bfloat16)
+    area.area.stage_everything()
+    assert area.store.unregistered == [range(2)]
+    assert [layout.dtypes[ObjectKind.STAGING] for layout in area.store.layouts[2:]] == [torch.bfloat16]
+    assert values(param).tolist() == list(range(1, 101))
+
+
+def test_a_parameter_without_elements_is_staged_as_all_are() -> None:
+    area = Area()
+    param = area.add(0)
+    area.area.stage_everything()
+    assert area.is_staged(param) == [True]
+    assert values(param).shape == (0,)
+
+
+def test_new_weights_reach_parameters_wherever_they_are() -> None:
+    area = Area()
+    staged, in_memory = area.add(10, 15), area.add(70)
+    area.area.stage_everything()
+    values(in_memory)
+    assert area.is_staged(staged, in_memory) == [True, False]
+    area.area.overwrite(
+        [(each, lambda first, numel: torch.arange(first, first + numel) * 2.0) for each in (staged, in_memory)]
+    )
+    assert area.is_staged(staged, in_memory) == [True, False]
+    for each in (staged, in_memory):
+        assert torch.equal(values(each).view(-1), torch.arange(each.numel()) * 2.0)
+
+
 def test_a_parameter_that_was_dropped_is_not_staged() -> None:
     area = Area()
     kept = area.add(10)
@@ -189,6 +232,7 @@ def test_a_replaced_parameter_begins_anew() -> None:
     param = area.add(100)
     area.area.stage_everything()
     param.data = torch.full((3,), 7.0)
+    assert (type(param), owners.owner_of(param)) == (nn.Parameter, None), "the user's own"
     assert area.store.unregistered == [range(2)]
     assert param.shape == (3,)
     area.area.stage_everything()
@@ -233,6 +277,35 @@ def test_a_staged_parameter_has_no_gradient_and_a_copy_of_its_own() -> None:
     assert values(param).tolist() == [1, 2, 3, 4]
 
 
+def test_a_gradient_that_came_while_the_weights_were_here_stays_until_it_is_dropped() -> None:
+    area = Area()
+    param = area.add(4)
+    (values_of := param * 3).sum().backward()
+    assert values_of.shape == (4,)
+    area.area.stage_everything()
+    assert param.grad is not None
+    assert param.grad.tolist() == [3.0] * 4
+    param.grad = None
+    assert param.grad is None
+
+
+def test_an_area_that_nobody_refers_to_ends_what_it_has() -> None:
+    closed: list[str] = []
+
+    class Noted:
+        def __init__(self, name: str) -> None:
+            self._name = name
+
+        def close(self) -> None:
+            closed.append(self._name)
+
+    parts: Any = [Noted(name) for name in ("store", "collectives", "connection")]
+    staging._end(*parts)
+    assert closed == ["store", "collectives", "connection"]
+    staging._end(*parts[:2], None)
+    assert closed[3:] == ["store", "collectives"]
+
+
 def test_closing_ends_the_store_and_the_connection() -> None:
     area = Area()
     closed: list[str] = []
@@ -241,8 +314,12 @@ def test_closing_ends_the_store_and_the_connection() -> None:
         def close(self) -> None:
             closed.append("connection")
 
+    collectives: Any = area.area.collectives
+    collectives.close = lambda: closed.append("collectives")
     area.area.close()
     assert area.store.closed
+    assert closed.pop() == "collectives"
+    collectives.close = lambda: None
     connection: Any = Connection()
     area.area.connection = connection
     area.area.close_store()
@@ -254,14 +331,16 @@ def test_closing_ends_the_store_and_the_connection() -> None:
 def test_freed_memory_is_returned_where_that_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     returned: list[int] = []
     monkeypatch.setattr(staging, "return_freed", lambda: returned.append(1))
+    paged: list[int] = []
+    monkeypatch.setattr(staging, "page_out_mapped_weights", lambda: paged.append(1))
     monkeypatch.setattr(staging, "RETURNED_NUMEL_MIN", 100)
     area = Area()
     small = area.add(99)
     area.area.stage_everything()
-    assert (area.is_staged(small), returned) == ([True], [])
+    assert (area.is_staged(small), returned, paged) == ([True], [], [])
     large = area.add(100)
     area.area.stage_everything()
-    assert (area.is_staged(large), returned) == ([True], [1])
+    assert (area.is_staged(large), returned, paged) == ([True], [1], [1])
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -280,6 +359,8 @@ def test_ranks_keep_a_shard_each_of_rank_0s_values(world_size: int, numel: int) 
         assert staged.start == collectives.rank * staged.shard_numel
         held = torch.arange(1.0, numel + 1)[staged.start : staged.start + staged.shard_numel]
         assert torch.equal(shard[: len(held)], held)
+        assert torch.equal(area.area.shard_of(param), held)
+        assert not area.area.is_persistent(param)
         assert not shard[len(held) :].isfinite().all() or not shard[len(held) :].any() or len(held) == len(shard)
         assert values(param).tolist() == list(range(1, numel + 1))
         return area, param, staged
@@ -293,4 +374,29 @@ def test_ranks_keep_a_shard_each_of_rank_0s_values(world_size: int, numel: int) 
         assert said == [f"stage out {name}", f"bring back {name}"]
 
 
-# Budgets.
+def test_what_one_rank_changes_while_weights_are_gathered_is_every_ranks() -> None:
+    def work(collectives: ThreadedCollectives) -> list[list[float]]:
+        area = Area(collectives)
+        found = []
+        for modifier in (0, 1, None):
+            param = area.add(3, value=0.0)
+            area.area.stage_everything()
+            with area.area.gathered([param], modifier), torch.no_grad():
+                param.fill_(collectives.rank + 10.0)
+            area.area.stage_everything()
+            found.append(values(param).tolist())
+        return found
+
+    for found in on_ranks(2, work):
+        assert found == [[10.0] * 3, [11.0] * 3, [10.0] * 3]
+
+
+def test_ranks_that_bring_back_different_parameters_are_told_apart_before_they_do() -> None:
+    def work(collectives: ThreadedCollectives) -> None:
+        area = Area(collectives)
+        params = [area.add(100), area.add(100)]
+        area.area.stage_everything()
+        values(params[collectives.rank])
+
+    with pytest.raises(AssertionError, match="the ranks diverge"):
+        on_ranks(2, work)

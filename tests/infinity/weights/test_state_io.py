@@ -61,6 +61,20 @@ def piece_numel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return numel
 
 
+@pytest.mark.parametrize("way", ["read", "stream"])
+def test_ranks_that_read_different_things_are_told_apart_before_they_do(way: str) -> None:
+    def work(collectives: ThreadedCollectives) -> None:
+        io, shards = io_of(collectives)
+        kind = MASTER if collectives.rank else WEIGHT
+        if way == "read":
+            io.read(shards.params[0], kind)
+        else:
+            list(io.stream(shards.params[0], kind))
+
+    with pytest.raises(AssertionError, match="the ranks diverge"):
+        on_ranks(2, work)
+
+
 @pytest.mark.usefixtures("piece_numel")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("precision", [FP32, BF16, MASTERS_ONLY], ids=["fp32", "bf16", "masters only"])
