@@ -331,17 +331,18 @@ def test_a_weight_that_cannot_be_found_is_said_to_be() -> None:
 
 def test_a_tensor_that_is_set_goes_to_who_keeps_writes_and_nothing_else_does(owner: NotedOwner) -> None:
     keeper, new = NotedOwner(keeps_writes=True), torch.zeros(1)
-    param = keeper.make()
+    param: Any = keeper.make()
     assert param.set_(new) is param
     assert keeper.log[-1] == ("data", new)
+    others: Any = owner.make()
     refused: list[tuple[Any, ...]] = [(), (new, 0), (new.untyped_storage(),)]
     for source in refused:
         with pytest.raises(WeightsError, match="set_ would reach into memory"):
             param.set_(*source)
     with pytest.raises(WeightsError, match="set_ would reach into memory"):
-        param.set_(new, storage_offset=0)  # type: ignore[call-overload]
+        param.set_(new, storage_offset=0)
     with pytest.raises(WeightsError, match="set_ would reach into memory"):
-        owner.make().set_(new)
+        others.set_(new)
 
 
 def test_memory_is_given_by_who_keeps_writes_alone(owner: NotedOwner) -> None:

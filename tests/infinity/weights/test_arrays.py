@@ -64,7 +64,7 @@ def test_an_array_of_weights_can_be_written_to_where_that_is_kept(lender: Lender
 def test_other_tensors_arrays_are_torchs(lender: Lender, weights: Weights) -> None:
     other = torch.arange(3.0)
     other.numpy()[0] = 5
-    np.from_dlpack(other)  # type: ignore[arg-type]
+    np.from_dlpack(other)
     assert other.tolist() == [5, 1, 2]
     with pytest.raises(RuntimeError, match="requires grad"):
         other.requires_grad_().numpy()
@@ -75,7 +75,7 @@ def test_other_tensors_arrays_are_torchs(lender: Lender, weights: Weights) -> No
 
 def test_dlpack_hands_out_weights_only_where_writes_are_kept(lender: Lender, weights: Weights) -> None:
     if lender.keeps:
-        array: Any = np.from_dlpack(weights.view)  # type: ignore[arg-type]
+        array: Any = np.from_dlpack(weights.view)
         assert array.tolist() == [2, 3, 4, 5]
     else:
         with pytest.raises(WeightsError, match="__dlpack__ would reach into memory"):

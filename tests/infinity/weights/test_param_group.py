@@ -190,7 +190,8 @@ def test_after_an_update_ranks_send_each_other_what_they_have_written(world_size
     for shown in zip(*ranks, strict=True):
         assert all(torch.equal(found, shown[0]) for found in shown)
     largest = ranks[0][2].view(-1)
-    assert largest.unique_consecutive().tolist() == list(range(1, world_size + 1))
+    assert sorted(set(largest.tolist())) == list(range(1, world_size + 1))
+    assert torch.equal(largest, largest.sort().values)
 
 
 class Lent:
@@ -212,8 +213,7 @@ def test_weights_that_are_here_are_the_stores_own_until_they_are_withdrawn() -> 
     lent: Any = Lent()
     shards = written(persistent=[0], lent_to=lent)
     (group,) = shards.groups
-    group.withdraw()
-    assert not group.is_lent
+    group.withdraw()  # of what nobody has been lent
     group.wait_for_unshard()
     assert group.is_lent
     for chunk, placement in enumerate(shards.chunks):
@@ -363,7 +363,7 @@ def test_what_is_put_off_is_kept_and_added_to_in_its_own_dtype(rounded: bool) ->
     assert not group.has_kept_gradients
     found = {s.param: part for c in shards.chunks for s in c.segments if (part := gradient_of(s)) is not None}
     assert found[1].tolist() == [260.0 if rounded else 259.0] * 64
-    assert found[0].unique().tolist() == [1.0]
+    assert set(found[0].tolist()) == {1.0}
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -412,6 +412,7 @@ def test_a_group_is_complete_when_all_have_come_however_often_some_did() -> None
 
 def test_a_group_is_in_use_while_it_is_held() -> None:
     (group,) = written().groups
+    assert (group.num_holds, group.num_calls) == (0, 0), "nobody does at first"
     uses = []
     for group.num_holds in (0, 1, 2):
         uses.append(group.in_use)

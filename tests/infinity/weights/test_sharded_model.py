@@ -195,7 +195,7 @@ def layers(num_layers: int = 6) -> nn.Sequential:
     ids=["all", "some", "one", "persistent"],
 )
 def test_the_pool_has_room_for_what_is_live_and_for_gathering_it(
-    zero: dict[str, int], mib: int, world_size: int
+    zero: dict[str, Any], mib: int, world_size: int
 ) -> None:
     config = config_of(param="none", optimizer="none", stage3_prefetch_bucket_size=1 << 20, **zero)
 
