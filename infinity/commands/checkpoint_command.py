@@ -14,8 +14,7 @@ from infinity.checkpoint.manifest import TensorEntry
 from infinity.checkpoint.progress import Progress
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.errors import CheckpointError
-
-EXIT_OK, EXIT_FAILED = 0, 1
+from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK
 
 
 def info(parsed: argparse.Namespace) -> int:
@@ -54,7 +53,7 @@ def verify(parsed: argparse.Namespace) -> int:
         print(
             f"{path}: {'whole' if not problems else f'{len(problems)} damaged'}, {read_bytes:,} bytes of tensors read"
         )
-    return EXIT_FAILED if problems else EXIT_OK
+    return EXIT_FAULT if problems else EXIT_OK
 
 
 def _as_json(stored: StoredCheckpoint) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The ``infinity`` command. Each subcommand imports what it needs when it runs, so that ``--help`` is quick.
 
-Exit codes: 0 done, 1 a check or a run failed, 2 wrong usage or configuration. ``infinity run`` passes on the exit code
-of what it ran; a process ended by signal n counts as 128 + n, as in a shell.
+Exit codes: 0 done, 1 a check or a run failed, 2 wrong usage or configuration, 3 the daemon was lost. ``infinity run``
+passes on the exit code of what it ran; a process ended by signal n counts as 128 + n, as in a shell.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from io_daemon.command.interrupt import EXIT_INTERRUPTED, quiet_interrupt
-from io_daemon.errors import ConfigError, WorldError
+from io_daemon.command.interrupt import quiet_interrupt
+from io_daemon.command.outcome import outcome
 
-EXIT_OK, EXIT_FAILED, EXIT_USAGE = 0, 1, 2
 _LAUNCHERS = ("run", "as-deepspeed", "deepspeed")
 """Commands whose words are mostly another command's."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
-    try:
+
+    def work() -> int:
         if words[:1] and words[0] in _LAUNCHERS:
             return _launched(words[0], words[1:])
         if words[:1] == ["demo"]:
@@ -28,15 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = _parser().parse_args(words)
         code: int = parsed.function(parsed)
         return code
-    except ConfigError as error:
-        print(f"infinity: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except WorldError as error:
-        print(f"infinity: {error}", file=sys.stderr)
-        return EXIT_FAILED
-    except KeyboardInterrupt:
-        print("infinity: interrupted", file=sys.stderr)
-        return EXIT_INTERRUPTED
+
+    return outcome("infinity", work)
 
 
 def _parser() -> argparse.ArgumentParser:

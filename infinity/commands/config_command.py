@@ -7,8 +7,7 @@ import json
 from infinity.config import Resolved, resolve_config
 from infinity.config.dialect import BY_PATH
 from infinity.errors import CombinedConfigError, ConfigError
-
-EXIT_OK, EXIT_USAGE = 0, 2
+from io_daemon.command.outcome import EXIT_OK, EXIT_USAGE
 
 
 def check(file: str, *, world_size: int, check_paths: bool, as_json: bool) -> int:

@@ -26,13 +26,13 @@ from infinity.commands.trace_command import StepOfModel, say, traced
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan.precision import Precision
 from infinity.plan.stage import StagePolicy
+from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK
 from io_daemon.policy.step_trace import SUFFIX, save
 from io_daemon.shared.metrics import size_text
 
 BENCH_STEP: Final = (sys.executable, "-P", "-m", "io_daemon", "bench", "step")
 DAEMON_BYTES: Final = 40_000_000
 """Memory of a daemon aside from its arenas: its interpreter and tables."""
-EXIT_OK, EXIT_FAILED = 0, 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +76,7 @@ def plan(parsed: argparse.Namespace) -> int:
         print(json.dumps([asdict(each) for each in found], indent=2))
     else:
         _show(found)
-    return EXIT_OK if any(each.cost for each in found) else EXIT_FAILED
+    return EXIT_OK if any(each.cost for each in found) else EXIT_FAULT
 
 
 def _predict(parsed: argparse.Namespace, budget: int, interpreter_bytes: int, directory: Path) -> Prediction:

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinity.commands.running import environment_of, torchrun
+from io_daemon.command.outcome import EXIT_FAULT
 from io_daemon.config import DaemonSettings
 
-EXIT_FAILED = 1
 RUN_USAGE = "infinity run [--as-deepspeed] [--swap-dir DIR ...] [daemon options] [torchrun options] script.py ..."
 RUN_DESCRIPTION = """\
 Start one I/O daemon for this node, then torchrun (python -m torch.distributed.run) with all arguments from the first
@@ -94,5 +94,5 @@ def run(words: Sequence[str]) -> int:
                 f"infinity: the I/O daemon ended before the ranks did, with status {status}",
                 file=sys.stderr,
             )
-            return code or EXIT_FAILED
+            return code or EXIT_FAULT
     return code

@@ -32,12 +32,12 @@ from io_daemon.bench.steps.step import advise_step, run_step
 from io_daemon.bench.steps.step_settings import StepSettings, add_step_options
 from io_daemon.bench.sweep import SweepSettings, run_sweep
 from io_daemon.command.options import parse_fault, parse_path, settings_from
+from io_daemon.command.outcome import EXIT_OK
 from io_daemon.command.sizes import parse_bytes, parse_seconds
 from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.errors import ConfigError
 from io_daemon.machine.facts import describe_machine
 
-EXIT_OK: Final = 0
 EXIT_REGRESSION: Final = 4
 EXIT_BAD_DATA: Final = 5
 

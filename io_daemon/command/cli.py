@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import io
 import logging
-import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import Final, get_args
 
 from pydantic import ValidationError
 
-from io_daemon.command.interrupt import EXIT_INTERRUPTED, quiet_interrupt
+from io_daemon.command.interrupt import quiet_interrupt
 from io_daemon.command.options import as_typed, parse_fault, parse_path, settings_from
+from io_daemon.command.outcome import EXIT_OK, outcome
 from io_daemon.command.sizes import parse_bytes, parse_timeout
 from io_daemon.config import (
     UNLIMITED_BYTES,
@@ -25,7 +24,7 @@ from io_daemon.config import (
     socket_parents,
 )
 from io_daemon.disk.swap_dir import check_swap_dirs, reclaim
-from io_daemon.errors import ConfigError, DaemonLostError, WorldError
+from io_daemon.errors import ConfigError
 from io_daemon.machine.tuning import choose
 from io_daemon.rank.connection import Connection
 from io_daemon.rank.private_dir import remove_abandoned
@@ -36,10 +35,6 @@ AddCommands = Callable[[argparse.ArgumentParser], None]
 """Mounts sub-commands on a parser; called only where one of them was typed."""
 
 BENCH_COMMANDS: Final = ("io", "sweep", "step", "compare")
-EXIT_OK: Final = 0
-EXIT_FAULT: Final = 1
-EXIT_USAGE: Final = 2
-EXIT_NO_DAEMON: Final = 3
 
 
 def run(argv: Sequence[str] | None, *, add_bench: AddCommands) -> int:
@@ -47,32 +42,17 @@ def run(argv: Sequence[str] | None, *, add_bench: AddCommands) -> int:
     words = sys.argv[1:] if argv is None else list(argv)
     with quiet_interrupt():  # `bench` imports much
         arguments = _parser(words, add_bench).parse_args(with_default_command(words))
-    try:
-        if isinstance(sys.stdout, io.TextIOWrapper):  # µ and × in a terminal that knows ASCII alone
-            sys.stdout.reconfigure(errors="replace")
-        exit_code: int = arguments.run(arguments)
-        sys.stdout.flush()
-    except ConfigError as error:
-        return _complain(as_typed(error, arguments.parser), EXIT_USAGE)
-    except ValidationError as error:
-        return _complain(as_typed(first_problem(error), arguments.parser), EXIT_USAGE)
-    except DaemonLostError as error:
-        return _complain(error, EXIT_NO_DAEMON)
-    except WorldError as error:
-        return _complain(error, EXIT_FAULT)
-    except BrokenPipeError:  # the reader of our output has gone: nobody is left to complain to
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_FAULT
-    except OSError as error:  # of what is written for the user: a report, say, to a disk that is full by now
-        return _complain(error, EXIT_FAULT)
-    except KeyboardInterrupt:
-        return _complain(KeyboardInterrupt("interrupted"), EXIT_INTERRUPTED)
-    return exit_code
 
+    def work() -> int:
+        try:
+            exit_code: int = arguments.run(arguments)
+        except ConfigError as error:
+            raise as_typed(error, arguments.parser) from error
+        except ValidationError as error:
+            raise as_typed(first_problem(error), arguments.parser) from error
+        return exit_code
 
-def _complain(error: BaseException, exit_code: int) -> int:
-    print(f"io-daemon: {error}", file=sys.stderr)
-    return exit_code
+    return outcome("io-daemon", work)
 
 
 def parse_or_auto(parse: Callable[[str], int]) -> Callable[[str], int | None]:

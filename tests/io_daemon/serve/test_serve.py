@@ -17,8 +17,8 @@ import pytest
 
 from io_daemon.__main__ import main
 from io_daemon._native import Reactor
-from io_daemon.command.cli import EXIT_FAULT, EXIT_NO_DAEMON, EXIT_USAGE
 from io_daemon.command.options import parse_fault
+from io_daemon.command.outcome import EXIT_FAULT, EXIT_NO_DAEMON, EXIT_USAGE
 from io_daemon.config import SOCKET_PATH_BYTES_MAX, FaultKind
 from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, SwapSpaceError
 from io_daemon.rank.client import Client
