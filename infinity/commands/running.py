@@ -9,8 +9,9 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import FrameType
 
 from infinity.deepspeed.delivery import COMMANDS, DIRECTORY
@@ -60,7 +61,20 @@ def torchrun(words: Sequence[str], environment: Mapping[str, str]) -> int:
         variables.setdefault("PET_STANDALONE", "1")  # --standalone: else two jobs on a machine want port 29500
     # idle compute threads that spin take the cores that the daemon needs: 1.3 instead of 7.3 CPU seconds a step
     variables.setdefault("OMP_WAIT_POLICY", "passive")
-    return run_child([*TORCHRUN_COMMAND, *words], variables)
+    if "PET_LOG_DIR" in variables:
+        return run_child([*TORCHRUN_COMMAND, *words], variables)
+    variables["PET_LOG_DIR"] = logs = tempfile.mkdtemp(prefix="torchelastic_")  # --log-dir goes before it
+    try:
+        return run_child([*TORCHRUN_COMMAND, *words], variables)
+    finally:
+        _remove_empty(logs)
+
+
+def _remove_empty(directory: str) -> None:
+    """Torchrun leaves a tree of directories for logs, which holds none unless somebody asked for them."""
+    for root, _, _ in os.walk(directory, topdown=False):
+        with suppress(OSError):  # there is something in it
+            os.rmdir(root)
 
 
 def _names_a_meeting_place(word: str) -> bool:

@@ -197,7 +197,10 @@ CONNECTS = """
 """
 
 
-def test_run_starts_a_daemon_for_all_ranks(tmp_path: Path) -> None:
+def test_run_starts_a_daemon_for_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    temporary = tmp_path / "t"
+    temporary.mkdir()
+    monkeypatch.setenv("TMPDIR", str(temporary))
     script = _script(
         tmp_path,
         CONNECTS
@@ -217,7 +220,15 @@ def test_run_starts_a_daemon_for_all_ranks(tmp_path: Path) -> None:
     socket_path, arguments = reports[0]
     assert arguments == ["--engine", "x"]
     assert not Path(socket_path).parent.exists()
-    assert list(swap_dir.iterdir()) == []
+    assert [*swap_dir.iterdir(), *temporary.iterdir()] == []
+
+
+def test_logs_that_were_asked_for_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    run = _infinity("run", "--redirects", "1", _script(tmp_path, "print('kept')"), torchrun=True)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, errors
+    assert [log.read_text() for log in tmp_path.glob("torchelastic_*/**/stdout.log")] == ["kept\n"]
 
 
 @pytest.mark.parametrize("swap_dir", [True, False])
