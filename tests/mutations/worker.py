@@ -46,6 +46,11 @@ def run_forked(test: str, cpu_limit_s: float) -> tuple[int | None, float]:
             traceback.print_exc()
         finally:
             os._exit(code)
+    return watched(pid)
+
+
+def watched(pid: int) -> tuple[int | None, float]:
+    """Exit code and CPU seconds of a child that leads a process group; None: it hung, or took more than its limit."""
     pidfd = os.pidfd_open(pid)
     asleep_s, ended = 0, False
     while not ended and asleep_s < ASLEEP_S:
@@ -80,7 +85,7 @@ def _fields(process: Path) -> list[str]:
     return (process / "stat").read_text().rpartition(")")[2].split()
 
 
-def _settle_hypothesis() -> None:
+def settle_hypothesis() -> None:
     """The same examples for each mutant: none that another one's failure has left, and none made smaller."""
     hypothesis = sys.modules["hypothesis"]
     phases = (hypothesis.Phase.explicit, hypothesis.Phase.generate)
@@ -93,7 +98,7 @@ def main() -> None:
     for name in sys.argv[1:]:
         importlib.import_module(name)
     if "hypothesis" in sys.modules:
-        _settle_hypothesis()
+        settle_hypothesis()
     for line in sys.stdin:
         order = json.loads(line)
         code, cpu_s = run_forked(order["test"], order["cpu_limit_s"])

@@ -94,6 +94,20 @@ def test_blocks_are_those_of_the_segment_wherever_it_begins(first: int, numel: i
     torch.testing.assert_close(norm_of(found, [0]).double(), expected, rtol=1e-7, atol=0)
 
 
+def test_where_torchs_order_is_not_known_every_rank_has_the_norm_of_all_parts() -> None:
+    values = torch.randn(2 * NORM_BLOCK, generator=torch.Generator().manual_seed(0))
+
+    def of_rank(collectives: ThreadedCollectives) -> Norm:
+        first = collectives.rank * NORM_BLOCK
+        found = BlockNorms(collectives)
+        segment = Segment(param=0, param_offset=first, chunk_offset=0, numel=NORM_BLOCK)
+        found.take(segment, [values[first : first + NORM_BLOCK]])
+        return found.total([[0]], lambda group: None)
+
+    expected = Norm(values.double().norm().float(), is_finite=True)
+    assert on_ranks(2, of_rank) == [expected] * 2
+
+
 @pytest.mark.parametrize("numel", range(1, 26))
 def test_what_makes_no_whole_row_is_added_as_torch_adds_it(numel: int) -> None:
     generator = torch.Generator().manual_seed(numel)

@@ -32,6 +32,17 @@ def _optimizer(kind: type[torch.optim.Optimizer] = torch.optim.AdamW) -> torch.o
     return kind(groups)  # type: ignore[call-arg]
 
 
+def test_a_schedule_shows_what_torchs_own_show() -> None:
+    section: Any = parse_config({"train_batch_size": 1, "scheduler": {"type": "WarmupLR"}}).scheduler
+    own: Any = build_schedule(section, _optimizer())
+    torchs: Any = torch.optim.lr_scheduler.LambdaLR(_optimizer(), lambda epoch: 1.0)
+    for _ in range(3):
+        assert (own.last_epoch, own._step_count) == (torchs.last_epoch, torchs._step_count)
+        for schedule in (own, torchs):
+            schedule.optimizer.step()
+            schedule.step()
+
+
 def _rates(schedule: torch.optim.lr_scheduler.LRScheduler, num_updates: int = NUM_UPDATES) -> list[list[float]]:
     """The rates that each update runs at, one list per update."""
     rates = []

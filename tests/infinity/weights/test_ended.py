@@ -67,5 +67,8 @@ def test_what_needs_no_weights_is_answered(param: nn.Parameter) -> None:
     assert owner.name_of(param) == "layer.weight"
     assert owner.is_persistent(param) is False
     assert param.grad is None
+    left = torch.ones(2, 3)
+    access.put_gradient(param, left)
+    assert param.grad is left
     param.grad = None
     assert param.grad is None

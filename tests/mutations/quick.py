@@ -1,0 +1,252 @@
+"""Mutants of a Python room by the nearest files of tests, in forks of one process that has imported all of it already:
+``python -m tests.mutations.quick --room weights=60 --seed 1``
+
+A fork gives a function the mutated code, and runs the tests. What is no function's (a default, a class's own lines) it
+imports anew. A Python that a test starts by itself does not see the mutant: who survives here is put before all judges
+by ``python -m tests.mutations --resume``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import importlib
+import importlib.abc
+import importlib.machinery
+import json
+import math
+import os
+import resource
+import sys
+import tempfile
+import threading
+import time
+import traceback
+import types
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+from rich.console import Console
+
+from tests.mutations.__main__ import EQUIVALENTS, Outcome, draw, read_outcomes, report
+from tests.mutations.mutant import Mutant, read_equivalents
+from tests.mutations.rooms import ROOMS, ROOT, Room
+from tests.mutations.worker import OPTIONS, settle_hypothesis, watched
+
+CPU_LIMIT_S: Final = 25.0
+"""Many times what the nearest tests take."""
+OWN: Final = ("infinity", "io_daemon", "tests", "benchmarks")
+KEPT: Final = ("io_daemon._native", "tests")
+
+
+FUNCTIONS: Final[dict[str, list[types.FunctionType]]] = {}
+"""By the file that they stand in."""
+
+
+FORKING: Final = threading.Lock()
+
+
+def module_of(path: str) -> str:
+    return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+
+
+def preload(room: Room, judges: Sequence[str]) -> None:
+    """Import what the room, its tests and all that they use have: of this tree, wherever it is installed."""
+    os.environ["MUTATION_TREE"] = str(ROOT)
+    importlib.import_module("tests.mutations.slot.sitecustomize")
+    for name in (*room.warm, "tests.conftest", *map(module_of, (*room.paths(), *judges))):
+        importlib.import_module(name)
+    settle_hypothesis()
+    gc.collect()
+    for each in gc.get_objects():
+        if isinstance(each, types.FunctionType):
+            FUNCTIONS.setdefault(each.__code__.co_filename, []).append(each)
+    gc.freeze()
+
+
+def codes_of(code: types.CodeType) -> Iterator[types.CodeType]:
+    """All functions' code below a module's or a class's; not what lies within a function, which comes with it."""
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            if each.co_flags & 0x2:  # CO_NEWLOCALS: a function's
+                yield each
+            else:
+                yield from codes_of(each)
+
+
+def outside_of_functions(code: types.CodeType) -> Any:
+    """What of a module is no function's own, to be compared."""
+    parts = tuple(
+        ("function", each.co_qualname)
+        if isinstance(each, types.CodeType) and each.co_flags & 0x2
+        else outside_of_functions(each)
+        if isinstance(each, types.CodeType)
+        else repr(each)
+        for each in code.co_consts
+    )
+    return code.co_code, code.co_names, parts
+
+
+def apply(mutant: Mutant) -> None:
+    """In this process, from now on."""
+    path = ROOT / mutant.path
+    source = path.read_bytes()
+    before, after = (compile(text, str(path), "exec", dont_inherit=True) for text in (source, mutant.apply(source)))
+    if outside_of_functions(before) != outside_of_functions(after):
+        import_anew(module_of(mutant.path), after)
+        return
+    changed = [pair for pair in zip(codes_of(before), codes_of(after), strict=True) if pair[0] != pair[1]]
+    given = 0
+    for function in FUNCTIONS.get(str(path), ()):
+        for old, new in changed:
+            if function.__code__ == old and len(old.co_freevars) == len(new.co_freevars):
+                function.__code__ = new
+                given += 1
+                break
+    if given < len(changed):
+        import_anew(module_of(mutant.path), after)
+
+
+class MutatedFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
+    """Finds one module, with other code."""
+
+    def __init__(self, name: str, code: types.CodeType) -> None:
+        self._name, self._code = name, code
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
+        if name != self._name:
+            return None
+        return importlib.machinery.ModuleSpec(name, self, origin=self._code.co_filename)
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        return self._code
+
+    def get_source(self, fullname: str) -> str | None:
+        return None
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        module.__file__ = self._code.co_filename
+        exec(self._code, module.__dict__)
+
+
+def import_anew(name: str, code: types.CodeType) -> None:
+    """All that is ours is imported again when it is asked for, and the module of this name with this code."""
+    for each in [each for each in sys.modules if each.partition(".")[0] in OWN and each not in KEPT]:
+        del sys.modules[each]
+    sys.meta_path.insert(0, MutatedFinder(name, code))
+
+
+def run_forked(judges: Sequence[str], prepare: Callable[[], None]) -> int | None:
+    """The exit code of pytest; None: it hung, or took too long."""
+    with FORKING:  # no other thread holds a lock that the child would wait for
+        log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed below
+        pid = os.fork()
+    with log:
+        if pid == 0:
+            code = 70
+            try:
+                os.setpgid(0, 0)
+                resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(CPU_LIMIT_S), math.ceil(CPU_LIMIT_S) + 1))
+                for fd in (1, 2):
+                    os.dup2(log.fileno(), fd)
+                prepare()
+                code = int(pytest.main([*OPTIONS, *judges]))
+            except BaseException:  # noqa: BLE001 -- whatever it is, this fork ends here
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(code)
+        return watched(pid)[0]
+
+
+class Quick:
+    def __init__(self, name: str, num_mutants: int, seed: int, num_judges: int) -> None:
+        self._name, self._room, self._num_judges = name, ROOMS[name], num_judges
+        self.mutants = draw(self._room, ROOT, num_mutants, seed)
+        self._equivalents = read_equivalents(EQUIVALENTS)
+
+    def judges(self, mutant: Mutant) -> Sequence[str]:
+        return self._room.tests(mutant.path)[: self._num_judges]
+
+    def preload(self) -> None:
+        """Import all, and see that every judge passes without a mutation, imported anew as well."""
+        preload(self._room, sorted({judge for mutant in self.mutants for judge in self.judges(mutant)}))
+
+    def check(self, judges: Sequence[str]) -> None:
+        """Raises SystemExit if the judges fail without a mutation."""
+        path = ROOT / "infinity" / "__init__.py"
+        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
+        for prepare in (lambda: None, lambda: import_anew("infinity", code) if self._name != "policy" else None):
+            if run_forked(judges, prepare) != 0:
+                raise SystemExit(f"{judges} fail without a mutation")
+
+    def test(self, mutant: Mutant) -> Outcome:
+        source = (ROOT / mutant.path).read_bytes()
+        before, after = mutant.diff(source)
+        reason = self._equivalents.get((mutant.path, before, after), "")
+        outcome = Outcome(
+            self._name, mutant.path, mutant.line(source), mutant.what, before, after, "equivalent", reason
+        )
+        if reason:
+            return outcome
+        start = time.monotonic()
+        judges = self.judges(mutant)
+        code = run_forked(judges, lambda: apply(mutant))
+        if code in (3, 4, 5, 70):
+            raise SystemExit(f"{judges} could not be run with {before!r} as {after!r}: {code}")
+        result = "timeout" if code is None else "killed" if code else "survived"
+        return replace(
+            outcome, result=result, reason=" ".join(judges) if code else "", seconds=round(time.monotonic() - start, 1)
+        )
+
+
+def main(around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> int:
+    """``around``: what each fork runs inside of, where a machine is shared."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutations.quick", description=__doc__.partition("\n")[0])
+    parser.add_argument("--room", required=True, metavar="NAME=N")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--judges", type=int, default=2, metavar="N")
+    parser.add_argument("--json", type=Path, required=True, metavar="FILE", help="what it says is known already stands")
+    options = parser.parse_args()
+    name, _, count = options.room.partition("=")
+    quick = Quick(name, int(count), options.seed, options.judges)
+    known = {}
+    if options.json.is_file():
+        known = read_outcomes(options.json, ("killed", "timeout", "survived", "equivalent"))
+    with around():
+        quick.preload()
+    outcomes: list[Outcome] = []
+
+    def work(mutant: Mutant) -> None:
+        before, after = mutant.diff((ROOT / mutant.path).read_bytes())
+        outcome = known.get((name, mutant.path, before, after))
+        if outcome is None:
+            with around():
+                outcome = quick.test(mutant)
+        outcomes.append(outcome)
+        rest = [each for each in known.values() if each.key not in {done.key for done in outcomes}]
+        with FORKING:
+            options.json.write_text(json.dumps([asdict(each) for each in [*outcomes, *rest]], indent=1) + "\n")
+
+    checked = sorted({tuple(quick.judges(mutant)) for mutant in quick.mutants})
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(work, quick.mutants))
+
+        def check(judges: tuple[str, ...]) -> None:
+            with around():
+                quick.check(judges)
+
+        list(pool.map(check, checked))
+    report(Console(), name, outcomes)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
