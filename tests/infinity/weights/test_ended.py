@@ -67,8 +67,11 @@ def test_what_needs_no_weights_is_answered(param: nn.Parameter) -> None:
     assert owner.name_of(param) == "layer.weight"
     assert owner.is_persistent(param) is False
     assert param.grad is None
+
+
+def test_a_gradient_that_was_left_is_shown_until_it_is_dropped(param: nn.Parameter) -> None:
     left = torch.ones(2, 3)
     access.put_gradient(param, left)
-    assert param.grad is left
+    assert ended(param).gradient_of(param) is left
     param.grad = None
-    assert param.grad is None
+    assert ended(param).gradient_of(param) is None
