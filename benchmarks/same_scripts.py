@@ -2,8 +2,9 @@
 
 ``python -m benchmarks.same_scripts --deepspeed-venv DIR`` runs each on both, on one rank and on two, and prints the
 first loss, the last, and the largest relative difference of all. The real one has a virtual environment of its own with
-this one's versions of torch, Transformers, Accelerate and PEFT; a script that fails on it is named with its error. Exit
-code 0 if every pair that ran on both is equal within 1e-6 in fp32, or 1e-3 in fp16.
+this one's versions of torch, Transformers, Accelerate and PEFT; a script that fails on it is named with its error. What
+also trains in memory, without DeepSpeed, is run so on one rank: infinity's losses must be these, bit by bit. Exit code
+0 if they are, and if every other pair that ran on both is equal within 1e-6 in fp32, or 1e-3 in fp16.
 """
 
 from __future__ import annotations
@@ -63,6 +64,14 @@ class Row:
     what a constructor writes to its weights (``_init_weights``), each without a word."""
     resumed: bool = False
     """It is run again from the checkpoint of its third step."""
+
+    @property
+    def in_memory(self) -> tuple[str, ...] | None:
+        """Its words without DeepSpeed; None where it would not train, or not the same."""
+        if "--deepspeed" not in self.words or "--output_dir" not in self.words or "--fp16" in self.words:
+            return None
+        at = self.words.index("--deepspeed")
+        return (*self.words[:at], *self.words[at + 2 :])
 
 
 def rows() -> list[Row]:
@@ -124,13 +133,14 @@ class Contender:
     ) -> None:
         self._prefix, self._directory, self._model, self._environment = prefix, directory, model, environment or {}
 
-    def run(self, row: Row, num_ranks: int) -> dict[str, Any]:
-        """What the script printed, or ``{"error": its last line}``."""
+    def run(self, row: Row, num_ranks: int, words: Sequence[str] | None = None) -> dict[str, Any]:
+        """What the script printed with its words, or with ``words``, or ``{"error": its last line}``."""
+        words = row.words if words is None else words
         with tempfile.TemporaryDirectory(dir=self._directory) as name:
             furnish(Path(name), self._model)
-            answer = self._once(row.words, num_ranks, Path(name))
+            answer = self._once(words, num_ranks, Path(name))
             if row.resumed and "error" not in answer:
-                answer = self._once((*row.words, "--resume_from_checkpoint", "out/checkpoint-3"), num_ranks, Path(name))
+                answer = self._once((*words, "--resume_from_checkpoint", "out/checkpoint-3"), num_ranks, Path(name))
             return answer
 
     def _once(self, words: Sequence[str], num_ranks: int, directory: Path) -> dict[str, Any]:
@@ -163,8 +173,10 @@ def parts_of(answer: Mapping[str, Any]) -> dict[str, list[float]]:
     return {name: value if isinstance(value, list) else [value] for name, value in found.items()}
 
 
-def compare(row: Row, num_ranks: int, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> dict[str, Any]:
-    """One line of the table: the largest relative difference of each part."""
+def compare(
+    row: Row, num_ranks: int, theirs: Mapping[str, Any], ours: Mapping[str, Any], plain: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """One line of the table: the largest relative difference of each part, also from what trained in memory."""
     line: dict[str, Any] = {"script": row.name, "ranks": num_ranks, "deepspeed": theirs, "infinity": ours}
     if "error" not in ours and "error" not in theirs:
         mine, others = parts_of(ours), parts_of(theirs)
@@ -172,6 +184,12 @@ def compare(row: Row, num_ranks: int, theirs: Mapping[str, Any], ours: Mapping[s
         compared = line["relative"].keys() - set(row.forgotten)
         if compared:  # where nothing is, nothing holds either
             line["holds"] = all(line["relative"][name] <= row.relative for name in compared)
+    if plain is not None:
+        line["plain"] = plain
+        if "error" not in ours and "error" not in plain:
+            mine, others = parts_of(ours), parts_of(plain)
+            line["relative_to_plain"] = {name: _relative(others[name], mine[name]) for name in others}
+            line["holds"] = not any(line["relative_to_plain"].values())
     return line
 
 
@@ -212,16 +230,21 @@ def main() -> int:
         directory, model = Path(name), Path(name) / "model"
         subprocess.run([sys.executable, EXAMPLES / "text.py", model], check=True, capture_output=True)
         real = Contender([python], directory, model, {"DS_ACCELERATOR": "cpu", **path, **packages})
-        ours = Contender(as_deepspeed, directory, model)
+        ours, in_memory = Contender(as_deepspeed, directory, model), Contender([sys.executable], directory, model)
         for row in rows():
             for num_ranks in options.ranks if options.only in row.name else ():
-                line = compare(row, num_ranks, real.run(row, num_ranks), ours.run(row, num_ranks))
+                words = row.in_memory if num_ranks == 1 else None
+                plain = None if words is None else in_memory.run(row, 1, words)
+                line = compare(row, num_ranks, real.run(row, num_ranks), ours.run(row, num_ranks), plain)
                 lines.append(line)
                 keep_line(line)
                 print(f"{row.name}, {num_ranks} rank{'s' * (num_ranks > 1)}")
                 print(f"  DeepSpeed {shown(line['deepspeed'])}\n  infinity  {shown(line['infinity'])}")
-                found = line.get("relative", {}).items()
-                print(f"  relative difference {', '.join(f'{name} {value:.1e}' for name, value in found)}", flush=True)
+                for of, key in (("", "relative"), (" from plain torch", "relative_to_plain")):
+                    if key in line:
+                        found = ", ".join(f"{name} {value:.1e}" for name, value in line[key].items())
+                        print(f"  relative difference{of} {found}")
+                sys.stdout.flush()
     return int(any("error" in line["infinity"] or not line.get("holds", True) for line in lines))
 
 

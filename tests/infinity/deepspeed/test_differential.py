@@ -7,7 +7,6 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -17,21 +16,30 @@ from tests.support.ranks import REPOSITORY, quiet_environment
 
 SAMPLE = 5
 """One case of so many is run by every change; the slow test runs all."""
+RUN_BY_PLAIN_TORCH = 300
+"""So many cases at least have a program that an engine of plain torch can run."""
 
 
-def _differing(names: Sequence[str], directory: Path) -> dict[str, list[str]]:
-    """Of each case, where it differs from the real one."""
-    command = [sys.executable, "-m", "infinity", "as-deepspeed", sys.executable, "-m"]
-    place = "tests.infinity.deepspeed.differential"
-    out = directory / "found.json"
-    for words in ([f"{place}.run", "--exact", "--out", str(out), *names], [f"{place}.facts", "compare", str(out)]):
-        ended = subprocess.run(
-            [*command, *words, *(["--json"] if "compare" in words else [])],
-            cwd=REPOSITORY, env=quiet_environment(), capture_output=True, text=True, timeout=1200, check=False,
-        )  # fmt: skip
-        assert ended.returncode == 0, ended.stderr[-4000:]
-    answers: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
-    assert sorted(answers) == sorted(names)
+def _run(module: str, *words: str) -> str:
+    place = f"tests.infinity.deepspeed.differential.{module}"
+    ended = subprocess.run(
+        [sys.executable, "-m", "infinity", "as-deepspeed", sys.executable, "-m", place, *words],
+        cwd=REPOSITORY, env=quiet_environment(), capture_output=True, text=True, timeout=1200, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    return ended.stdout
+
+
+def _differing(names: Sequence[str], directory: Path, *words: str) -> dict[str, dict[str, list[str]]]:
+    """Of each case, where it differs from the real one, and from plain torch where that can run it, given ``words``."""
+    plain, ours = str(directory / "plain.json"), str(directory / "ours.json")
+    _run("run", "--exact", "--quiet", "--out", ours, *names)
+    _run("run", "--exact", "--quiet", "--plain", *words, "--out", plain, *names)
+    answers: dict[str, dict[str, list[str]]] = {
+        of: json.loads(_run("facts", *question, "--json").splitlines()[-1])
+        for of, question in {"real": ("compare", ours), "plain": ("against", plain, ours)}.items()
+    }
+    assert sorted(answers["real"]) == sorted(names)
     return answers
 
 
@@ -39,15 +47,20 @@ def _open(answers: dict[str, list[str]]) -> dict[str, list[str]]:
     return {name: rest for name, lines in answers.items() if (rest := undecided(name, lines))}
 
 
-def test_a_sample_answers_as_the_real_one(tmp_path: Path) -> None:
-    assert _open(_differing(sorted(read())[::SAMPLE], tmp_path)) == {}
+def test_a_sample_answers_as_the_real_one_and_has_the_bits_of_plain_torch(tmp_path: Path) -> None:
+    answers = _differing(sorted(read())[::SAMPLE], tmp_path, "--ranks", "1")
+    assert _open(answers["real"]) == {}
+    assert len(answers["plain"]) >= RUN_BY_PLAIN_TORCH // SAMPLE // 2
+    assert {name: lines for name, lines in answers["plain"].items() if lines} == {}
 
 
 @pytest.mark.slow
-def test_all_answer_as_the_real_one(tmp_path: Path) -> None:
+def test_all_answer_as_the_real_one_and_have_the_bits_of_plain_torch(tmp_path: Path) -> None:
     answers = _differing(sorted(read()), tmp_path)
-    assert _open(answers) == {}
-    assert stale(answers) == []
+    assert _open(answers["real"]) == {}
+    assert stale(answers["real"]) == []
+    assert len(answers["plain"]) >= RUN_BY_PLAIN_TORCH
+    assert {name: lines for name, lines in answers["plain"].items() if lines} == {}
 
 
 def test_what_may_differ_is_of_cases_that_there_are() -> None:

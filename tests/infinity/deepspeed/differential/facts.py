@@ -1,12 +1,14 @@
 """What a real DeepSpeed returned, kept beside the cases, and what differs from it.
 
 ``python -m tests.infinity.deepspeed.differential.facts record FOUND.json`` keeps what ``run`` found under a real one;
-``… facts compare FOUND.json`` holds what it found here against that.
+``… facts compare FOUND.json`` holds what it found here against that. ``… facts against PLAIN.json FOUND.json`` holds
+it against what ``run --plain`` found, number by number and bit by bit.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +19,7 @@ from tests.infinity.deepspeed.differential.decided import undecided
 from tests.infinity.deepspeed.differential.run import load_cases
 
 FACTS: Final = Path(__file__).with_name("facts.json")
+_NUMBERS: Final = re.compile(r": -?[\d.]\S* != -?[\d.]\S*$")
 DIGITS: Final = 9
 """Significant ones; the closest comparison takes 6."""
 
@@ -49,6 +52,17 @@ def compare(found: Mapping[str, Any]) -> dict[str, list[str]]:
     }
 
 
+def against(plain: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Of every case that plain torch has run, the numbers that are not its bits; of an error of ours that."""
+    return {
+        name: [_raised(found[name]["error"])]
+        if "error" in found[name]
+        else [line for line in differences(each["value"], found[name]["value"], 0.0) if _NUMBERS.search(line)]
+        for name, each in plain.items()
+        if "value" in each and name in found
+    }
+
+
 def _raised(traceback: str) -> str:
     """The error and the beginning of its message, of which the rest is indented."""
     return f"raised: {[line for line in traceback.splitlines() if not line.startswith(' ')][-1]}"
@@ -69,9 +83,15 @@ def main(words: list[str]) -> None:
     if what == "record":
         print(record(found))
         return
-    answers = compare(found)
+    answers = against(found, json.loads(Path(others[0]).read_text())) if what == "against" else compare(found)
     if "--json" in others:
         print(json.dumps(answers))
+        return
+    if what == "against":
+        for name, lines in answers.items():
+            for line in lines[:3]:
+                print(f"{name}: {line[:400]}")
+        print(f"{sum(not lines for lines in answers.values())} of {len(answers)} cases have plain torch's bits")
         return
     rest = {name: undecided(name, lines) for name, lines in answers.items()}
     for name, lines in rest.items():

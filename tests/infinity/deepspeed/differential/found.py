@@ -73,13 +73,13 @@ def _cases(*, half: bool) -> dict[str, tuple[dict[str, Any], str]]:
     return made
 
 
-@cases_over(_cases(half=False), relative=2e-5)  # their own Adam on a CPU rounds in another order than torch's
+@cases_over(_cases(half=False))
 def in_fp32(directory: Path, given: tuple[dict[str, Any], str]) -> Any:
     file, precision = given
     return trained(filled(file, directory, precision))
 
 
-@cases_over(_cases(half=True), relative=1e-4)  # they add gradients of micro-batches up in 16 bits
+@cases_over(_cases(half=True))
 def in_16_bits(directory: Path, given: tuple[dict[str, Any], str]) -> Any:
     file, precision = given
     return trained(filled(file, directory, precision))

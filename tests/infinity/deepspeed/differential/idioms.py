@@ -311,7 +311,7 @@ ALONE = {
 }
 
 
-@cases_over(ALONE, relative=1e-4)  # their kernels round in another order than torch's
+@cases_over(ALONE, relative=1e-4)  # theirs are kernels that round in another order; ours are torch's own
 def optimizers_alone(_directory: Path, make: Any) -> Any:
     model = stack()
     optimizer = make(model.parameters())

@@ -10,6 +10,8 @@ import deepspeed  # type: ignore[import-not-found]
 import torch
 from torch import Tensor, nn
 
+from tests.infinity.deepspeed.differential.plain import PlainEngine
+
 Config = dict[str, Any]
 WIDTH = 12
 
@@ -55,8 +57,15 @@ def config(stage: int = 0, lr: float = 0.05, **others: Any) -> Config:
     return {key: value for key, value in made.items() if value is not None}
 
 
+MADE: list[PlainEngine] | None = None
+"""Where a list stands, ``start`` makes engines of plain torch, and adds them to it."""
+
+
 def start(model: nn.Module, given: Config, **others: Any) -> Any:
     """The engine."""
+    if MADE is not None:
+        MADE.append(PlainEngine(model, given, **others))
+        return MADE[-1]
     others.setdefault("model_parameters", model.parameters())
     return deepspeed.initialize(model=model, config=given, **others)[0]
 

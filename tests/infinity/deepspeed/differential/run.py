@@ -49,6 +49,7 @@ def main(words: Sequence[str]) -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ranks", type=int, choices=(1, 2))
     parser.add_argument("--quiet", action="store_true", help="do not list the cases that failed")
+    parser.add_argument("--plain", action="store_true", help="an engine of plain torch, in the cases that it can run")
     parser.add_argument("--exact", action="store_true", help="the names are whole ones")
     options = parser.parse_args(words)
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -62,7 +63,7 @@ def main(words: Sequence[str]) -> None:
         for ranks in (1, 2) if options.ranks is None else (options.ranks,):
             names = [each.name for each in chosen if each.ranks == ranks]
             if names:
-                found |= _run_ranks(names, ranks, Path(directory) / str(ranks))
+                found |= _run_ranks(names, ranks, Path(directory) / str(ranks), plainly=options.plain)
     options.out.write_text(json.dumps(found, indent=0, sort_keys=True))
     failed = [name for name, each in found.items() if "error" in each]
     print(f"{len(found)} cases, {len(failed)} failed", file=sys.stderr)
@@ -70,16 +71,16 @@ def main(words: Sequence[str]) -> None:
         print(name, found[name]["error"].strip().splitlines()[-1][:300], file=sys.stderr)
 
 
-def _run_ranks(names: list[str], ranks: int, directory: Path) -> dict[str, Any]:
+def _run_ranks(names: list[str], ranks: int, directory: Path, *, plainly: bool) -> dict[str, Any]:
     directory.mkdir()
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     if ranks == 1:
-        _rank(0, 1, port, names, str(directory))
+        _rank(0, 1, port, names, str(directory), plainly)
     else:
         with contextlib.suppress(Exception):  # ranks that end early leave the cases that they have answered
-            spawn(_rank, (ranks, port, names, str(directory)), nprocs=ranks)  # type: ignore[no-untyped-call]
+            spawn(_rank, (ranks, port, names, str(directory), plainly), nprocs=ranks)  # type: ignore[no-untyped-call]
     logs = [_read_log(directory / f"rank-{rank}") for rank in range(ranks)]
     return {name: _together([log.get(name) for log in logs]) for name in names}
 
@@ -98,7 +99,7 @@ def _together(answers: list[Any]) -> dict[str, Any]:
     return {"value": values[0] if len(values) == 1 else values, "seconds": round(max(a["seconds"] for a in answers), 2)}
 
 
-def _rank(rank: int, ranks: int, port: int, names: list[str], directory: str) -> None:
+def _rank(rank: int, ranks: int, port: int, names: list[str], directory: str, plainly: bool) -> None:
     """As test suites start ranks: no launcher, and the process group begun by hand before any engine."""
     import deepspeed  # type: ignore[import-not-found]
 
@@ -118,12 +119,15 @@ def _rank(rank: int, ranks: int, port: int, names: list[str], directory: str) ->
         for name in names:
             own = Path(directory) / re.sub(r"\W", "-", name)  # DeepSpeed looks for its files by patterns
             own.mkdir(exist_ok=True)
-            print(json.dumps([name, _answer(CASES[name], own)]), file=log)
+            print(json.dumps([name, _answer(CASES[name], own, plainly=plainly)]), file=log)
             gc.collect()
     os._exit(0) if ranks > 1 else None
 
 
-def _answer(each: Case, directory: Path) -> dict[str, Any]:
+def _answer(each: Case, directory: Path, *, plainly: bool) -> dict[str, Any]:
+    from tests.infinity.deepspeed.differential import nets
+
+    nets.MADE = [] if plainly else None
     torch.manual_seed(0)
     start = time.monotonic()
     try:
@@ -131,6 +135,8 @@ def _answer(each: Case, directory: Path) -> dict[str, Any]:
             value = plain(each.program(directory))
     except (Exception, SystemExit):  # noqa: BLE001 (the other cases go on)
         return {"error": traceback.format_exc()}
+    if nets.MADE == []:
+        return {"error": "no engine of plain torch was asked for"}
     return {"value": value, "seconds": time.monotonic() - start}
 
 

@@ -29,7 +29,7 @@ def _params(engine: Any) -> Any:
     return list(engine.module.named_parameters())
 
 
-@cases_over(PLACES, relative=2e-5)
+@cases_over(PLACES, relative=2e-6)
 def whole_values(_directory: Path, given: dict[str, Any]) -> Any:
     engine = start(stack(), given)
     train(engine, 1)
