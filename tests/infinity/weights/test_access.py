@@ -345,6 +345,11 @@ def test_a_tensor_that_is_set_goes_to_who_keeps_writes_and_nothing_else_does(own
         others.set_(new)
 
 
+def test_new_weights_are_refused_by_who_says_nothing_of_them(owner: NotedOwner) -> None:
+    with pytest.raises(WeightsError, match="cannot be given new weights"):
+        owner.overwrite([(owner.make(), lambda first, numel: torch.zeros(numel))])
+
+
 def test_memory_is_given_by_who_keeps_writes_alone(owner: NotedOwner) -> None:
     assert access.memory_of(VALUES) is VALUES
     for tensor in ((param := owner.make()), param.detach()):

@@ -76,6 +76,12 @@ def test_a_sharded_parameter_keeps_its_shape_and_no_element(sharded: ShardedPara
         sharded.param.data_ptr()
 
 
+def test_the_layout_is_of_the_weights_own_dtype() -> None:
+    param = nn.Parameter(torch.ones(2, 3))
+    assert ShardedParam(0, "p", param, torch.bfloat16, CPU).layout.dtype is torch.bfloat16
+    assert ShardedParam.layout_for(param.double()).dtype is torch.float64
+
+
 def test_gradients_are_flattened_as_the_weights_are(sharded: ShardedParam, values: torch.Tensor) -> None:
     expected = flattened(values, sharded.order)
     for gradient in (values, values.contiguous(), values.clone(memory_format=torch.preserve_format)):

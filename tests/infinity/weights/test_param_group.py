@@ -112,8 +112,10 @@ def test_leases_ahead_that_are_not_used_are_released() -> None:
     group.reshard()
     assert shards.store.released() == [(0, 0, 0), (1, 0, 0)]
     assert shards.allowance.num_left == 2
+    group.unshard()
     group.wait_for_unshard()
     assert_whole(shards)
+    assert shards.allowance.num_left == 2, "given back once"
 
 
 def test_a_fault_gives_leases_and_allowance_back() -> None:

@@ -290,6 +290,15 @@ def test_ranks_write_their_own_shards(world_size: int) -> None:
         assert all(left[1] == right[0] for left, right in itertools.pairwise(parts))
 
 
+def test_a_segments_weights_are_found_where_they_are() -> None:
+    sharded = Fixture(Net(), config_of()).sharded
+    for segment in (segment for chunk in sharded.chunks for segment in chunk.segments):
+        sharded.weights_of(segment).fill_(segment.chunk_offset)
+        whole = sharded.params[segment.param].allocate()
+        assert sharded.weights_of(segment).shape == (segment.numel,)
+        assert float(whole[segment.param_offset]) == segment.chunk_offset
+
+
 def test_groups_know_whose_call_uses_them() -> None:
     model = Net()
     set_leaf_modules(model, [model.first])

@@ -381,6 +381,8 @@ def test_what_one_rank_changes_while_weights_are_gathered_is_every_ranks() -> No
             param = area.add(3, value=0.0)
             area.area.stage_everything()
             with area.area.gathered([param], modifier), torch.no_grad():
+                shown: Any = param
+                assert shown.ds_status.name == "AVAILABLE"
                 param.fill_(collectives.rank + 10.0)
             area.area.stage_everything()
             found.append(values(param).tolist())
