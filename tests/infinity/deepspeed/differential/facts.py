@@ -53,9 +53,9 @@ def compare(found: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 def against(plain: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Of every case that plain torch has run, the numbers that are not its bits; of an error of ours that."""
+    """Of every case that plain torch has run, the numbers that are not its bits, or the error, if it is not decided."""
     return {
-        name: [_raised(found[name]["error"])]
+        name: undecided(name, [_raised(found[name]["error"])])
         if "error" in found[name]
         else [line for line in differences(each["value"], found[name]["value"], 0.0) if _NUMBERS.search(line)]
         for name, each in plain.items()
