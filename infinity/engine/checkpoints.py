@@ -73,6 +73,11 @@ class Checkpoints(nn.Module):
         with _whole_state(loop, "save_checkpoint"):
             loop.background.advance(wait=True)
             begun = time.perf_counter()
+            if asynchronous and loop.phases.states_are_away:
+                raise EngineStateError(
+                    "save_checkpoint(asynchronous=True) while states are offloaded: call reload_states() before it, or "
+                    "save without asynchronous"
+                )
 
             def prepared() -> Saving:
                 return Saving(loop, directory, tag, client_state, exclude_frozen=exclude_frozen_parameters)

@@ -143,17 +143,21 @@ class ParamGroup:
         rank's part into the parameters already; what is lent to the store is where it belongs, whoever wrote it.
         """
         own_is_here = self._is_lent or (updated and self._home is not ObjectKind.WEIGHT)
-        if self.state is ShardedState.SHARDED:
-            if own_is_here:
-                self._go(ShardedState.UNSHARDING)
-            else:
-                self.unshard()
-        with torch.inference_mode(mode=False), torch.no_grad():
-            flats = {param.index: param.allocate() for param in self.params}
-            if own_is_here:
-                self._share(flats)
-            else:
-                self._gather_into(flats, self._home, self._dtype)
+        try:
+            if self.state is ShardedState.SHARDED:
+                if own_is_here:
+                    self._go(ShardedState.UNSHARDING)
+                else:
+                    self.unshard()
+            with torch.inference_mode(mode=False), torch.no_grad():
+                flats = {param.index: param.allocate() for param in self.params}
+                if own_is_here:
+                    self._share(flats)
+                else:
+                    self._gather_into(flats, self._home, self._dtype)
+        except BaseException:  # whoever comes next begins anew, be the weights to stay or not
+            self.reshard()
+            raise
         if self._lent_to is not None and not self._is_lent:
             for chunk, placement in self.chunks:
                 self._lent_to.keep_in(chunk, ObjectKind.WEIGHT, self._views_of(placement))

@@ -165,3 +165,45 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         engine.step()
     with pytest.raises(EngineStateError, match="destroyed"):
         engine.offload_states()
+
+
+class Scaled(nn.Module):
+    """Its backward needs the parameter itself, not a view of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x * self.scale) * self.scale
+
+
+def test_a_forward_that_was_refused_meanwhile_leaves_nothing_behind() -> None:
+    """Weights that could not come are asked for anew: they were away for good, and backward refused."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        **LAYOUTS["persistent"],
+    }
+    weights = []
+    for refused in (False, True):
+        with infinity.initialize(model=Scaled(), config=config)[0] as engine:
+            engine.offload_states()
+            if refused:
+                with pytest.raises(EngineStateError, match="reload_states"):
+                    loss_of(engine, 1)
+            engine.reload_states()
+            train(engine, 2, 3)
+            weights.append(engine.full_state_dict()["scale"])
+    assert torch.equal(weights[0], weights[1])
+
+
+def test_a_late_save_is_refused_at_once_while_states_are_away(tmp_path: Path) -> None:
+    with engine_of("persistent") as engine:
+        engine.offload_states([OffloadStateTypeEnum.hp_params])
+        with pytest.raises(EngineStateError, match="reload_states"):
+            engine.save_checkpoint(tmp_path, asynchronous=True)
+        engine.reload_states()
+        engine.save_checkpoint(tmp_path, "now", asynchronous=True)
+        engine.wait_for_checkpoint()
+        assert (tmp_path / "latest").read_text().strip() == "now"
