@@ -40,9 +40,11 @@ class Written:
 
     def check(self, params: Iterable[ShardedParam]) -> None:
         """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view."""
-        for param in params:
-            if self.is_written(param):
-                self.settle(param)
+        written = [param for param in params if self.is_written(param)]
+        if written and self._owner.shards_weights:
+            self.refuse(*written)
+        for param in written:
+            self.settle(param)
 
     def is_written(self, param: ShardedParam) -> bool:
         """Whether this rank has other weights here than its store."""
@@ -60,9 +62,16 @@ class Written:
             values = torch.where(as_before, masters, values.float())
         self._io.write_own(param, kinds, values)
 
-    def refuse(self, param: ShardedParam) -> NoReturn:
+    def refuse(self, param: ShardedParam, *others: ShardedParam) -> NoReturn:
         """What was written goes with the weights that are here, at once or when nobody uses them; the store has what it
-        had."""
+        had. ``others`` were written, too."""
+        self._undo(param)
+        for other in others:
+            if self.is_written(other):  # a group goes back as one
+                self._undo(other)
+        owners.refuse_write(self._owner, param.param, [other.name for other in others])
+
+    def _undo(self, param: ShardedParam) -> None:
         group = self._group_of[param.index]
         with self._lock:
             if not param.is_shown:
@@ -70,7 +79,6 @@ class Written:
                 self._live_set.forget(group)
             elif group.persistent and not group.in_use:
                 self._restore(group)
-        owners.refuse_write(self._owner, param.param)
 
     def settle(self, param: ShardedParam) -> None:
         """Take over what was written, or refuse it. Every rank must have written the same."""

@@ -151,11 +151,12 @@ def refuse_memory(owner: Owner, param: nn.Parameter, name: str) -> NoReturn:
     )
 
 
-def refuse_write(owner: Owner, param: nn.Parameter) -> NoReturn:
-    """Weights live in the store and only the optimizer writes there: any other change would be lost in silence."""
+def refuse_write(owner: Owner, param: nn.Parameter, others: Sequence[str] = ()) -> NoReturn:
+    """Weights live in the store and only the optimizer writes there: any other change would be lost in silence.
+    ``others``: the names of parameters that were changed with it."""
     owner.refuse(
         param,
-        "was changed in place, which sharded weights do not keep",
+        f"was changed in place{', as were ' if others else ''}{', '.join(others)}, which sharded weights do not keep",
         "change it inside infinity.zero.GatheredParameters(param, modifier_rank=0), before infinity.initialize(), or "
         "make the change part of forward's arithmetic",
     )

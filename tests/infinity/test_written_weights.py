@@ -1,0 +1,31 @@
+"""What was written to sharded weights that are in memory is refused at once for all of them, and undone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.errors import WeightsError
+
+
+def test_one_refusal_undoes_everything_that_was_written() -> None:
+    """Groups that stay in memory, of ten elements each; the second refusal would be of the rest."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*[nn.Linear(24, 24) for _ in range(4)])
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 24 * 25, "reduce_bucket_size": 24 * 25},
+    }
+    engine, _, _, _ = infinity.initialize(model=model, config=config)
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    with pytest.raises(WeightsError, match=r"^0\.weight .*, as were 0\.bias, 1\.weight"):
+        engine.full_state_dict()
+    weights = engine.full_state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in before.items())
+    engine.destroy()
