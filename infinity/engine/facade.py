@@ -159,6 +159,9 @@ class Engine(Checkpoints, Exports):
 
         Returns:
             The norm before clipping, 0-D fp32 on the CPU.
+
+        Raises:
+            EngineStateError: called twice in a step, before its last micro-batch, or beside ``gradient_clipping``.
         """
         return self._loop.clip_grad_norm(max_norm)
 

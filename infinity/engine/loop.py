@@ -81,6 +81,7 @@ class TrainingLoop:
             self.update = build_update(runtime, optimizer, optimizer_groups, config)
             optimizer.bind(self.run_update, self.update.scale)
             runtime.states.keeps_states = self.update.keeps_states
+            runtime.states.refuse_clipped = self.update.refuse_clipped
         self._in_backward: InBackward | None = None
         if self.update is not None and config.io_daemon.update_in_backward:
             self._in_backward = InBackward(self.update, runtime.gradients, runtime.changes.make_ready)
@@ -118,6 +119,7 @@ class TrainingLoop:
         """
         update = self._trained("backward")
         self._refuse_before_step(call)
+        update.refuse_clipped(call)
         with self._phase_of(StepPhase.BACKWARD):
             self.runtime.collectives.agree("begin a backward").wait()
             reducer = self.runtime.reducer
@@ -302,6 +304,7 @@ class TrainingLoop:
         update = self._trained("clip_grad_norm_")
         if self._in_backward is not None:
             raise refuse_norm("clip_grad_norm_()")
+        update.refuse_clipping(is_boundary=self.is_boundary())
         self._gather_gradients()
         return update.clip_once(max_norm, self.runtime.reducer.used)
 

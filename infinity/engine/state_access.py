@@ -45,6 +45,8 @@ class StateAccess:
         self._without_sign = _without_sign(sharded.precision)
         self.keeps_states: Callable[[int], bool] = lambda _param: True
         """Whether the next step heeds what is written to the optimizer's states of a parameter; the update knows."""
+        self.refuse_clipped: Callable[[str], None] = lambda _call: None
+        """Raises where the store has gradients that the step will clip; the update knows."""
         self._io, self._phases = io, phases
         self._reducer, self._gradients = reducer, gradients
         self._check_written = check_written
@@ -64,6 +66,7 @@ class StateAccess:
         self._check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
         self._check_written([param])
         if kind is ObjectKind.GRAD:
+            self.refuse_clipped(f"reading the gradient of {param.name}")
             self._settle(param, together=whole)
         kind = self._of_frozen(param, kind)
         if not self._io.has(param, kind) or (kind is ObjectKind.GRAD and not self._reducer.holds(param.index)):
@@ -89,6 +92,7 @@ class StateAccess:
                     f"values, or {self._without_sign[kind]}"
                 )
         if kind is ObjectKind.GRAD:
+            self.refuse_clipped(f"writing the gradient of {param.name}")
             self._settle(param, together=True)
             self._gradients.replace(param.index, first, own)
             self._reducer.note(param.index)

@@ -113,6 +113,28 @@ class Update:
         self._clip_once = float(max_norm)
         return self._norm(present)
 
+    def refuse_clipped(self, call: str) -> None:
+        """Raises EngineStateError where the step's gradients were clipped: the store has them unclipped until then."""
+        if self._clip_once is not None:
+            raise EngineStateError(
+                f"{call} after clip_grad_norm_(), whose factor the step's gradients are multiplied by in step(): call "
+                "step() or zero_grad() before it, or clip behind it"
+            )
+
+    def refuse_clipping(self, *, is_boundary: bool) -> None:
+        """Raises EngineStateError where ``clip_once`` would not give what torch's clipping gives."""
+        if self._max_norm > 0:
+            raise EngineStateError(
+                f"clip_grad_norm_() beside gradient_clipping {self._max_norm:g} of the configuration, to which step() "
+                "clips: leave the call out, or write 0 there"
+            )
+        if not is_boundary:
+            raise EngineStateError(
+                "clip_grad_norm_() before the last micro-batch of a step would clip a part of its gradients: call it "
+                "where engine.is_gradient_accumulation_boundary()"
+            )
+        self.refuse_clipped("clip_grad_norm_()")
+
     def keeps_states(self, param: int) -> bool:
         """Whether the next step goes on from the parameter's states, as they are or as somebody writes them."""
         return self._optimizer.rule.from_zeros or self.histories[param] is not None
@@ -294,6 +316,8 @@ class Update:
         max_norm = self._max_norm if self._clip_once is None else self._clip_once
         clips = max_norm > 0 or self._clip_once is not None
         norm = self._norm(present) if clips or self._norm_asked else None
+        if norm is None:
+            self.grad_norm = None
         factor = torch.ones(()) if norm is None or not clips else (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if self.scale.value == 1.0:
             return factor if clips else None
