@@ -13,7 +13,7 @@ import time
 from collections import Counter
 
 from tests.fuzz.judged import judged, judged_alone, shrunk
-from tests.fuzz.program import Program
+from tests.fuzz.program import Program, program
 from tests.support.forked import warm_up
 from tests.support.judge import Verdict
 
@@ -38,7 +38,7 @@ def main() -> int:
     warm_up()
     start, outcomes, refusals, failures = time.monotonic(), Counter[str](), Counter[str](), []
     seeds = range(arguments.seed, arguments.seed + arguments.programs)
-    for found, verdict in judged(seeds):
+    for found, verdict in judged(seeds, program):
         outcomes[verdict.outcome] += 1
         if verdict.outcome == "refused":
             refusals[verdict.message] += 1

@@ -4,17 +4,36 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol, Self, TypeVar
 
-from tests.fuzz.program import Program, program
 from tests.support.forked import Child, Say
-from tests.support.judge import Verdict, judge
+from tests.support.judge import Verdict
 
 PROGRAM_TIMEOUT_S = 60.0
 PROGRAMS_A_PROCESS = 200
 """A fresh process now and then, so that nothing adds up."""
 
 
-def judged(seeds: Sequence[int], make: Callable[[int], Program] = program) -> Iterator[tuple[Program, Verdict]]:
+class Candidate(Protocol):
+    """A random program, or a random walk."""
+
+    @property
+    def seed(self) -> int: ...
+
+    @property
+    def setting(self) -> object: ...
+
+    def judged(self) -> Verdict:
+        """What it did, in this process."""
+
+    def smaller(self) -> Iterator[Self]:
+        """The same with one thing less, the boldest first."""
+
+
+Some = TypeVar("Some", bound=Candidate)
+
+
+def judged(seeds: Sequence[int], make: Callable[[int], Some]) -> Iterator[tuple[Some, Verdict]]:
     """Every seed's verdict, in order."""
     remaining = list(seeds)
     while remaining:
@@ -33,16 +52,16 @@ def judged(seeds: Sequence[int], make: Callable[[int], Program] = program) -> It
             yield culprit, _failed(culprit, end)
 
 
-def judged_alone(candidate: Program) -> Verdict:
+def judged_alone(candidate: Candidate) -> Verdict:
     """In a process of its own."""
-    child = Child(lambda say: say(json.dumps(_verdict(candidate).as_json())))
+    child = Child(lambda say: say(json.dumps(candidate.judged().as_json())))
     line = child.read_line(PROGRAM_TIMEOUT_S)
     end = child.end()
     return _failed(candidate, end) if line is None else Verdict(**json.loads(line))
 
 
-def shrunk(failing: Program, verdict: Verdict, *, tries_max: int = 200) -> tuple[Program, Verdict]:
-    """The smallest program found that fails the same way, each tried in a process of its own."""
+def shrunk(failing: Some, verdict: Verdict, *, tries_max: int = 200) -> tuple[Some, Verdict]:
+    """The smallest found that fails the same way, each tried in a process of its own."""
     tries = 0
     smaller = iter(failing.smaller())
     while tries < tries_max and (candidate := next(smaller, None)) is not None:
@@ -58,14 +77,10 @@ def _kind(verdict: Verdict) -> tuple[str, str]:
     return verdict.error_type, "" if verdict.error_type else verdict.message.splitlines()[0].split(":")[0][:12]
 
 
-def _judge_all(seeds: Sequence[int], make: Callable[[int], Program], say: Say) -> None:
+def _judge_all(seeds: Sequence[int], make: Callable[[int], Some], say: Say) -> None:
     for seed in seeds:
-        say(json.dumps(_verdict(make(seed)).as_json()))
+        say(json.dumps(make(seed).judged().as_json()))
 
 
-def _verdict(candidate: Program) -> Verdict:
-    return judge(candidate.script(), candidate.setting, name=f"seed {candidate.seed}", writes=candidate.writes)
-
-
-def _failed(candidate: Program, message: str) -> Verdict:
+def _failed(candidate: Candidate, message: str) -> Verdict:
     return Verdict(script=f"seed {candidate.seed}", setting=str(candidate.setting), outcome="failed", message=message)

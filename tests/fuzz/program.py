@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.fuzz import parts as library
-from tests.support.judge import Script
+from tests.support.judge import Script, Verdict, judge
 from tests.support.world import Setting
 
 LEAVES = (
@@ -182,6 +182,9 @@ class Program:
         ]
         lines = [f"# seed {self.seed}, {self.setting}", "def build():", *_indented(build), ""]
         return "\n".join([*lines, "def script(world):", *_indented(script), ""])
+
+    def judged(self) -> Verdict:
+        return judge(self.script(), self.setting, name=f"seed {self.seed}", writes=self.writes)
 
     def script(self) -> Script:
         import copy

@@ -42,7 +42,7 @@ def loss_of(module: Callable[[Tensor], Tensor], number: int = 0) -> Tensor:
 def test_it_clips_the_sum_of_a_steps_micro_batches(stage: int) -> None:
     reference = model_of()
     for number in range(2):
-        (loss_of(reference, number) / 2).backward()
+        torch.autograd.backward(loss_of(reference, number) / 2)
     norm = nn.utils.clip_grad_norm_(reference.parameters(), MAX_NORM)
     torch.optim.SGD(reference.parameters(), 0.1).step()
     with engine_of(stage, gradient_accumulation_steps=2) as engine:

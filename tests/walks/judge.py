@@ -1,0 +1,229 @@
+"""Walks an engine and its shadow side by side: every answer is compared, every refusal looked at."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import re
+import tempfile
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+
+from infinity.errors import CheckpointError
+from tests.support.judge import REMEDIES, Verdict, _difference, _refusal_in
+from tests.walks.driven import Driven
+from tests.walks.model import Interrupted
+from tests.walks.settings import Recipe, Setting
+from tests.walks.shadow import STATES, Shadow
+
+DROPPING = ("call", "backward")
+"""The calls that drop what a step has accumulated where they end with an error."""
+NEEDS_SAVED = {"load", "load_export"}
+
+
+class WalkError(Exception):
+    """The walk ends here: what is wrong."""
+
+
+class _Side:
+    """Draws random numbers from a stream of its own."""
+
+    def __init__(self) -> None:
+        self.random = torch.get_rng_state()
+
+    def run(self, thing: Any, name: str, args: Sequence[Any]) -> tuple[Any, BaseException | None]:
+        torch.set_rng_state(self.random)
+        try:
+            found = getattr(thing, name)(*args)
+            return tree_map_only(Tensor, lambda x: x.detach().clone(), found), None
+        except (Exception, Interrupted) as error:  # noqa: BLE001 (whatever is raised is what is judged)
+            return None, error
+        finally:
+            self.random = torch.get_rng_state()
+
+
+class _Pair:
+    def __init__(self, recipe: Recipe, setting: Setting, seed: int, directory: Path, files: dict[str, Any]) -> None:
+        self.shadow = Shadow(recipe, setting, seed, files)
+        self.driven = Driven(recipe, setting, seed, directory)
+        self.unkept: list[Any] = []
+        """What was written where weights are sharded but here: it is refused late, and then undone."""
+
+    def undo_writes(self, words: str) -> None:
+        if "was changed in place" in words:
+            while self.unkept:
+                self.shadow.put_back(self.unkept.pop())
+
+    def disarm(self) -> None:
+        self.shadow.arm("")
+        self.driven.arm("")
+
+    def forget_losses(self) -> None:
+        self.shadow.losses.clear()
+        self.driven.losses.clear()
+
+
+class Walking:
+    def __init__(self, recipe: Recipe, start: Setting, directory: Path) -> None:
+        self.recipe, self.start, self.directory = recipe, start, directory
+        self.files: dict[str, Any] = {}
+        torch.manual_seed(0)
+        random.seed(0)
+        self.plain, self.ours = _Side(), _Side()
+        self.pairs = [_Pair(recipe, start, 1, directory, self.files)]
+        self.current = 0
+        self.refusals: list[str] = []
+
+    def go(self, action: Sequence[Any]) -> str:
+        """Whether the call was "equal", "refused" or "left out"; raises WalkError."""
+        name, args = action[0], list(action[1:])
+        if name == "other":
+            self.current = 1 - self.current
+            if self.current == len(self.pairs):
+                self.pairs.append(_Pair(self.recipe, self.start, 2, self.directory, self.files))
+            return "equal"
+        pair = self.pairs[self.current]
+        if name == "backward" and not pair.shadow.losses:
+            return "left out"
+        if name in NEEDS_SAVED and args[0] not in self.files:
+            return "left out"
+        kwargs_step = name == "step" and args
+        found, error = self.ours.run(_WithEpoch(pair.driven) if kwargs_step else pair.driven, name, args)
+        if error is not None and (refusal := refusal_in(error)) is not None:
+            return self._refused(pair, name, args, refusal)
+        before = pair.shadow.kept(args[0] if name == "write" else "")
+        expected, plain_error = self.plain.run(_WithEpoch(pair.shadow) if kwargs_step else pair.shadow, name, args)
+        if error is not None or plain_error is not None:
+            if type(error) is not type(plain_error):
+                raise WalkError(
+                    f"plain torch: {plain_error!r}, the engine: {error!r}\n{_text_of(error or plain_error)}"
+                )
+            if name in DROPPING:
+                pair.shadow.drop()
+                pair.forget_losses()
+            self.ours.random = self.plain.random
+            return "equal"
+        if name == "step":
+            pair.forget_losses()
+        written_outside = name == "load_weights" or (name == "write" and args[2] == "outside")
+        if written_outside and pair.shadow.setting.stage == 3:
+            pair.unkept.append(before)
+        if (difference := differs(expected, found)) is not None:
+            raise WalkError(f"differs: {difference}")
+        if not torch.equal(self.ours.random, self.plain.random):
+            raise WalkError("differs: the state of torch's random numbers")
+        return "equal"
+
+    def _refused(self, pair: _Pair, name: str, args: list[Any], refusal: BaseException) -> str:
+        words = str(refusal)
+        self.refusals.append(f"{name}: {type(refusal).__name__}: {words}")
+        if re.search(r"\bhas failed\b", words):
+            raise WalkError(f"the engine is FAILED: {words}")
+        if not REMEDIES.search(words) and not re.search(r"\bstart with\b|; checkpoints in", words):
+            raise WalkError(f"the refusal has no remedy: {words}")
+        self.ours.random = self.plain.random
+        if name == "load_weights":  # torch loads what it can, and tells the rest
+            pair.unkept.append(pair.shadow.kept(""))
+            pair.shadow.load_weights(args[0], args[1], without=re.findall(r"parameter named \"([^\"]+)\"", words))
+        else:
+            pair.undo_writes(words)
+        if name in ("call", "evaluate"):  # as far as forward went
+            pair.disarm()
+            pair.shadow.model.mean.copy_(pair.driven.model.mean)
+        if name in DROPPING and "call step()" not in words and "before it trains on" not in words:
+            pair.shadow.drop()
+            pair.forget_losses()
+        return "refused"
+
+    def finish(self) -> None:
+        """Everything there is must be equal, and nothing of it refused."""
+        for number in range(len(self.pairs)):
+            self.current = number
+            if self.go(("zero_grad",)) == "refused":
+                self.must("step")
+                self.must("zero_grad")
+            self.must("reload")
+            for name in ("counters", "weights", "all_masters"):
+                self.must(name)
+            for param in ("embed.weight", "blocks.1.contract.bias", "gain"):
+                for label in STATES[self.recipe.optimizer]:
+                    self.must("state", param, label)
+
+    def must(self, *action: Any) -> None:
+        written = bool(self.pairs[self.current].unkept)  # what is refused late, once
+        if self.go(action) != "equal" and (not written or self.go(action) != "equal"):
+            raise WalkError(f"{action} is refused at the end of the walk: {self.refusals[-1]}")
+
+    def close(self) -> None:
+        for pair in self.pairs:
+            pair.driven.close()
+
+
+def refusal_in(error: BaseException) -> BaseException | None:
+    return error if isinstance(error, CheckpointError) else _refusal_in(error)
+
+
+class _WithEpoch:
+    """``step`` with what the schedule's own step is called with."""
+
+    def __init__(self, side: Any) -> None:
+        self._side = side
+
+    def step(self, epoch: int) -> None:
+        self._side.step(epoch=epoch)
+
+
+def judge_walk(recipe: Recipe, start: Setting, actions: Sequence[Sequence[Any]], *, name: str = "") -> Verdict:
+    torch.set_num_threads(1)
+    done: list[str] = []
+    with _directory() as directory:
+        walking: Walking | None = None
+        try:
+            walking = Walking(recipe, start, directory)
+            for number, action in enumerate(actions):
+                done.append(f"{number}: {action}")
+                done[-1] += f" -> {walking.go(action)}"
+            done.append("the end")
+            walking.finish()
+            walking.close()
+            outcome, message, kind = ("refused" if walking.refusals else "equal"), "\n".join(walking.refusals), ""
+        except WalkError as error:
+            outcome, message, kind = "failed", f"{error}\n  after {done[-3:]}", ""
+        except Exception as error:  # noqa: BLE001 (a broken engine is what is looked for)
+            refusal = _refusal_in(error) if walking is None else None
+            outcome = "failed" if refusal is None else "refused"
+            message, kind = (_text_of(error) if refusal is None else f"initialize: {refusal}"), type(error).__name__
+        finally:
+            with contextlib.suppress(Exception):
+                for pair in walking.pairs if walking is not None and outcome == "failed" else ():
+                    pair.driven.engine._end()
+    return Verdict(script=name, setting=f"{recipe} {start}", outcome=outcome, message=message, error_type=kind)
+
+
+@contextlib.contextmanager
+def _directory() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="walk-") as directory:
+        yield Path(directory)
+
+
+def differs(expected: Any, found: Any) -> str | None:
+    """In words, None where all bits are the same; a NaN is a NaN, whatever its payload."""
+    expected, found = (tree_map_only(Tensor, _without_nans, each) for each in (expected, found))
+    if isinstance(expected, float) and isinstance(found, float) and math.isnan(expected) and math.isnan(found):
+        return None
+    return _difference("the answer", expected, found, 0.0)
+
+
+def _without_nans(tensor: Tensor) -> Any:
+    return (tensor.isnan(), tensor.nan_to_num(0.0, math.inf, -math.inf)) if tensor.is_floating_point() else tensor
+
+
+def _text_of(error: BaseException | None) -> str:
+    return "" if error is None else "".join(traceback.format_exception(error, limit=-5)).strip()
