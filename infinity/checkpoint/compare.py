@@ -124,9 +124,10 @@ def _problem(saved: TensorEntry, model: TensorEntry, *, states: bool) -> str:
 
 
 def _states_problem(saved: TensorEntry, model: TensorEntry) -> str:
-    if saved.trainable != model.trainable:
-        words = {True: "trained", False: "frozen"}
-        return f"was {words[saved.trainable]} when it was saved, and is {words[model.trainable]}"
+    if saved.trainable and not model.trainable:
+        return "was trained when it was saved, and is frozen"
+    if not saved.trainable:
+        return ""  # what begins to train has states as new
     there, here = _states(saved), _states(model)
     if there != here:
         return f"was saved with the optimizer states {there or 'none'}, this optimizer keeps {here or 'none'}"

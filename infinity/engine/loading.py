@@ -153,28 +153,38 @@ class Loading:
         io, params, entries = self._runtime.io, self._runtime.sharded.params, self._stored.entries
         names = kind_names(self._runtime.sharded.precision)
         there = {param.index for param in params if param.name in entries}
+        began = {p.index for p in params if p.index in there and self._began_to_train(p.name)}
         total = 0
         with Progress("loading", io.lasting_bytes(there), shown=self._runtime.collectives.rank == 0) as progress:
 
             def values(kind: ObjectKind, segment: Segment) -> torch.Tensor:
                 nonlocal total
+                if segment.param in began and names[kind].startswith(STATE_PREFIX):
+                    return torch.zeros(segment.numel)
                 found = self._stored.read(params[segment.param].name, names[kind], segment.param_offset, segment.numel)
                 total += found.nbytes
                 progress.advance(found.nbytes)
                 return found
 
             wanted = {
-                kind: {i for i in there if kind in io.lasting(i) and name in entries[params[i].name].kinds}
+                kind: {
+                    i for i in there if kind in io.lasting(i) and (name in entries[params[i].name].kinds or i in began)
+                }
                 for kind, name in names.items()
                 if self._wanted.states or not name.startswith(STATE_PREFIX)
             }
             order = (
                 (params[part.param].name, names[kind], part.param_offset, part.numel)
                 for kind, part in io.asked_for(wanted, numel_max=PIECE_NUMEL_MAX)
+                if not (part.param in began and names[kind].startswith(STATE_PREFIX))
             )
             with self._stored.reading(order):
                 io.fill(wanted, values, numel_max=PIECE_NUMEL_MAX)
         return total
+
+    def _began_to_train(self, name: str) -> bool:
+        """Whether the parameter was frozen when it was saved, and is trained now: its states begin as new."""
+        return self._params[name].trainable and not self._stored.entries[name].trainable
 
     def _restore_rest(self) -> None:
         with torch.no_grad():

@@ -1,7 +1,8 @@
 """What a model looked like when it was sharded, and what has become of it: looked at when it is called.
 
 A parameter that comes later is nobody's: the optimizer does not know it, as torch's would not. One that does not train
-may come and go; one that would have to train, and never would, is refused by name.
+may come and go; one that would have to train, and never would, is refused by name: the engine keeps no gradient and no
+states of what was frozen when it was made.
 """
 
 from __future__ import annotations
@@ -49,7 +50,9 @@ class Structure:
                     raise WeightsError(
                         name,
                         "was frozen when the model was sharded, and requires a gradient now",
-                        "let it train from infinity.initialize() on, and freeze it afterwards",
+                        "let it require one at infinity.initialize() and freeze it right afterwards (what gets no "
+                        "gradient is not stepped, as in torch), or load engine.save_checkpoint()'s files into an "
+                        "engine that is made after it was unfrozen",
                     )
         if all(seen.is_unchanged for seen in self._seen):
             return

@@ -287,6 +287,20 @@ def two_adapters_in_turn(world: Any) -> None:
         engine.step()
 
 
+@cases(settings=SETTINGS, must="equal")
+def two_adapters_in_turn_that_train_from_the_start(world: Any) -> None:
+    """As the refusal of the other case says."""
+    peft = importlib.import_module("peft")
+    model = _two(peft)
+    for name, param in model.named_parameters():
+        param.requires_grad_("lora_" in name)
+    engine = world.initialize(model)
+    for step in range(4):
+        model.set_adapter("other" if step % 2 else "default")
+        world.backward(engine, engine(**text(world, step)).loss)
+        engine.step()
+
+
 @cases(settings=SETTINGS)
 def two_adapters_at_once(world: Any) -> None:
     peft = importlib.import_module("peft")

@@ -207,7 +207,6 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_changes(tmp_path: Pat
     assert str(tmp_path / "global_step1") in text
     for words in (
         "first.weight, first.bias, norm.bias: was saved with the optimizer states exp_avg, exp_avg_sq, this optimizer",
-        "frozen.weight, frozen.bias: was frozen when it was saved, and is trained",
         "norm.weight: was saved with shape 96, the model's is 96x5",
         "extra.weight, extra.bias: the model has it, the checkpoint has not",
         "image, tied.weight, again.bias and 3 more: the checkpoint has it, the model has not",
@@ -229,6 +228,55 @@ def test_all_that_does_not_fit_is_told_at_once_and_nothing_changes(tmp_path: Pat
     found = engine.full_state_dict()
     assert torch.equal(found["first.weight"], masters["first.weight"])
     assert torch.equal(found["extra.weight"], extra)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("precision", "tier", "stage"), [("fp32", "nvme", 3), ("bf16", "none", 3), ("bf16", "cpu", 2)])
+def test_what_was_frozen_when_it_was_saved_trains_with_states_as_new(
+    precision: str, tier: str, stage: int, tmp_path: Path
+) -> None:
+    """An engine that trains all from the start, and another layer's freezing in it, gives the same: as torch does."""
+    swap = tmp_path / "swap"
+    swap.mkdir()
+
+    def engine_of(*, frozen_at_first: bool) -> Any:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Linear(16, 96), torch.nn.Tanh(), torch.nn.Linear(96, 16))
+        with torch.no_grad():
+            for param in model.parameters():  # what is frozen in 16 bits is saved in 16 bits
+                param.copy_(param.bfloat16())
+        model[0].requires_grad_(not frozen_at_first)
+        config = config_of(tier, precision, stage, swap)
+        del config["scheduler"]
+        return infinity.initialize(model=model, config=config)[0]
+
+    def losses_of(engine: Any, first: int) -> list[float]:
+        losses = []
+        for step in range(first, first + 3):
+            batch = torch.randn(2, 16, generator=torch.Generator().manual_seed(step))
+            loss = engine(batch.to(engine.module[0].weight.dtype)).square().mean()
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        return losses
+
+    engine = engine_of(frozen_at_first=False)
+    engine.module[0].requires_grad_(False)
+    expected = losses_of(engine, 0)
+    engine.module[0].requires_grad_(True)
+    expected += losses_of(engine, 3)
+    weights = engine.full_state_dict()
+    engine.destroy()
+
+    engine = engine_of(frozen_at_first=True)
+    found = losses_of(engine, 0)
+    engine.save_checkpoint(tmp_path / "saved")
+    engine.destroy()
+    engine = engine_of(frozen_at_first=False)
+    losses_of(engine, 7)  # whose states must not stay
+    engine.load_checkpoint(tmp_path / "saved")
+    assert found + losses_of(engine, 3) == expected
+    assert all(torch.equal(value, weights[name]) for name, value in engine.full_state_dict().items())
     engine.destroy()
 
 
