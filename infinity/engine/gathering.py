@@ -51,7 +51,8 @@ class Gathering:
 
     def lend_array(self, param: ShardedParam) -> bool:
         is_kept = not self._sharded.policy.shards_weights or self.keeps_writes(param)
-        param.has_arrays |= is_kept
+        if is_kept:
+            param.lend_memory()
         return is_kept
 
     @contextmanager
@@ -118,7 +119,7 @@ class Gathering:
             param.allocate().copy_(flattened(data, param.order))
 
     def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:
-        changed = torch.tensor([self._written.is_written(param) for param in params], dtype=torch.uint8)
+        changed = torch.tensor([param.is_written() for param in params], dtype=torch.uint8)
         self._collectives.max(changed, f"agree which of {len(params)} gathered parameters were changed")
         for param in [param for param, flag in zip(params, changed.tolist(), strict=True) if flag]:
             self._refusals.refuse_views(param)
@@ -138,7 +139,7 @@ class Gathering:
             if not self._num_writable[param.index]:
                 del self._num_writable[param.index]
         with self._lock:
-            changed = [param for param in params if param.is_changed and not self.keeps_writes(param)]
+            changed = [param for param in params if param.is_written() and not self.keeps_writes(param)]
             unseen = [p for p in params if not self._group_of[p.index].persistent and p.is_kept_unseen()]
             for param in params:
                 param.hide()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from infinity.engine.runtime import Runtime
+from infinity.weights import placeholder
 from infinity.weights.access import ShardedAlias
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
@@ -45,7 +46,7 @@ def param_of(value: object, runtime: Runtime) -> ShardedParam | None:
         return runtime.sharded_param(value.param)
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
-    found = runtime.sharded.resident.get(value.untyped_storage()._cdata)
+    found = runtime.sharded.resident.get(placeholder.identity_of(value))
     return found if found is not None and found.shape == value.shape else None
 
 

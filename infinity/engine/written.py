@@ -40,15 +40,11 @@ class Written:
 
     def check(self, params: Iterable[ShardedParam]) -> None:
         """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view."""
-        written = [param for param in params if self.is_written(param)]
+        written = [param for param in params if param.is_written()]
         if written and self._owner.shards_weights:
             self.refuse(*written)
         for param in written:
             self.settle(param)
-
-    def is_written(self, param: ShardedParam) -> bool:
-        """Whether this rank has other weights here than its store."""
-        return param.is_changed or (param.has_arrays and self._differs(param))
 
     def keep(self, param: ShardedParam, flat: torch.Tensor) -> None:
         """This rank's part of ``flat``, the whole weights in memory order, is what the store has. Of weights that are
@@ -67,7 +63,7 @@ class Written:
         had. ``others`` were written, too."""
         self._undo(param)
         for other in others:
-            if self.is_written(other):  # a group goes back as one
+            if other.is_written():  # a group goes back as one
                 self._undo(other)
         owners.refuse_write(self._owner, param.param, [other.name for other in others])
 
@@ -100,11 +96,3 @@ class Written:
             return  # the others wrote nothing, and do something else: they are told what
         for param in group.params:
             param.overlook_change()
-
-    def _differs(self, param: ShardedParam) -> bool:
-        if self._group_of[param.index].is_lent or param.full is None:
-            return False
-        first, numel = self._io.own_range(param)
-        own = param.full.as_strided((param.numel,), (1,))[first : first + numel].cpu()
-        stored = self._io.read_own(param, ObjectKind.WEIGHT).to(own.dtype)
-        return not torch.equal(own.view(torch.uint8), stored.view(torch.uint8))

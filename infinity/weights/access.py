@@ -261,7 +261,7 @@ def _refuse_what_cannot_be_lent(
                 "is sharded: its entry in a state dict holds no weights",
                 "read engine.full_state_dict() instead, or ask inside GatheredParameters(model.parameters())",
             )
-    if func in MEMORY:
+    if getattr(func, "__wrapped__", func) in MEMORY:  # some are, see ``arrays``
         param = next(iter(params.values()))
         refuse_memory(known_owner_of(param), param, _name(func))
     if _writes(func) and args:

@@ -2,19 +2,23 @@
 
 A tensor and its views share a count of writes, but ``tensor.numpy()`` hands out their memory itself, and asks no class:
 ``param.data[0].numpy()``, a view that was made in forward or inside ``no_grad``, all look at the weights. So torch's
-method is wrapped, once for the process: an array of weights that are here can be written to where that is kept, and the
-owner is told to look; elsewhere it is read-only, and numpy refuses. Other tensors' cost a look-up by their storage.
+methods are wrapped, once for the process. An array of weights that are here can be written to where that is kept;
+elsewhere it is read-only, and numpy refuses. A storage, an address and another tensor over the memory (``set_``) have
+no such flag. Whichever it is, the parameter remembers what its weights are, and so finds what was written. Other
+tensors' cost a look-up by their storage.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from functools import cache
-from typing import Any, Protocol
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache, wraps
+from typing import Any, Final, Protocol
 from weakref import WeakSet
 
 import torch
 
+from infinity.weights import placeholder
 from infinity.weights.access import param_behind, raw
 from infinity.weights.owners import known_owner_of, refuse_memory
 from infinity.weights.param import ShardedParam
@@ -22,6 +26,8 @@ from infinity.weights.param import ShardedParam
 _tensor: Any = torch.Tensor
 _torchs_numpy: Any = torch.Tensor.numpy
 _torchs_dlpack: Any = torch.Tensor.__dlpack__
+REACHES: Final = ("untyped_storage", "storage", "data_ptr", "set_")
+"""Methods that reach past their tensor, or one they are given, into its memory."""
 
 
 class Lender(Protocol):
@@ -32,7 +38,8 @@ class Lender(Protocol):
         """Parameters whose weights are here, by the identity of their storage."""
 
     def lend_array(self, param: ShardedParam) -> bool:
-        """Somebody gets the memory of a parameter's weights: whether what is written to it is kept."""
+        """Somebody gets the memory of a parameter's weights: whether what is written to it is kept. If so, the
+        parameter was told."""
 
 
 _lenders: WeakSet[Lender] = WeakSet()
@@ -47,6 +54,8 @@ def watch(lender: Lender) -> None:
 @cache
 def _wrap() -> None:
     _tensor.numpy, _tensor.__dlpack__ = _numpy, _dlpack
+    for name in REACHES:
+        setattr(_tensor, name, _reaching(getattr(_tensor, name)))
 
 
 def _numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
@@ -74,11 +83,26 @@ _dlpack.__doc__ = _torchs_dlpack.__doc__
 _dlpack.__name__ = "__dlpack__"
 
 
+def _reaching(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """``torchs`` method, after which weights that were reached on the CPU are known to have been. Torch's own code asks
+    for storages to tell them apart, and is not heeded."""
+
+    @wraps(torchs)
+    def reach(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            for reached in (tensor, *args):
+                if isinstance(reached, torch.Tensor) and reached.is_cpu and (found := _lender_of(reached)) is not None:
+                    found[1].lend_memory()
+        return torchs(tensor, *args, **kwargs)
+
+    return reach
+
+
 def _lender_of(tensor: torch.Tensor) -> tuple[Lender, ShardedParam] | None:
     if param_behind(tensor) is not None or tensor.layout is not torch.strided:
         return None
     with raw():
-        key = tensor.untyped_storage()._cdata
+        key = placeholder.identity_of(tensor)
     for lender in _lenders:
         if (param := lender.resident.get(key)) is not None:
             return lender, param

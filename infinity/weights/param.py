@@ -14,6 +14,8 @@ Weights are flattened in the order in which they lie in memory, so that a parame
 
 from __future__ import annotations
 
+import sys
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,8 +24,10 @@ from torch.multiprocessing import reductions
 
 from infinity.tiers.pool import MemoryPool
 from infinity.weights import access, dispatcher, placeholder
+from io_daemon._native import checksum
 
 _storage_reference: Any = reductions.StorageWeakRef
+_torchs_numpy: Any = torch._C.TensorBase.numpy
 
 
 def memory_order(tensor: torch.Tensor) -> list[int]:
@@ -35,6 +39,18 @@ def memory_order(tensor: torch.Tensor) -> list[int]:
 def flattened(tensor: torch.Tensor, order: list[int]) -> torch.Tensor:
     """[numel], the elements in the order of memory of a parameter whose ``memory_order`` is given; a view if it can."""
     return tensor.permute(order).reshape(-1)
+
+
+def _holders_of(tensor: torch.Tensor) -> tuple[int, int]:
+    """How many have the tensor's memory, views among them, and how many its storage in Python."""
+    storage = placeholder.storage_of(tensor)
+    return int(torch._C._storage_Use_Count(storage._cdata)), sys.getrefcount(storage)
+
+
+@cache
+def _holders_of_a_tensor() -> tuple[int, int]:
+    """... of a tensor that nobody else has."""
+    return _holders_of(torch.empty(1))
 
 
 class ShardedParam:
@@ -71,8 +87,8 @@ class ShardedParam:
         self._num_shown = 0
         self._version: int | None = None
         """Autograd's count of writes to the parameter and its views, as of the last look; None: never shown."""
-        self.has_arrays = False
-        """Whether somebody was given the memory of ``full`` itself, where writes are not counted."""
+        self._lent: int | None = None
+        """The checksum of weights whose memory somebody was given, where writes are not counted; None: nobody was."""
         self._num_unseen = 0
         self._outlived: list[Any] = []
         self._accumulator: Any = None
@@ -109,7 +125,7 @@ class ShardedParam:
         if self.full is None:
             with torch.inference_mode(mode=False):
                 self.full = self._pool.empty_strided(self.shape, self.layout.stride(), self.dtype)
-            self._key = self.full.untyped_storage()._cdata
+            self._key = placeholder.identity_of(self.full)
             self._resident[self._key] = self
         # of what is shown autograd must see that it is written to
         return (self.param.detach() if self._num_shown else self.full).as_strided((self.numel,), (1,))
@@ -127,7 +143,8 @@ class ShardedParam:
         if self._num_shown == 0:
             access.show(self.param, self.full)
             version = self.param._version
-            untouched, self._version = self._version in (None, version), version
+            untouched = self._version in (None, version) and not self._differs_from_lent()
+            self._version = version
             if self._accumulator is None and not torch.is_inference_mode_enabled():
                 self.hold_accumulator()
             self._num_unseen = self._count_unseen()
@@ -136,7 +153,7 @@ class ShardedParam:
 
     def hide(self) -> bool:
         """The counterpart of ``show``. False if somebody wrote to the weights in between."""
-        changed = self.is_changed
+        changed = self.is_written()
         self._num_shown -= 1
         if self._num_shown:
             return True
@@ -179,16 +196,53 @@ class ShardedParam:
         with access.raw():
             return self._version is not None and self.param._version != self._version
 
+    def lend_memory(self) -> None:
+        """Somebody gets the memory of the weights that are here: what they are now is remembered."""
+        if self._lent is None and self.full is not None:
+            self._lent = self._checksum()
+
+    @property
+    def is_lent(self) -> bool:
+        """Whether somebody has, or may have, the memory of the weights."""
+        return self._lent is not None
+
+    def is_written(self) -> bool:
+        """Whether it ``is_changed``, or whoever has the memory wrote to it. An address is forgotten when nothing was
+        written until now: nobody can tell how long it is kept."""
+        if self.is_changed or self._differs_from_lent():
+            return True
+        if self._lent is not None and self.full is not None:
+            memory, storage = _holders_of(self.full)
+            nobody, nobodys = _holders_of_a_tensor()
+            if memory - self.is_shown <= nobody and storage <= nobodys:
+                self._lent = None
+        return False
+
+    def _differs_from_lent(self) -> bool:
+        return self._lent is not None and self._lent != self._checksum()
+
+    def _checksum(self) -> int:
+        if self.full is None:
+            raise AssertionError(f"{self.name} has no weights here")
+        flat = self.full.as_strided((self.numel,), (1,)).cpu().view(torch.uint8)
+        return checksum(_torchs_numpy(flat))
+
     def overlook_change(self) -> None:
-        """It was refused."""
+        """It was refused, or the store has it."""
         with access.raw():
             self._version = self.param._version
+        self._look_again()
+
+    def _look_again(self) -> None:
+        if self._lent is not None:
+            self._lent = self._checksum()
 
     def count_update(self) -> None:
         """The optimizer has stepped the weights; those that are shown were overwritten where they are."""
         self.generation += 1
         if self._num_shown:
             self._version = self.param._version
+        self._look_again()
 
     def drop(self) -> None:
         """Give up the weights. Their memory goes with the last view that somebody keeps, which is remembered."""
@@ -196,7 +250,7 @@ class ShardedParam:
             return
         del self._resident[self._key]
         memory = _storage_reference(self.full.untyped_storage())
-        self.full, self.has_arrays = None, False
+        self.full = self._lent = None
         if not memory.expired():
             self._outlived = [*(view for view in self._outlived if not view.expired()), memory]
 

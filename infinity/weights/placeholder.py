@@ -26,6 +26,8 @@ _KEY: Any = torch._C._dispatch_key_parse(KEY)
 _TAKING_KEY: Any = torch._C._dispatch_key_parse(TAKING_KEY)
 _KEYS: Any = torch._C.DispatchKeySet(_KEY)
 _ALL_KEYS: Any = _KEYS | torch._C.DispatchKeySet(_TAKING_KEY)
+storage_of: Any = torch._C.TensorBase.untyped_storage
+"""Torch's own ``untyped_storage``, which nobody is told about (``arrays``)."""
 _exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 _set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
@@ -66,8 +68,8 @@ def is_held_by(tensor: torch.Tensor) -> bool:
 
 
 def identity_of(tensor: torch.Tensor) -> int:
-    """What all tensors have in common that hold one placeholder."""
-    return int(tensor.untyped_storage()._cdata)
+    """What all tensors have in common that share one memory, or hold one placeholder."""
+    return int(storage_of(tensor)._cdata)
 
 
 def unasked() -> AbstractContextManager[None]:

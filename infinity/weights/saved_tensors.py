@@ -18,6 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from infinity.errors import WeightsError
+from infinity.weights import placeholder
 from infinity.weights.param import ShardedParam
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -134,7 +135,7 @@ class SavedTensors:
         if tensor.layout is not torch.strided:
             return None
         try:
-            param = self._resident.get(tensor.untyped_storage()._cdata)
+            param = self._resident.get(placeholder.identity_of(tensor))
         except (RuntimeError, NotImplementedError):  # a tensor without a storage: a wrapper of the user's
             return None
         if param is None or tensor.dtype is not param.dtype or tensor.is_conj() or tensor.is_neg():

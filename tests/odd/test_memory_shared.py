@@ -1,7 +1,8 @@
-"""Weights are written through arrays over their memory, which leaves no trace in torch: kept, or refused."""
+"""Weights are written through memory that they share with others, which leaves no trace in torch: kept, or refused."""
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import numpy as np
@@ -38,7 +39,10 @@ WAYS: dict[str, Any] = {
 
 def scribble(view: Any) -> None:
     """Its first numbers become others."""
-    np.asarray(view).reshape(-1)[:3] = 0.5
+    if isinstance(view, torch.Tensor):
+        view.view(-1)[:3] = 0.5
+    else:
+        np.asarray(view).reshape(-1)[:3] = 0.5
 
 
 def told(model: Any) -> Any:
@@ -97,11 +101,39 @@ def way(name: str, view_of: Any, use: Any) -> None:
     cases(settings=SETTINGS, writes=True, by_torch="read-only", must="equal" if is_kept else "either")(script)
 
 
-for _name, _view_of in WAYS.items():
+def over_address(param: Any) -> Any:
+    numbers = (ctypes.c_byte * param.nbytes).from_address(param.data_ptr())
+    return torch.frombuffer(numbers, dtype=param.dtype)
+
+
+def over_storage(storage: Any, param: Any) -> Any:
+    return torch.empty(0, dtype=param.dtype).set_(storage)
+
+
+MEMORIES: dict[str, Any] = {
+    "a_storage": lambda p: over_storage(p.untyped_storage(), p),
+    "a_storage_of_data": lambda p: over_storage(p.data.untyped_storage(), p),
+    "a_typed_storage": lambda p: over_storage(p.data.storage(), p),
+    "a_tensor_set_to_it": lambda p: torch.empty(0, dtype=p.dtype).set_(p.data),
+    "an_address": over_address,
+}
+
+
+def write_storage(param: Any) -> Any:
+    param.untyped_storage().copy_(torch.full_like(param.data, 0.25).untyped_storage())
+    return torch.zeros(3)
+
+
+for _name, _view_of in {**WAYS, **MEMORIES}.items():
     way(_name, _view_of, between_steps)
 for _use in (in_forward, while_gathered, while_gathered_to_be_read, while_gathered_before_initialize):
     way("data", WAYS["data"], _use)
 way("dlpack", WAYS["dlpack"], while_gathered_to_be_read)
+for _use in (in_forward, while_gathered, while_gathered_to_be_read, while_gathered_before_initialize):
+    way("a_storage", MEMORIES["a_storage"], _use)
+    way("a_storage_that_is_copied_to", write_storage, _use)
+way("an_address", MEMORIES["an_address"], while_gathered)
+way("an_address", MEMORIES["an_address"], while_gathered_to_be_read)
 
 
 @cases(settings=(DEFAULT, STAGE_2, NVME), must="equal")

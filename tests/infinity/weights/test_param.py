@@ -122,6 +122,38 @@ def test_shows_are_counted_and_a_write_is_told_at_the_last() -> None:
     assert sharded.hide()
 
 
+def test_memory_in_other_hands_is_looked_at_for_as_long_as_somebody_has_it() -> None:
+    sharded = make(torch.ones(3))
+    fill(sharded, torch.ones(3))
+    sharded.show()
+    storage = sharded.param.untyped_storage()  # nobody watches: the parameter is told by hand
+    sharded.lend_memory()
+    assert [sharded.is_lent, sharded.is_written()] == [True, False]
+    storage[0] = 7
+    assert [sharded.is_written(), sharded.is_changed] == [True, False]
+    sharded.overlook_change()
+    assert not sharded.is_written()
+    assert sharded.is_lent, "the storage is still there"
+    with torch.no_grad():
+        sharded.allocate().copy_(torch.full((3,), 2.0))
+    sharded.count_update()
+    assert not sharded.is_written(), "by an update"
+    del storage
+    assert not sharded.is_written()
+    assert not sharded.is_lent
+
+
+def test_what_was_written_to_hidden_weights_is_told_when_they_are_shown() -> None:
+    sharded = make(torch.ones(3))
+    fill(sharded, torch.ones(3))
+    sharded.show()
+    storage = sharded.param.untyped_storage()
+    sharded.lend_memory()
+    assert sharded.hide()
+    storage[0] = 7
+    assert not sharded.show()
+
+
 def test_showing_what_is_not_there_is_a_fault_of_ours() -> None:
     with pytest.raises(AssertionError, match="p is shown without"):
         make(torch.ones(3)).show()
