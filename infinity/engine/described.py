@@ -27,7 +27,8 @@ def kind_names(precision: Precision) -> dict[ObjectKind, str]:
 
 
 def described_params(runtime: Runtime) -> dict[str, TensorEntry]:
-    """Name -> entry, in the order of the engine's parameters."""
+    """Name -> entry, in the order of the engine's parameters. Raises WeightsError for one that is not the engine's."""
+    runtime.structure.check_owned("a checkpoint")
     precision, names = runtime.sharded.precision, kind_names(runtime.sharded.precision)
     all_names: dict[int, list[str]] = {}
     for name, user_param in runtime.module.named_parameters(remove_duplicate=False):
@@ -40,7 +41,7 @@ def described_params(runtime: Runtime) -> dict[str, TensorEntry]:
         dtypes = precision.dtypes(trainable=trainable[param.index])
         found[param.name] = TensorEntry(
             name=param.name,
-            aliases=tuple(name for name in all_names[id(param.param)] if name != param.name),
+            aliases=tuple(name for name in all_names.get(id(param.param), ()) if name != param.name),
             shape=tuple(param.shape),
             order=tuple(param.order),
             trainable=trainable[param.index],

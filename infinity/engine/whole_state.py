@@ -53,9 +53,10 @@ def param_of(value: object, runtime: Runtime) -> ShardedParam | None:
 def full_master_state_dict(runtime: Runtime) -> dict[str, torch.Tensor]:
     """Name -> full fp32 master weight, of trainable parameters. Collective.
 
-    Raises EngineStateError after the engine's end.
+    Raises EngineStateError after the engine's end, WeightsError for a parameter that came after infinity.initialize().
     """
     runtime.check_readable("full_master_state_dict")
+    runtime.structure.check_owned("full_master_state_dict()")
     trained = [group for group in runtime.sharded.groups if group.placement.trainable]
     found = _gathered(runtime, runtime.sharded.precision.stepped, trained)
     masters = {key: master.contiguous() for key, master in found}

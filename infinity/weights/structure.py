@@ -61,5 +61,11 @@ class Structure:
                 raise WeightsError(name, "came after infinity.initialize(), so nothing would train it", REMEDY)
         self._seen = self._look()
 
+    def check_owned(self, use: str) -> None:
+        """Raises WeightsError for a parameter, trained or not, that came after the model was sharded."""
+        for name, param in self._model.named_parameters(remove_duplicate=False):
+            if isinstance(param, nn.Parameter) and owner_of(param) is None:
+                raise WeightsError(name, f"came after infinity.initialize(), so {use} would lack it", REMEDY)
+
     def _look(self) -> list[_Seen]:
         return [_Seen(m, dict(m._parameters), dict(m._modules)) for m in self._model.modules()]

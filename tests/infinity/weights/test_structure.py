@@ -78,6 +78,16 @@ def test_wherever_it_comes(model: Net, where: str) -> None:
         structure.check()
 
 
+def test_what_a_checkpoint_would_lack_is_named(model: Net) -> None:
+    structure = structure_of(model)
+    structure.check_owned("a file")
+    del model.second
+    structure.check_owned("a file")
+    model.first.register_parameter("scale", nn.Parameter(torch.ones(2), requires_grad=False))
+    with pytest.raises(WeightsError, match=r"first\.scale.*a file would lack it"):
+        structure.check_owned("a file")
+
+
 def test_what_goes_and_what_is_not_trained_may_come(model: Net) -> None:
     structure = structure_of(model)
     model.first.register_parameter("bias", None)
