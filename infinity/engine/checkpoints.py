@@ -179,6 +179,7 @@ def _together(loop: TrainingLoop, work: Callable[[], Result], what: str, path: P
 def _whole_state(loop: TrainingLoop, call: str) -> Iterator[Callable[[], None]]:
     """All state is looked at or replaced inside, where new tensors are on the CPU unless they are asked for elsewhere.
     What is yielded says that it is being replaced: from then on an error leaves the engine FAILED."""
+    loop.phases.refuse_failed()
     if loop.is_within_step:
         raise EngineStateError(
             f"{call}() within a step, whose gradients no checkpoint holds: call it after the step() that updates, or "

@@ -286,6 +286,7 @@ class TrainingLoop:
         self.skipped_steps, self.micro_steps = skipped_steps, 0
 
     def _refuse_before_step(self, call: str) -> None:
+        self.phases.refuse_failed()  # step() is no remedy then
         if self.update is not None and self.update.is_early:
             raise refuse_before_step(call)
 

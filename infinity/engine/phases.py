@@ -8,7 +8,7 @@ from infinity.states import PHASE_TRANSITIONS, StepPhase
 
 class Phases:
     def __init__(self, model_name: str) -> None:
-        self._engine = f"the engine of {model_name}"
+        self._model, self._engine = model_name, f"the engine of {model_name}"
         self.phase = StepPhase.IDLE
         self.states_are_away = False
         """Some were moved out of device memory, see ``offloading``."""
@@ -17,11 +17,8 @@ class Phases:
 
     def go(self, phase: StepPhase) -> None:
         """Raises EngineStateError if the engine cannot get there from where it is."""
-        if self.phase is StepPhase.FAILED and phase is not StepPhase.CLOSED:
-            raise EngineStateError(
-                f"{self._engine} has failed, its state is half a step ahead or half loaded: call destroy(), build the "
-                "model anew, and go on from a checkpoint with engine.load_checkpoint()"
-            )
+        if phase is not StepPhase.CLOSED:
+            self.refuse_failed()
         if self.phase is StepPhase.CLOSED:
             raise EngineStateError(f"{self._engine} was destroyed: build the model anew and call infinity.initialize()")
         if self.states_are_away and phase in (StepPhase.BACKWARD, StepPhase.OPTIMIZER):
@@ -31,6 +28,20 @@ class Phases:
                 f"{self._engine} is in {self.phase.name}: call {phase.name.lower()} when that is over, not inside it"
             )
         self.phase = phase
+
+    def refuse_failed(self) -> None:
+        """Raises EngineStateError if the weights belong to no step."""
+        if self.phase is StepPhase.FAILED:
+            raise EngineStateError(
+                f"{self._engine} has failed, its state is half a step ahead or half loaded: call destroy(), build the "
+                "model anew, and go on from a checkpoint with engine.load_checkpoint()"
+            )
+
+    def refuse_over(self, call: str) -> None:
+        """Raises EngineStateError if the weights are gone, or belong to no step."""
+        self.refuse_failed()
+        if self.phase is StepPhase.CLOSED:
+            raise EngineStateError(f"{call}() of {self._model}: its engine was destroyed: call it before destroy()")
 
     @property
     def is_over(self) -> bool:

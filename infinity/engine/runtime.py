@@ -22,7 +22,7 @@ from infinity.engine.refusals import Refusals
 from infinity.engine.state_access import StateAccess
 from infinity.engine.user_gradients import UserGradients
 from infinity.engine.written import Written
-from infinity.errors import EngineStateError, WeightsError
+from infinity.errors import WeightsError
 from infinity.states import StepPhase
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
@@ -129,7 +129,7 @@ class Runtime(owners.Owner):
         self._saved = SavedTensors(self._param_of, sharded.resident, self._bring, self._cast_once.use)
         self._streams = any(not group.persistent for group in sharded.groups)
         kept = (p for p in sharded.params if not self._group_of[p.index].placement.trainable)
-        self._structure = Structure(module, [(p.name, p.param) for p in kept if sharded.layout.trains])
+        self.structure = Structure(module, [(p.name, p.param) for p in kept if sharded.layout.trains])
         for param in sharded.params:
             owners.adopt(param.param, self)
         self.calls = ModuleCalls(module, self._groups_of_calls(), self)
@@ -177,7 +177,7 @@ class Runtime(owners.Owner):
             raise WeightsError(type(module).__name__, "is called after its engine ended", "make a new engine")
         in_backward = self._phases.phase is StepPhase.BACKWARD  # where checkpointing calls modules again
         if not in_backward and (module is self.module or not self._phases.in_training_pass):
-            self._structure.check()
+            self.structure.check()
         with self._lock:
             self._num_calls += 1
             if not self._phases.in_training_pass and not in_backward and self._num_calls == 1:
@@ -276,19 +276,18 @@ class Runtime(owners.Owner):
         return self._param_of[id(param)]
 
     def _refuse_use_after_end(self, param: nn.Parameter) -> None:
+        self._phases.refuse_failed()
         if self._phases.is_over:
             owners.refuse_ended(self, param)
 
     def check_readable(self, call: str) -> None:
-        """Raises EngineStateError if the weights are gone, WeightsError if they are not what somebody wrote to them."""
+        """Raises as ``refuse_over``, and WeightsError if the weights are not what somebody wrote to them."""
         self.refuse_over(call)
         self.written.check(self.sharded.params)
 
     def refuse_over(self, call: str) -> None:
-        """Raises EngineStateError if the weights are gone."""
-        if self._phases.phase is StepPhase.CLOSED:
-            name = type(self.module).__name__
-            raise EngineStateError(f"{call}() of {name}: its engine was destroyed: call it before destroy()")
+        """Raises EngineStateError if the weights are gone, or belong to no step."""
+        self._phases.refuse_over(call)
 
     def alias(self, param: nn.Parameter) -> torch.Tensor:
         return access.ShardedAlias.of(param)

@@ -159,6 +159,29 @@ def test_between_backward_and_step_nothing_is_looked_at(call: str, tmp_path: Pat
         assert same(engine.full_state_dict(), expected)
 
 
+def _raise_in_backward(_module: nn.Module, _args: object, output: torch.Tensor) -> None:
+    def stop(_: torch.Tensor) -> None:
+        raise InterruptedError("the user's")
+
+    output.register_hook(stop)  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("call", [*REFUSED, "step", "use a weight", "save"])
+def test_an_error_in_backward_ends_the_engine_in_the_same_words_whoever_asks(call: str, tmp_path: Path) -> None:
+    asks = REFUSED | {
+        "step": lambda engine: engine.step(),
+        "use a weight": lambda engine: engine.module.get_parameter("layers.1.weight").sum(),
+        "save": lambda engine: engine.save_checkpoint(tmp_path / "checkpoints"),
+    }
+    with engine_of(tmp_path) as engine:
+        engine.module.get_submodule("layers.0").register_forward_hook(_raise_in_backward)
+        loss = engine(*batch(0))
+        with pytest.raises(InterruptedError):
+            engine.backward(loss)
+        with pytest.raises(EngineStateError, match=r"has failed.*call destroy\(\).*from a checkpoint"):
+            asks[call](engine)
+
+
 def test_options_that_change_after_backward_are_refused(tmp_path: Path) -> None:
     with engine_of(tmp_path) as engine:
         engine.backward(engine(*batch(0)))
