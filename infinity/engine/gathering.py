@@ -93,12 +93,12 @@ class Gathering:
             self._refusals.refuse_unseen(param)
 
     def refresh(self, param: ShardedParam) -> None:
-        """The store has new weights of the parameter: those that are on the device follow. Collective."""
-        if param.full is None:
-            return
-        values = self._io.read(param, ObjectKind.WEIGHT)
-        with torch.no_grad():
-            param.allocate().copy_(flattened(values, param.order))
+        """The store has new weights of the parameter: those that are on the device follow, and what a graph has kept
+        of the weights, here or not, is no more. Collective."""
+        if param.full is not None:
+            values = self._io.read(param, ObjectKind.WEIGHT)
+            with torch.no_grad():
+                param.allocate().copy_(flattened(values, param.order))
         param.count_update()
 
     def begin_write(self, param: ShardedParam) -> None:

@@ -238,7 +238,7 @@ class ShardedParam:
             self._lent = self._checksum()
 
     def count_update(self) -> None:
-        """The optimizer has stepped the weights; those that are shown were overwritten where they are."""
+        """The optimizer has stepped the weights, or they were written; those that are shown, where they are."""
         self.generation += 1
         if self._num_shown:
             self._version = self.param._version

@@ -116,8 +116,8 @@ class SavedTensors:
             raise WeightsError(
                 param.name,
                 "is needed for gradient computation and has been modified by an inplace operation, "
-                "the optimizer's update after that forward",
-                "call backward before step(), or forward again",
+                "the optimizer's update or a write after that forward",
+                "call backward before step() and before the write, or forward again",
             )
         if param.full is None:
             raise AssertionError(f"{param.name} was brought and is not there")
