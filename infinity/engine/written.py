@@ -42,7 +42,7 @@ class Written:
         """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view."""
         written = [param for param in params if param.is_written()]
         if written and self._owner.shards_weights:
-            self.refuse(*written)
+            self.refuse(written[0])
         for param in written:
             self.settle(param)
 
@@ -58,9 +58,10 @@ class Written:
             values = torch.where(as_before, masters, values.float())
         self._io.write_own(param, kinds, values)
 
-    def refuse(self, param: ShardedParam, *others: ShardedParam) -> NoReturn:
+    def refuse(self, param: ShardedParam) -> NoReturn:
         """What was written goes with the weights that are here, at once or when nobody uses them; the store has what it
-        had. ``others`` were written, too."""
+        had. So does all that was written elsewhere, which is named, too: nobody goes on with some of it."""
+        others = [each for each in self._sharded.params if each is not param and each.is_written()]
         self._undo(param)
         for other in others:
             if other.is_written():  # a group goes back as one
