@@ -79,7 +79,8 @@ class SplitStore(ShardStore):
         for i, store in enumerate(self._stores):
             masked = ((a, self._split(a.chunk)[i][0]) for a in accesses)
             seen = [Access(a.chunk, a.read_mask & mask, a.write_mask & mask, a.dead_mask & mask) for a, mask in masked]
-            store.set_trace(trace_id, [a for a in seen if a.read_mask | a.write_mask])
+            if own := [a for a in seen if a.read_mask | a.write_mask]:
+                store.set_trace(trace_id, own)
 
     def stats(self) -> dict[str, float]:
         return {key: value for store in self._stores for key, value in store.stats().items()}

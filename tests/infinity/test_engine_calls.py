@@ -12,7 +12,8 @@ from torch.utils.data import TensorDataset
 
 import infinity
 from infinity.engine import Engine
-from infinity.errors import ConfigError, EngineStateError
+from infinity.errors import ConfigError, EngineStateError, WeightsError
+from infinity.utils import safe_set_full_fp32_param
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -244,3 +245,37 @@ def test_weights_that_come_and_go_are_not_compiled() -> None:
         engine.compile()
     micro_batch(engine, 0)
     assert not engine.is_compiled
+
+
+@pytest.mark.parametrize("threshold", [0, 100_000])
+def test_a_weight_that_is_written_after_forward_is_not_differentiated(threshold: int) -> None:
+    engine = make(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": threshold})
+    weight = engine.module.get_parameter("2.weight")
+    loss = engine(torch.ones(2, 8)).square().mean()
+    safe_set_full_fp32_param(weight, torch.zeros(1, 16))
+    with pytest.raises(WeightsError, match=r"modified by an inplace operation"):
+        engine.backward(loss)
+    engine.zero_grad()
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+
+
+def test_one_refusal_undoes_all_that_was_written() -> None:
+    engine = make(zero_optimization={"stage": 3, "stage3_param_persistence_threshold": 100_000})
+    before = engine.full_state_dict()
+    engine.module.load_state_dict({name: value + 1 for name, value in before.items()})
+    refused = pytest.raises(WeightsError, match=r"0\.bias.*as were 0\.weight, 2\.weight, 2\.bias")
+    with refused, infinity.zero.GatheredParameters(engine.module.get_parameter("0.bias")):
+        pass
+    after = engine.full_state_dict()
+    assert all(torch.equal(after[name], value) for name, value in before.items())
+
+
+def test_an_evaluation_may_come_first_where_the_daemon_has_nothing_of_it() -> None:
+    zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    engine = make(zero_optimization=zero)
+    for _ in range(2):
+        with torch.no_grad():
+            engine.eval()(torch.ones(2, 8))
+    engine.train()
+    micro_batch(engine, 0)
+    engine.destroy()
