@@ -29,7 +29,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from benchmarks import contenders
-from benchmarks.contenders import PLAIN, SEARCHED, DeepSpeedSetting, contender, is_on_nvme_here, is_ours, start
+from benchmarks.contenders import PLAIN, SEARCHED, DeepSpeedSetting, contender, is_lossless, is_on_nvme_here, start
 from benchmarks.gpt import GPTShape
 from benchmarks.machine import BLOCK_BYTES, QUEUE_DEPTH, describe_machine
 from benchmarks.reactor_bandwidth import Target
@@ -139,9 +139,9 @@ def figures(side: Side) -> dict[str, Any]:
 
 
 def same_losses(arguments: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) -> bool:
-    """Whether this engine's contenders, and ``torch`` where it has as many threads, have the same losses."""
+    """Whether this engine's lossless contenders, and ``torch`` where it has as many threads, have the same losses."""
     plain = (PLAIN,) if arguments.threads == arguments.plain_threads else ()
-    losses = [each["losses"] for word, each in found.items() if is_ours(word) or word in plain]
+    losses = [each["losses"] for word, each in found.items() if is_lossless(word) or word in plain]
     num_steps = min(map(len, losses), default=0)  # the floors are steps of the plain loop's, too
     return all(other[:num_steps] == losses[0][:num_steps] for other in losses)
 

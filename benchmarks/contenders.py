@@ -57,6 +57,11 @@ def contender(word: str) -> str:
     raise argparse.ArgumentTypeError(f"{word!r} is nobody; known: {', '.join(WORDS)}")
 
 
+def is_lossless(word: str) -> bool:
+    """A contender of this engine's whose store has moments as they are."""
+    return is_ours(word) and not any(f"+moments={form}" in word for form in ("bf16", "8bit"))
+
+
 def is_ours(word: str) -> bool:
     return _OURS.fullmatch(word) is not None
 
