@@ -94,6 +94,13 @@ def a_layer_that_ranks_use_in_turn(world: Any) -> None:
     trains(world, model, accumulation=2, num_steps=3)
 
 
+@cases(slow=True, settings=WHOLE_WEIGHTS, must="equal")
+def a_layer_that_ranks_use_in_turn_and_a_norm(world: Any) -> None:
+    steps = iter(range(100))
+    model = Rule(lambda m, x: m.a(x) if (next(steps) + world.rank) % 3 == 0 else x)
+    trains(world, model, accumulation=2, num_steps=3, clipping=0.1)
+
+
 def scribble_at_the_end(weight: Any) -> None:
     """What the last rank has a shard of, written through memory where torch counts no writes."""
     weight.data.view(torch.int16).numpy().reshape(-1)[-5:] = 3

@@ -25,11 +25,17 @@ from tests.walks.shadow import STATES, Shadow
 
 DROPPING = ("call", "backward")
 """The calls that drop what a step has accumulated where they end with an error."""
+SETTLING = ("weights", "save", "export")
+"""The calls that look at everything: what they pass is kept."""
 NEEDS_SAVED = {"load", "load_export"}
 
 
 class WalkError(Exception):
     """The walk ends here: what is wrong."""
+
+
+class WalkOver(Exception):  # noqa: N818 (nothing is wrong)
+    """The walk ends here: the engine is as its documentation says, and can only be made anew."""
 
 
 class _Side:
@@ -54,6 +60,7 @@ class _Pair:
         self.shadow = Shadow(recipe, setting, seed, files)
         self.driven = Driven(recipe, setting, seed, directory)
         self.unkept: list[Any] = []
+        self.was_stopped_half_way = False
         """What was written where weights are sharded but here: it is refused late, and then undone."""
 
     def undo_writes(self, words: str) -> None:
@@ -92,6 +99,8 @@ class Walking:
         pair = self.pairs[self.current]
         if name == "backward" and not pair.shadow.losses:
             return "left out"
+        if name == "write" and pair.unkept:  # nothing is promised of one on top of one that is not kept
+            return "left out"
         if name in NEEDS_SAVED and args[0] not in self.files:
             return "left out"
         kwargs_step = name == "step" and args
@@ -108,10 +117,14 @@ class Walking:
             if name in DROPPING:
                 pair.shadow.drop()
                 pair.forget_losses()
+            # some weights are a step ahead when the user's error comes, unless it came before any was
+            pair.was_stopped_half_way = name == "backward" and pair.shadow.setting.update == "in_backward"
             self.ours.random = self.plain.random
             return "equal"
         if name == "step":
             pair.forget_losses()
+        if name in SETTLING:  # what it has looked at is kept
+            pair.unkept.clear()
         written_outside = name == "load_weights" or (name == "write" and args[2] == "outside")
         if written_outside and pair.shadow.setting.stage == 3:
             pair.unkept.append(before)
@@ -125,6 +138,8 @@ class Walking:
         words = str(refusal)
         self.refusals.append(f"{name}: {type(refusal).__name__}: {words}")
         if re.search(r"\bhas failed\b", words):
+            if pair.was_stopped_half_way:
+                raise WalkOver
             raise WalkError(f"the engine is FAILED: {words}")
         if not REMEDIES.search(words) and not re.search(r"\bstart with\b|; checkpoints in", words):
             raise WalkError(f"the refusal has no remedy: {words}")
@@ -132,7 +147,7 @@ class Walking:
         if name == "load_weights":  # torch loads what it can, and tells the rest
             pair.unkept.append(pair.shadow.kept(""))
             pair.shadow.load_weights(args[0], args[1], without=re.findall(r"parameter named \"([^\"]+)\"", words))
-        else:
+        elif name != "write":  # which is refused before it writes
             pair.undo_writes(words)
         if name in ("call", "evaluate"):  # as far as forward went
             pair.disarm()
@@ -187,11 +202,12 @@ def judge_walk(recipe: Recipe, start: Setting, actions: Sequence[Sequence[Any]],
         walking: Walking | None = None
         try:
             walking = Walking(recipe, start, directory)
-            for number, action in enumerate(actions):
-                done.append(f"{number}: {action}")
-                done[-1] += f" -> {walking.go(action)}"
-            done.append("the end")
-            walking.finish()
+            with contextlib.suppress(WalkOver):
+                for number, action in enumerate(actions):
+                    done.append(f"{number}: {action}")
+                    done[-1] += f" -> {walking.go(action)}"
+                done.append("the end")
+                walking.finish()
             walking.close()
             outcome, message, kind = ("refused" if walking.refusals else "equal"), "\n".join(walking.refusals), ""
         except WalkError as error:

@@ -53,7 +53,8 @@ class Shadow:
         self._start(setting)
 
     def again(self) -> None:
-        """Another optimizer for the same model."""
+        """Another optimizer for the same model. Gradients of a running step went with the engine before."""
+        self.drop()
         self._start(self.setting)
 
     def _start(self, setting: Setting) -> None:
