@@ -9,11 +9,14 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, NoReturn, TypeVar
+from typing import ClassVar, Final, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
+
+NAMED_MAX: Final = 20
+"""Parameters that one message names; of the rest it tells how many."""
 
 Result = TypeVar("Result")
 Values = Callable[[int, int], torch.Tensor]
@@ -154,9 +157,10 @@ def refuse_memory(owner: Owner, param: nn.Parameter, name: str) -> NoReturn:
 def refuse_write(owner: Owner, param: nn.Parameter, others: Sequence[str] = ()) -> NoReturn:
     """Weights live in the store and only the optimizer writes there: any other change would be lost in silence.
     ``others``: the names of parameters that were changed with it."""
+    named = [*others[:NAMED_MAX], *([f"{len(others) - NAMED_MAX} more"] if len(others) > NAMED_MAX else [])]
     owner.refuse(
         param,
-        f"was changed in place{', as were ' if others else ''}{', '.join(others)}, which sharded weights do not keep",
+        f"was changed in place{', as were ' if named else ''}{', '.join(named)}, which sharded weights do not keep",
         "change it inside infinity.zero.GatheredParameters(param, modifier_rank=0), before infinity.initialize(), or "
         "make the change part of forward's arithmetic",
     )

@@ -270,6 +270,14 @@ def test_one_refusal_undoes_all_that_was_written() -> None:
     assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
+def test_a_message_does_not_name_thousands() -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(30)))
+    engine = infinity.initialize(model=model, config={**CONFIG, "zero_optimization": {"stage": 3}})[0]
+    engine.module.load_state_dict({name: value + 1 for name, value in engine.full_state_dict().items()})
+    with pytest.raises(WeightsError, match=r"0\.weight.*, 39 more, which sharded weights do not keep"):
+        engine.full_state_dict()
+
+
 def test_an_evaluation_may_come_first_where_the_daemon_has_nothing_of_it() -> None:
     zero = {"stage": 3, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     engine = make(zero_optimization=zero)
