@@ -48,6 +48,16 @@ class Routed(nn.Module):
         return out
 
 
+@cases(slow=True, settings=EVERY, must="equal")
+def experts_that_the_data_choose_fifty_times(world: Any) -> None:
+    model = Routed()
+    infinity.zero.set_leaf_modules(model, [Routed])
+    engine = world.initialize(model)
+    for step in range(50):
+        world.backward(engine, square(engine(world.randn(2, WIDTH, seed=step))))
+        engine.step()
+
+
 @cases(settings=EVERY, must="equal")
 def experts_that_the_data_choose(world: Any) -> None:
     model = Routed()
