@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Final
 
 import torch
 
+from infinity.errors import WorldError
 from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment
 from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
 from infinity.tiers.base import Lease, ShardStore, spans
@@ -156,7 +158,8 @@ class ParamGroup:
                 else:
                     self._gather_into(flats, self._home, self._dtype)
         except BaseException:  # whoever comes next begins anew, be the weights to stay or not
-            self.reshard()
+            with suppress(WorldError):  # the first error says what is wrong
+                self.reshard()
             raise
         if self._lent_to is not None and not self._is_lent:
             for chunk, placement in self.chunks:
@@ -213,9 +216,8 @@ class ParamGroup:
         self._go(ShardedState.SHARDED)
 
     def _drop_leases(self) -> None:
-        for lease in self._leases:
-            lease.release()
-        self._leases = []
+        while self._leases:  # one whose release fails is over, too
+            self._leases.pop(0).release()
         self._allowance.give_back(self._frames_ahead)
         self._frames_ahead = 0
 

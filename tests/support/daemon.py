@@ -100,8 +100,12 @@ class ServedDaemon:
         """Open flags of every swap file that it holds."""
         flags = []
         for name in os.listdir(f"/proc/{self.pid}/fd"):
-            if os.readlink(f"/proc/{self.pid}/fd/{name}").partition(" ")[0].endswith(".swap"):
+            try:
+                path = os.readlink(f"/proc/{self.pid}/fd/{name}")
                 info = Path(f"/proc/{self.pid}/fdinfo/{name}").read_text()
+            except FileNotFoundError:  # closed since
+                continue
+            if path.partition(" ")[0].endswith(".swap"):
                 flags.append(next(int(line.split()[1], 8) for line in info.splitlines() if line.startswith("flags:")))
         return flags
 
