@@ -23,6 +23,10 @@ class Candidate(Protocol):
     @property
     def setting(self) -> object: ...
 
+    @property
+    def source(self) -> str:
+        """It as a script that runs."""
+
     def judged(self) -> Verdict:
         """What it did, in this process."""
 

@@ -48,11 +48,15 @@ class Routed(nn.Module):
         return out
 
 
-@cases(slow=True, settings=EVERY, must="equal")
-def experts_that_the_data_choose_fifty_times(world: Any) -> None:
+def routes(world: Any) -> Any:
     model = Routed()
     infinity.zero.set_leaf_modules(model, [Routed])
-    engine = world.initialize(model)
+    return world.initialize(model)
+
+
+@cases(slow=True, settings=EVERY, must="equal")
+def experts_that_the_data_choose_fifty_times(world: Any) -> None:
+    engine = routes(world)
     for step in range(50):
         world.backward(engine, square(engine(world.randn(2, WIDTH, seed=step))))
         engine.step()
@@ -60,9 +64,7 @@ def experts_that_the_data_choose_fifty_times(world: Any) -> None:
 
 @cases(settings=EVERY, must="equal")
 def experts_that_the_data_choose(world: Any) -> None:
-    model = Routed()
-    infinity.zero.set_leaf_modules(model, [Routed])
-    engine = world.initialize(model)
+    engine = routes(world)
     for step in range(4):
         world.backward(engine, square(engine(world.randn(2, WIDTH, seed=step))))
         engine.step()
@@ -97,18 +99,19 @@ def a_layer_that_one_rank_uses(world: Any) -> None:
     trains(world, model, accumulation=2)
 
 
+def in_turn(world: Any) -> nn.Module:
+    steps = iter(range(100))
+    return Rule(lambda m, x: m.a(x) if (next(steps) + world.rank) % 3 == 0 else x)
+
+
 @cases(settings=WHOLE_WEIGHTS, must="equal")
 def a_layer_that_ranks_use_in_turn(world: Any) -> None:
-    steps = iter(range(100))
-    model = Rule(lambda m, x: m.a(x) if (next(steps) + world.rank) % 3 == 0 else x)
-    trains(world, model, accumulation=2, num_steps=3)
+    trains(world, in_turn(world), accumulation=2, num_steps=3)
 
 
 @cases(slow=True, settings=WHOLE_WEIGHTS, must="equal")
 def a_layer_that_ranks_use_in_turn_and_a_norm(world: Any) -> None:
-    steps = iter(range(100))
-    model = Rule(lambda m, x: m.a(x) if (next(steps) + world.rank) % 3 == 0 else x)
-    trains(world, model, accumulation=2, num_steps=3, clipping=0.1)
+    trains(world, in_turn(world), accumulation=2, num_steps=3, clipping=0.1)
 
 
 def scribble_at_the_end(weight: Any) -> None:
