@@ -155,11 +155,15 @@ class Loading:
         there = {param.index for param in params if param.name in entries}
         began = {p.index for p in params if p.index in there and self._began_to_train(p.name)}
         total = 0
+
+        def is_new(param: int, kind: ObjectKind) -> bool:
+            return param in began and names[kind].startswith(STATE_PREFIX)
+
         with Progress("loading", io.lasting_bytes(there), shown=self._runtime.collectives.rank == 0) as progress:
 
             def values(kind: ObjectKind, segment: Segment) -> torch.Tensor:
                 nonlocal total
-                if segment.param in began and names[kind].startswith(STATE_PREFIX):
+                if is_new(segment.param, kind):
                     return torch.zeros(segment.numel)
                 found = self._stored.read(params[segment.param].name, names[kind], segment.param_offset, segment.numel)
                 total += found.nbytes
@@ -176,7 +180,7 @@ class Loading:
             order = (
                 (params[part.param].name, names[kind], part.param_offset, part.numel)
                 for kind, part in io.asked_for(wanted, numel_max=PIECE_NUMEL_MAX)
-                if not (part.param in began and names[kind].startswith(STATE_PREFIX))
+                if not is_new(part.param, kind)
             )
             with self._stored.reading(order):
                 io.fill(wanted, values, numel_max=PIECE_NUMEL_MAX)

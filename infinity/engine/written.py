@@ -16,7 +16,6 @@ from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
 from infinity.weights.sharded_model import ShardedModel
 from infinity.weights.state_io import StateIO
-from io_daemon._native import checksum
 from io_daemon.shared.protocol import ObjectKind
 
 
@@ -83,8 +82,7 @@ class Written:
             self.refuse(param)
         flat = param.allocate()
         if self._collectives.world_size > 1:
-            number = checksum(flat.detach().clone().cpu().view(torch.uint8).numpy())
-            self._collectives.agree(f"keep what was written to {param.name} ({number:08x})").wait()
+            self._collectives.agree(f"keep what was written to {param.name} ({param.checksum():08x})").wait()
         if not self._group_of[param.index].is_lent:
             self.keep(param, flat)
         param.overlook_change()

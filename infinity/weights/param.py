@@ -199,7 +199,7 @@ class ShardedParam:
     def lend_memory(self) -> None:
         """Somebody gets the memory of the weights that are here: what they are now is remembered."""
         if self._lent is None and self.full is not None:
-            self._lent = self._checksum()
+            self._lent = self.checksum()
 
     @property
     def is_lent(self) -> bool:
@@ -219,9 +219,10 @@ class ShardedParam:
         return False
 
     def _differs_from_lent(self) -> bool:
-        return self._lent is not None and self._lent != self._checksum()
+        return self._lent is not None and self._lent != self.checksum()
 
-    def _checksum(self) -> int:
+    def checksum(self) -> int:
+        """The checksum of the weights that are here, in the order of memory."""
         if self.full is None:
             raise AssertionError(f"{self.name} has no weights here")
         flat = self.full.as_strided((self.numel,), (1,)).cpu().view(torch.uint8)
@@ -235,7 +236,7 @@ class ShardedParam:
 
     def _look_again(self) -> None:
         if self._lent is not None:
-            self._lent = self._checksum()
+            self._lent = self.checksum()
 
     def count_update(self) -> None:
         """The optimizer has stepped the weights, or they were written; those that are shown, where they are."""
