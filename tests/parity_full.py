@@ -113,11 +113,12 @@ def main() -> int:
     parser.add_argument("--cells", choices=("full", "pairwise", "short"), default="full")
     parser.add_argument("--num-steps", type=int, default=5, help="optimizer steps a cell; a loss scale skips more")
     parser.add_argument("--jobs", type=int, default=2, help="launches side by side")
-    parser.add_argument("--of", type=int, default=1, help="judge one of so many cells only")
+    parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th cell")
+    parser.add_argument("--first", type=int, default=0, metavar="K", help="beginning with this one")
     parser.add_argument("--json", action="store_true", help="one verdict a line instead of the table")
     arguments = parser.parse_args()
     python_flags = ["-O"] if sys.flags.optimize else []
-    cells, failures, started = selection(arguments.cells)[:: arguments.of], [], time.monotonic()
+    cells, failures, started = selection(arguments.cells)[arguments.first :: arguments.every], [], time.monotonic()
     table, console = new_table(arguments.num_steps), Console(width=150 if not sys.stdout.isatty() else None)
     with Live(table, console=console, auto_refresh=False, vertical_overflow="visible") as live:
         for verdict in judged(cells, num_steps=arguments.num_steps, python_flags=python_flags, jobs=arguments.jobs):
