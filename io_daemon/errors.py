@@ -3,7 +3,12 @@ value and remedy. Nothing here is raised through ``assert``."""
 
 from __future__ import annotations
 
+import json
 import os
+from typing import Final
+
+VALUE_CHARACTERS_MAX: Final = 400
+"""So much of a value stands in an error's text: a wrong one may be a whole file."""
 
 
 class ConfigError(ValueError):
@@ -11,7 +16,22 @@ class ConfigError(ValueError):
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
         self.key, self.value, self.remedy = key, value, remedy
-        super().__init__(f"{key} = {value!r}: {remedy}")
+        name = key if key.isprintable() and key.strip() else json.dumps(key)
+        super().__init__(f"{_cut(name)} = {_shown(value)}: {remedy}")
+
+
+def _shown(value: object) -> str:
+    """The value as Python writes it, cut short; its type where Python does not write it (too many digits, too deep)."""
+    try:
+        return _cut(repr(value))
+    except (ValueError, RecursionError):
+        return f"({type(value).__name__}, too large to be shown)"
+
+
+def _cut(text: str) -> str:
+    if len(text) <= VALUE_CHARACTERS_MAX:
+        return text
+    return f"{text[:VALUE_CHARACTERS_MAX]}... ({len(text)} characters)"
 
 
 class WorldError(RuntimeError):

@@ -7,6 +7,8 @@ from typing import Final, NamedTuple
 from infinity.errors import ConfigError
 
 BATCH_KEYS: Final = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+SAMPLES_MAX: Final = 2**63 - 1
+"""Above it a number of samples is a slip of the pen, and losses cannot be divided by it."""
 
 
 class BatchSizes(NamedTuple):

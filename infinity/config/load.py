@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from infinity.config.complaints import Complaints
@@ -26,23 +26,28 @@ def load(config: Source, complaints: Complaints) -> Raw:
         raise ConfigError("config", config, "must be a dict or the path of a JSON file")
     path = os.fspath(config)
     try:
-        with open(path, encoding="utf-8") as file:
+        # some editors begin a file with a byte order mark
+        with open(path, encoding="utf-8-sig") as file:
             text = file.read()
     except OSError as error:
         raise ConfigError("config", path, f"cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("config", path, f"is not JSON in UTF-8: {error}; save it in that encoding") from error
     except ValueError as error:
-        raise ConfigError("config", path, f"is not JSON: {error}") from error
+        raise ConfigError("config", path, f"cannot be read: {error}") from error
     return read_text(text, path, complaints)
 
 
 def read_text(text: str, path: str, complaints: Complaints) -> Raw:
     """The JSON object in ``text``, as ``load`` gives it; ``path`` is what errors call it."""
 
+    twice: list[tuple[Raw, str, Any]] = []
+
     def unique(pairs: list[tuple[str, Any]]) -> Raw:
         seen: Raw = {}
         for name, value in pairs:
             if name in seen:
-                complaints.add(name, value, "stands twice in the same object; remove one of the two")
+                twice.append((seen, name, value))
             seen.setdefault(name, value)
         return seen
 
@@ -50,9 +55,23 @@ def read_text(text: str, path: str, complaints: Complaints) -> Raw:
         raw = json.loads(_LAST_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text)), object_pairs_hook=unique)
     except ValueError as error:
         raise ConfigError("config", path, f"is not JSON: {error}") from error
+    except RecursionError as error:
+        raise ConfigError("config", path, "is nested too deeply: no section is more than a few levels deep") from error
     if not isinstance(raw, dict):
         raise ConfigError("config", path, "must hold one JSON object")
+    prefixes = dict(_prefixes(raw, "")) if twice else {}
+    for section, name, value in twice:
+        prefix = prefixes.get(id(section), "")
+        complaints.add(f"{prefix}{name}", value, "stands twice in the same object; remove one of the two")
     return raw
+
+
+def _prefixes(section: Raw, prefix: str) -> Iterator[tuple[int, str]]:
+    """(identity, dotted path with its last dot) of an object and of all inside it."""
+    yield id(section), prefix
+    for name, value in section.items():
+        if isinstance(value, dict):
+            yield from _prefixes(value, f"{prefix}{name}.")
 
 
 def _blank(found: re.Match[str]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from infinity.config.activation_checkpoints import check_activation_checkpoints
-from infinity.config.batch import BATCH_KEYS, BatchSizes, resolve_batch
+from infinity.config.batch import BATCH_KEYS, SAMPLES_MAX, BatchSizes, resolve_batch
 from infinity.config.complaints import Complaints, without_quotes
 from infinity.config.dialect import BY_PATH, SECTIONS, Key, Shape, Standing
 from infinity.config.in_backward import check_in_backward
@@ -260,6 +260,8 @@ def _resolve_batch(fields: Raw, world_size: int, complaints: Complaints, *, may_
             value = int(value)
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
             complaints.add(name, value, f"must be a whole number of at least 1{without_quotes(value)}")
+        elif value is not None and value > SAMPLES_MAX:
+            complaints.add(name, value, f"must be a whole number of at most {SAMPLES_MAX}")
         numbers[name] = value if not complaints.has(name) else None
     train, micro, accumulation = numbers.values()
     sizes = BatchSizes(1, 1, 1)
@@ -284,6 +286,6 @@ def _merge_aio(fields: Raw, complaints: Complaints) -> dict[str, str]:
         if name not in daemon:
             derived[f"io_daemon.{name}"] = f"aio.{name}"
         own = daemon.setdefault(name, value)
-        if own != value:
+        if own is not value and own != value:
             complaints.add(f"aio.{name}", value, f"contradicts io_daemon.{name} = {own}; remove one of the two")
     return derived

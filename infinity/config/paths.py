@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shlex
+import stat
 import tempfile
+from typing import Final
 
 from infinity.config.complaints import Complaints
 from infinity.config.sections import Config
 from io_daemon.config import SOCKET_PATH_BYTES_MAX
+
+_REMEDIES: Final = {
+    errno.EROFS: "remount it for writing, or name another",
+    errno.ENOSPC: "free some space there, or name another",
+    errno.EDQUOT: "free some space there, or name another",
+}
+"""What helps, for what a filesystem answers; for the rest it is a matter of owner and mode."""
 
 
 def check_offload(config: Config, complaints: Complaints) -> None:
@@ -41,12 +52,26 @@ def check_swap_dirs(config: Config, complaints: Complaints) -> None:
 
 
 def _unusable(path: str) -> str:
-    if not os.path.exists(path):
-        return f"does not exist: mkdir -p {path}, on the NVMe filesystem"
-    if not os.path.isdir(path):
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return _missing(path)
+    except OSError as error:
+        return f"cannot be looked at ({error.strerror}): name another directory"
+    if not stat.S_ISDIR(mode):
         return "is not a directory; name the directory that swap files go to"
     try:
         with tempfile.TemporaryFile(dir=path):
             return ""
     except OSError as error:
-        return f"is not writable by uid {os.getuid()} ({error.strerror}): chown or chmod it, or name another"
+        remedy = _REMEDIES.get(error.errno or 0, "chown or chmod it, or name another")
+        return f"is not writable by uid {os.getuid()} ({error.strerror}): {remedy}"
+
+
+def _missing(path: str) -> str:
+    if path.startswith("~") or "$" in path:
+        return "does not exist: ~ and $ stand for nothing here, write the path out"
+    if os.path.islink(path):
+        return f"is a link to {os.readlink(path)}, which does not exist: make that, or name another"
+    where = "" if os.path.isabs(path) else "in the working directory, or write an absolute path, "
+    return f"does not exist: mkdir -p {shlex.quote(path)}, {where}on the NVMe filesystem"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Annotated, Final
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 BLOCK_ALIGNMENT_BYTES: Final = 4096
 BLOCK_BYTES_MAX: Final = 1 << 30
@@ -37,6 +38,12 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def without_nul(path: str) -> str:
+    if "\0" in path:
+        raise PydanticCustomError("path", "must be a path, which holds no NUL character")
+    return path
+
+
 Count = Annotated[int, Field(ge=0), BeforeValidator(whole)]
 Positive = Annotated[int, Field(ge=1), BeforeValidator(whole)]
 BlockBytes = Annotated[
@@ -51,3 +58,4 @@ Betas = Annotated[tuple[Beta, Beta], BeforeValidator(as_tuple)]
 Pair = Annotated[tuple[Annotated[float, Field(ge=0)], Annotated[float, Field(ge=0)]], BeforeValidator(as_tuple)]
 NonNegative = Annotated[float, Field(ge=0)]
 NonEmpty = Annotated[str, Field(min_length=1)]
+PathText = Annotated[NonEmpty, AfterValidator(without_nul)]

@@ -22,6 +22,7 @@ from infinity.config.section import (
     Fraction,
     NonEmpty,
     NonNegative,
+    PathText,
     Positive,
     QueueDepth,
     Section,
@@ -113,7 +114,7 @@ class OffloadParam(Section):
     """Where the shards of the weights live between uses."""
 
     device: Device = "none"
-    nvme_path: NonEmpty | None = None
+    nvme_path: PathText | None = None
     pin_memory: bool = False
     """The arena is page-locked wherever the memlock limit allows it; true: refuse to run where it is not."""
 
@@ -122,7 +123,7 @@ class OffloadOptimizer(Section):
     """Where the master weights and the moments live between updates."""
 
     device: Device = "none"
-    nvme_path: NonEmpty | None = None
+    nvme_path: PathText | None = None
     pin_memory: bool = False
     ratio: Fraction = 1.0
     """The part of the elements whose states leave the device; the others' are stepped there."""
@@ -189,11 +190,11 @@ class Aio(Section):
 
 
 class IoDaemon(Section):
-    socket: NonEmpty = "auto"
+    socket: PathText = "auto"
     """"auto" or the path of the daemon's Unix socket."""
     host_budget_bytes: Positive = 2 << 30
     """Bound on the arenas of all ranks of the job on the node together."""
-    swap_dirs: Annotated[tuple[NonEmpty, ...], BeforeValidator(as_tuple)] = ()
+    swap_dirs: Annotated[tuple[PathText, ...], BeforeValidator(as_tuple)] = ()
     engine: EngineChoice = "auto"
     block_size: BlockBytes | Literal["auto"] = "auto"
     """Bytes per I/O; also the unit of checksums. "auto": what ``io-daemon bench`` found best here, else 1 MiB."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+import re
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 from pydantic import ValidationError
@@ -31,7 +32,7 @@ def validated(fields: Raw, complaints: Complaints, *, silent: Container[str]) ->
             for path, told in remedies.items():
                 # of a list where a number may stand, what is wrong inside it says more
                 if path not in silent and not any(other.startswith(f"{path}.") for other in remedies):
-                    complaints.add(path, values[path], "; or ".join(dict.fromkeys(told)))
+                    complaints.add(path, values[path], _either(told, values[path]))
             _leave_out(fields, remedies)
 
 
@@ -50,7 +51,17 @@ def _told(problem: ErrorDetails, fields: Raw) -> tuple[str, object, str]:
         case "extra_forbidden":
             return path, value, f"{fields[path.split('.')[0]]['type']} takes no such parameter"
         case _:
-            return path, value, problem["msg"].replace("Input should be", "must be") + without_quotes(value)
+            return path, value, _in_words_of_json(problem["msg"]) + without_quotes(value)
+
+
+def _in_words_of_json(message: str) -> str:
+    return re.sub(r"^(Input|String|List|Tuple) should ", "must ", message).replace("a valid tuple", "a list")
+
+
+def _either(remedies: Sequence[str], value: object) -> str:
+    """What may stand there, each said once; what to write without quotes, too."""
+    first, *others = remedies
+    return "; or ".join(dict.fromkeys([first, *(each.removesuffix(without_quotes(value)) for each in others)]))
 
 
 def _located(location: tuple[int | str, ...], fields: Raw, *, is_missing: bool) -> tuple[str, object]:

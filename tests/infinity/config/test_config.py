@@ -278,7 +278,7 @@ def test_an_unknown_key_like_no_other_lists_what_is_known_here() -> None:
         ("io_daemon.engine", "io_uring", "'require:io_uring'"),
         ("io_daemon.start", "sometimes", "'auto' or 'never'"),
         ("io_daemon.socket", "/" + "s" * 107, "107 bytes"),
-        ("io_daemon.swap_dirs", "/tmp", "tuple"),
+        ("io_daemon.swap_dirs", "/tmp", "a list"),
         ("io_daemon", [], "object"),
     ],
 )

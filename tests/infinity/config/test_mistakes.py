@@ -125,7 +125,7 @@ MISTAKES = {
         "mkdir -p /no/such/directory",
     ),
     "one swap directory instead of a list": Mistake(
-        {"io_daemon.swap_dirs": "/tmp"}, "io_daemon.swap_dirs", "/tmp", "must be a valid tuple"
+        {"io_daemon.swap_dirs": "/tmp"}, "io_daemon.swap_dirs", "/tmp", "must be a list"
     ),
     "an optimizer of another kind": Mistake(
         {"optimizer.type": "Adafactor"}, "optimizer.type", "Adafactor", "'Adam', 'AdamW'"
@@ -290,7 +290,7 @@ def test_a_key_that_stands_twice_does_not_hide_the_rest(tmp_path: Path) -> None:
     file.write_text(
         '{"train_batch_size": 8, "train_batch_size": 9, "zero_optimization": {"stage": 3, "stage": 3}, "aoi": {}}'
     )
-    assert {each.key for each in _complaints(str(file))} == {"train_batch_size", "stage", "aoi"}
+    assert {each.key for each in _complaints(str(file))} == {"train_batch_size", "zero_optimization.stage", "aoi"}
 
 
 def test_the_same_mistakes_in_a_file(tmp_path: Path) -> None:
