@@ -7,10 +7,6 @@ insertion; every node knows the longest extent below it.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Final
-
-_SCATTER: Final = 0x9E37_79B9_7F4A_7C15
-_WORD: Final = (1 << 64) - 1
 
 
 class _Node:
@@ -18,8 +14,7 @@ class _Node:
 
     def __init__(self, offset: int, length: int) -> None:
         self.offset, self.length, self.longest = offset, length, length
-        mixed = (offset + 1) * _SCATTER & _WORD
-        self.priority = (mixed ^ mixed >> 32) * _SCATTER & _WORD
+        self.priority = hash((offset, length))  # which mixes all bits of both
         self.left: _Node | None = None
         self.right: _Node | None = None
 

@@ -183,11 +183,8 @@ class FairQueue(Generic[Request]):
         """So many bytes may be in flight now."""
         since = self._started_bytes - LINGER * self.in_flight_bytes_max
         at_work = [tenant for tenant, at in self._last_push.items() if at >= since]
-        standing = [tenant for tenant in at_work if self._last_demand_read.get(tenant, since - 1) >= since]
-        if len(at_work) < 2 or not standing:
-            return self.in_flight_bytes_max
-        enough = ENOUGH * sum(map(self._pace, at_work)) / len(at_work)
-        if min(map(self._pace, standing)) > enough:
+        standing = [tenant for tenant in at_work if self._last_demand_read.get(tenant, -math.inf) >= since]
+        if not standing or min(map(self._pace, standing)) >= ENOUGH * sum(map(self._pace, at_work)) / len(at_work):
             return self.in_flight_bytes_max
         return min(self.in_flight_bytes_max, len(at_work) * self.in_flight_bytes_max // SHARES)
 

@@ -7,7 +7,7 @@ import errno
 import pytest
 
 from io_daemon.errors import BudgetError, SwapSpaceError
-from io_daemon.policy.actions import StartIo
+from io_daemon.policy.actions import Complete, StartIo
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.residency import plan
 from io_daemon.policy.scheduler import TenantScheduler
@@ -26,6 +26,13 @@ def tenant_of(num_frames: int, *specs: ChunkSpec, window: int = 0) -> ModelTenan
     tenant = ModelTenant(num_frames=num_frames, in_flight_frames_max=window)
     tenant.register(specs)
     return tenant
+
+
+def scheduler_of(extents: ExtentAllocator) -> TenantScheduler:
+    return TenantScheduler(
+        num_frames=4, frame_bytes=PAGE_BYTES, block_bytes=PAGE_BYTES, table=FakeMemory(4),
+        extents=[extents], verify=True, chunks_max=3, in_flight_frames_max=0,
+    )  # fmt: skip
 
 
 def write(tenant: ModelTenant, chunk: int, mask: int = 1) -> None:
@@ -66,6 +73,14 @@ def test_what_was_never_written_is_zero_without_any_io() -> None:
     tenant.release(lease)
     assert tenant.disk.bytes_read == tenant.disk.bytes_written == 0
     assert tenant.scheduler.num_free_frames == 1, "zeros need no frame while nobody looks"
+
+
+def test_only_a_kind_that_is_read_is_said_to_be_zeros() -> None:
+    """Whoever only writes it is to find no word about what was there."""
+    scheduler = scheduler_of(ExtentAllocator(3 * PAGE_BYTES))
+    scheduler.register([ChunkSpec((PAGE_BYTES,) * 3)])
+    answer = Complete(0, Status.OK, born_mask=0b011)
+    assert scheduler.on_sqe(0, Opcode.ACQUIRE, 0, 0b011, 0b110, 0, 0) == [answer]
 
 
 def test_a_written_object_stays_and_is_written_back_only_when_its_frame_is_wanted() -> None:
@@ -144,6 +159,17 @@ def test_readers_share_and_writers_exclude_in_order_of_issue() -> None:
     assert not granted(tenant, third)
     tenant.release(writer, dirty=1)
     assert granted(tenant, third), "and it saw what the writer wrote"
+
+
+@pytest.mark.parametrize("kind", range(3))
+@pytest.mark.parametrize("earlier", ["read", "write"])
+@pytest.mark.parametrize("later", ["read", "write"])
+def test_leases_exclude_each_other_by_kind(kind: int, earlier: str, later: str) -> None:
+    tenant = tenant_of(3, ChunkSpec((PAGE_BYTES,) * 3))
+    mask, others = 1 << kind, 0b111 & ~(1 << kind)
+    tenant.acquire(0, **{earlier: mask})
+    assert granted(tenant, tenant.acquire(0, **{later: mask})) is (earlier == later == "read")
+    assert granted(tenant, tenant.acquire(0, write=others))
 
 
 def test_a_read_lease_is_granted_during_a_swap_out_and_a_write_lease_after_it() -> None:
@@ -557,10 +583,7 @@ def test_a_budget_too_small_names_the_smallest_that_works() -> None:
 
 
 def test_registering_is_all_or_nothing() -> None:
-    scheduler = TenantScheduler(
-        num_frames=4, frame_bytes=PAGE_BYTES, block_bytes=PAGE_BYTES, table=FakeMemory(4),
-        extents=[ExtentAllocator(PAGE_BYTES)], verify=True, chunks_max=3, in_flight_frames_max=0,
-    )  # fmt: skip
+    scheduler = scheduler_of(ExtentAllocator(PAGE_BYTES))
     for specs, error in [
         ([ONE, ONE], SwapSpaceError),
         ([ONE] * 4, ValueError),
@@ -572,6 +595,10 @@ def test_registering_is_all_or_nothing() -> None:
     ]:
         with pytest.raises(error):
             pytest.fail(f"{specs}: {scheduler.register(specs)}")
+        if error is not SwapSpaceError:  # files are grown when all else is known to be well
+            with pytest.raises(error):
+                scheduler.check(specs)
+    scheduler.check([ONE])
     assert scheduler.register([ONE]) == range(1)
     assert scheduler.register([]) == range(0)
 
