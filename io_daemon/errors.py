@@ -5,10 +5,27 @@ from __future__ import annotations
 
 import json
 import os
+from errno import EDQUOT, EFBIG, EIO, ENOENT, ENOSPC, EROFS
 from typing import Final
 
 VALUE_CHARACTERS_MAX: Final = 400
 """So much of a value stands in an error's text: a wrong one may be a whole file."""
+
+
+REMEDIES: Final = {
+    EDQUOT: "free some of what this user has there, raise the quota, name another directory, or add one",
+    EFBIG: "no file may be so long: raise `ulimit -f`, name a directory of another filesystem, or add one",
+    EIO: "the drive or its filesystem fails: see `dmesg`, name another directory",
+    ENOENT: "somebody has removed it: leave swap directories to the daemon",
+    ENOSPC: "free some space (`df -h`) or inodes (`df -i`) there, name another directory, or add one",
+    EROFS: "remount it for writing (`dmesg` says whether the kernel has found it damaged), or name another directory",
+}
+"""What helps against the system's errors about files of ours."""
+
+
+def remedy_against(number: int | None, otherwise: str) -> str:
+    """What helps against the system's error; ``otherwise`` where that is a matter of the place."""
+    return REMEDIES.get(number or 0, otherwise)
 
 
 class ConfigError(ValueError):
@@ -39,7 +56,7 @@ class WorldError(RuntimeError):
 
 
 class DeviceIOError(WorldError):
-    """An I/O failed or was short."""
+    """An I/O failed or was short. ``remedy`` says what helps."""
 
     def __init__(
         self, *, errno: int, path: str, offset: int, expected_bytes: int, actual_bytes: int, operation: str
@@ -47,9 +64,10 @@ class DeviceIOError(WorldError):
         self.errno, self.path, self.offset = errno, path, offset
         self.expected_bytes, self.actual_bytes, self.operation = expected_bytes, actual_bytes, operation
         cause = f"{os.strerror(errno)} (errno {errno})" if errno else "short transfer"
-        super().__init__(
-            f"{operation} of {path} at offset {offset}: {cause}; {actual_bytes} of {expected_bytes} bytes moved"
-        )
+        moved = f"; {actual_bytes} of {expected_bytes} bytes moved" if expected_bytes else ""
+        cut = "somebody has cut the file short, or its filesystem fails: see `dmesg`"
+        self.remedy = remedy_against(errno, "see `dmesg`, name another directory" if errno else cut)
+        super().__init__(f"{operation} of {path} at offset {offset}: {cause}{moved}; {self.remedy}")
 
 
 class IntegrityError(WorldError):
@@ -60,7 +78,8 @@ class IntegrityError(WorldError):
         self.expected_checksum, self.actual_checksum = expected_checksum, actual_checksum
         super().__init__(
             f"checksum mismatch in {path} at offset {offset}: "
-            f"expected {expected_checksum:#010x}, found {actual_checksum:#010x}"
+            f"expected {expected_checksum:#010x}, found {actual_checksum:#010x}; somebody else has written there, or "
+            "the drive has lost or changed what it holds: see `dmesg`, and go on from a checkpoint"
         )
 
 

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import shlex
 import stat
 import tempfile
-from typing import Final
 
 from infinity.config.complaints import Complaints
 from infinity.config.sections import Config
 from io_daemon.config import SOCKET_PATH_BYTES_MAX
-
-_REMEDIES: Final = {
-    errno.EROFS: "remount it for writing, or name another",
-    errno.ENOSPC: "free some space there, or name another",
-    errno.EDQUOT: "free some space there, or name another",
-}
-"""What helps, for what a filesystem answers; for the rest it is a matter of owner and mode."""
+from io_daemon.errors import remedy_against
 
 
 def check_offload(config: Config, complaints: Complaints) -> None:
@@ -64,7 +56,7 @@ def _unusable(path: str) -> str:
         with tempfile.TemporaryFile(dir=path):
             return ""
     except OSError as error:
-        remedy = _REMEDIES.get(error.errno or 0, "chown or chmod it, or name another")
+        remedy = remedy_against(error.errno, "chown or chmod it, or name another")
         return f"is not writable by uid {os.getuid()} ({error.strerror}): {remedy}"
 
 

@@ -19,7 +19,7 @@ from typing import Final
 from io_daemon.config import is_text
 from io_daemon.disk.mounts import find_mount
 from io_daemon.disk.swap_file import PREFIX, SUFFIX, SwapHeader
-from io_daemon.errors import ConfigError, SwapBusyError
+from io_daemon.errors import ConfigError, SwapBusyError, remedy_against
 from io_daemon.shared.protocol import PAGE_BYTES
 
 log = logging.getLogger(__name__)
@@ -58,9 +58,8 @@ def check_swap_dir(path: Path) -> SwapDir:
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise ConfigError(
-            "swap_dirs", str(path), f"is not writable ({error.strerror}): change its owner or mode, or name another"
-        ) from error
+        remedy = remedy_against(error.errno, "change its owner or mode, or name another")
+        raise ConfigError("swap_dirs", str(path), f"is not writable ({error.strerror}): {remedy}") from error
     notes = []
     direct_error = probe_direct(path)
     if direct_error is not None:

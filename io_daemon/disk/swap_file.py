@@ -22,7 +22,7 @@ import numpy as np
 
 from io_daemon._native import allocate, checksum
 from io_daemon.disk.kernel_text import read_text
-from io_daemon.errors import DeviceIOError, SwapSpaceError
+from io_daemon.errors import DeviceIOError, SwapSpaceError, remedy_against
 from io_daemon.shared.protocol import PAGE_BYTES, PROTOCOL_VERSION
 from io_daemon.shared.wire import SWAP_HEADER, SWAP_MAGIC
 
@@ -30,11 +30,6 @@ PREFIX: Final = "infinity-"
 SUFFIX: Final = ".swap"
 SAME_NAME_MAX: Final = 10_000
 ZEROS_BYTES: Final = 1 << 20
-REMEDIES: Final = {
-    errno.EFBIG: "no file may be so long: raise `ulimit -f`, name a directory of another filesystem, or add one",
-    errno.EDQUOT: "free some of what this user has there, raise the quota, name another directory, or add one",
-}
-"""Where it is not space that is missing."""
 
 
 def boot_id() -> str:
@@ -238,7 +233,7 @@ class SwapFile:
                 needed_bytes=file_bytes - before_bytes,
                 free_bytes=free_bytes,
                 errno=error.errno or errno.EIO,
-                remedy=REMEDIES.get(error.errno or 0, "free some space, name another directory, or add one"),
+                remedy=remedy_against(error.errno, "name another directory, or add one"),
             ) from error
 
     def _write_header(self) -> None:

@@ -41,11 +41,12 @@ class PrivateDir:
             with contextlib.suppress(OSError):
                 for _ in range(TRIES_MAX):
                     path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
+                    path.chmod(0o700)  # whatever the umask takes away
                     if (fd := _lock(path)) is not None:
                         return cls(path, fd)
                     with contextlib.suppress(FileNotFoundError):  # somebody has cleaned it up before it was locked
                         path.rmdir()  # it cannot be locked here
-        tried = ", ".join(str(parent) for parent in parents)
+        tried = ", ".join(dict.fromkeys(str(parent) for parent in parents))
         raise ConfigError("io_daemon.socket", "auto", f"no writable directory for a socket ({tried}): write a path")
 
     def remove(self) -> None:

@@ -66,7 +66,8 @@ def create_arena(num_frames: int, frame_bytes: int, lock_memory: LockMemory) -> 
             raise ConfigError(
                 "io_daemon.host_budget_bytes",
                 num_bytes,
-                f"the machine does not give this much shared memory ({error.strerror}): lower it",
+                f"the machine does not give this much shared memory ({error.strerror}): "
+                + ("raise `ulimit -f`" if error.errno == errno.EFBIG else "lower it"),
             ) from error
         page_locked = lock_memory != "off" and _lock(region, required=lock_memory == "require")
         header = ARENA_HEADER.pack(
