@@ -31,7 +31,7 @@ class UsersBackward:
         self._end: weakref.ref[_End] | None = None
         """What autograd calls at the end of the backward that runs; dead where none does."""
         self._is_scaled = False
-        loop.runtime.meet_backward = self._reach_param
+        loop.runtime.meet_backward, loop.settle_backward = self._reach_param, self.settle
 
     def watch(self, outputs: Any) -> None:
         """``outputs``: what a forward returned, nested."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,10 +17,11 @@ from infinity.engine.build_update import build_update
 from infinity.engine.casting import Casting
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
+from infinity.engine.step_record import StepRecord
 from infinity.errors import ConfigError, DaemonLostError, EngineStateError, WeightsError
 from infinity.loader import PlacedLoader
 from infinity.observe.observer import Observers, StepFacts
-from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
+from infinity.report import IoReport
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
 from infinity.update.in_backward import InBackward, refuse_before_step, refuse_norm
@@ -31,7 +30,6 @@ from infinity.update.update import Outcome, Update
 from infinity.weights.buffers import FollowedBuffers, mixed_dtypes_named
 from infinity.weights.saved_tensors import stale_graphs_named
 from infinity.weights.sharded_model import ShardedModel
-from io_daemon.shared.metrics import TenantStats
 
 _log = logging.getLogger(__name__)
 
@@ -63,29 +61,26 @@ class TrainingLoop:
         self._num_without_reduction = 0
         self.was_step_applied = False
         """Whether the last call of ``step`` has changed the weights."""
+        self.settle_backward: Callable[[], None] = lambda: None
+        """Ends a backward that failed half-way, where not the engine runs it."""
         self.boundary: bool | None = None
         """What the user says the next ``step`` is; None: the number of micro-batches decides."""
         self.background = Background()
         self.observers = observers
         self._sharded: ShardedModel = runtime.sharded
-        self._labels = kind_labels(self._sharded.precision.state_kinds)
-        self._times = self._last_times = StepTimes()
-        self._stall_seconds_before = 0.0
         self._num_backwards = 0
-        self._traffic: TierTraffic | None = None
-        self._last_traffic: TierTraffic | None = None
         self._followed_buffers = FollowedBuffers(runtime.module, runtime.collectives)
         self.update: Update | None = None
         """None where nothing trains."""
         if optimizer is not None:
             self.update = build_update(runtime, optimizer, optimizer_groups, config)
-            optimizer.bind(self.run_update, self.update.scale)
+            optimizer.bind(self.run_update, self.drop_gradients, self.update.scale)
             runtime.states.keeps_states = self.update.keeps_states
             runtime.states.refuse_clipped = self.update.refuse_clipped
         self._in_backward: InBackward | None = None
         if self.update is not None and config.io_daemon.update_in_backward:
             self._in_backward = InBackward(self.update, runtime.gradients, runtime.changes.make_ready)
-        self._close_traffic()
+        self._record = StepRecord(runtime.sharded)
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         training = module.training and torch.is_grad_enabled()
@@ -175,8 +170,7 @@ class TrainingLoop:
             self.skipped_steps += 1
             self._log_skipped(self.optimizer.loss_scale)
         self._tell_observers()
-        self._last_times = self._close_times()
-        self._close_traffic()
+        self._record.close()
 
     def _samples_of_update(self) -> int:
         """The configuration's, or what was really accumulated where the user decides on that."""
@@ -189,6 +183,7 @@ class TrainingLoop:
     def run_update(self) -> None:
         """The update of every chunk; what the optimizer's own ``step`` calls."""
         update = self._trained("step")
+        self.settle_backward()
         self._gather_gradients()
         if not self.config.zero_optimization.ignore_unused_parameters:
             self._refuse_unused()
@@ -220,9 +215,9 @@ class TrainingLoop:
                 learning_rates=tuple(group["lr"] for group in optimizer.param_groups),
                 loss_scale=optimizer.loss_scale,
                 grad_norm=update.grad_norm,
-                forward_s=self._times.forward_seconds,
-                backward_s=self._times.backward_seconds,
-                update_s=self._times.update_seconds,
+                forward_s=self._record.times.forward_seconds,
+                backward_s=self._record.times.backward_seconds,
+                update_s=self._record.times.update_seconds,
             )
         )
 
@@ -291,15 +286,33 @@ class TrainingLoop:
             raise refuse_before_step(call)
 
     def zero_grad(self) -> None:
+        """The running step begins anew."""
+        self._refuse_in_backward("zero_grad()")
+        self._begin_anew()
+
+    def drop_gradients(self) -> None:
+        """What was accumulated is gone; which micro-batch comes next stays."""
+        self._refuse_in_backward("zero_grad()")
+        self._drop_gradients()
+
+    def _refuse_in_backward(self, call: str) -> None:
+        self.settle_backward()
+        self.phases.refuse_within(StepPhase.BACKWARD, call)
+
+    def _begin_anew(self) -> None:
         if self.update is not None and not self.update.is_half_applied:
             self.update.cancel()
+        self._drop_gradients()
+        self.observers.drop_losses()
+        self.micro_steps = 0
+
+    def _drop_gradients(self) -> None:
         self._refuse_before_step("zero_grad()")
         self.runtime.reducer.clear()
         self.runtime.user_gradients.drop()
+        self._num_backwards = 0
         if self.update is not None:
             self.update.forget_clipping()
-        self.observers.drop_losses()
-        self.micro_steps = 0
 
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         update = self._trained("clip_grad_norm_")
@@ -315,15 +328,7 @@ class TrainingLoop:
         return None if self.update is None else self.update.ask_for_norm()
 
     def io_report(self) -> IoReport:
-        return IoReport.of(
-            step=self.global_steps,
-            times=self._last_times,
-            live_numel_peak=self.runtime.live_set.live_numel_peak,
-            last_step=self._last_traffic,
-            tenant=self._tenant_stats(),
-            labels=self._labels,
-            stored_as=self.runtime.sharded.precision.stored_as(),
-        )
+        return self._record.report(self.global_steps, self.runtime.live_set.live_numel_peak)
 
     def close(self) -> None:
         """Idempotent; also run when the engine is collected, or the interpreter ends."""
@@ -350,17 +355,13 @@ class TrainingLoop:
     def _phase_of(self, phase: StepPhase) -> Iterator[None]:
         """Be in ``phase``; an error leaves the engine IDLE where the step may be repeated, else FAILED."""
         self.phases.go(phase)
-        start = time.perf_counter()
+        self._record.begin()
         try:
             yield
         except BaseException as error:
             self._abort(phase, error)
             raise
-        name = {StepPhase.FORWARD: "forward", StepPhase.BACKWARD: "backward", StepPhase.OPTIMIZER: "update"}[phase]
-        # of what was due the use of its weights is late, the update's time is its own
-        late = 0.0 if self.update is None else self.update.take_seconds()
-        elapsed = {f"{name}_seconds": time.perf_counter() - start - late, "update_seconds": late}
-        self._times = self._times.plus(**elapsed)
+        self._record.end(phase, update_seconds=0.0 if self.update is None else self.update.take_seconds())
         self.phases.go(StepPhase.IDLE)
 
     def _abort(self, phase: StepPhase, error: BaseException) -> None:
@@ -373,24 +374,6 @@ class TrainingLoop:
         if phase is StepPhase.OPTIMIZER and self.update is not None:
             self.update.cancel()
         else:
-            self.zero_grad()
+            self._begin_anew()
             self.phases.in_training_pass = False
         self.phases.go(StepPhase.IDLE)
-
-    def _close_times(self) -> StepTimes:
-        stall_seconds = self._sharded.store.stats().get("stall_seconds", 0.0)
-        times = replace(self._times, stall_seconds=stall_seconds - self._stall_seconds_before)
-        self._stall_seconds_before = stall_seconds
-        self._times = StepTimes()
-        return times
-
-    def _close_traffic(self) -> None:
-        tenant = self._tenant_stats()
-        if tenant is not None:
-            total = TierTraffic.of(tenant.total, self._labels)
-            self._last_traffic = None if self._traffic is None else total.since(self._traffic)
-            self._traffic = total
-
-    def _tenant_stats(self) -> TenantStats | None:
-        host = self._sharded.host_store
-        return None if host is None else host.tenant_stats()

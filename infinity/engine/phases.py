@@ -24,10 +24,13 @@ class Phases:
         if self.states_are_away and phase in (StepPhase.BACKWARD, StepPhase.OPTIMIZER):
             raise EngineStateError(f"states of {self._engine} were offloaded: call reload_states() before it trains on")
         if phase not in PHASE_TRANSITIONS[self.phase]:
-            raise EngineStateError(
-                f"{self._engine} is in {self.phase.name}: call {phase.name.lower()} when that is over, not inside it"
-            )
+            self.refuse_within(self.phase, phase.name.lower())
         self.phase = phase
+
+    def refuse_within(self, phase: StepPhase, call: str) -> None:
+        """Raises EngineStateError if the engine is in this phase."""
+        if self.phase is phase:
+            raise EngineStateError(f"{self._engine} is in {phase.name}: call {call} when that is over, not inside it")
 
     def refuse_failed(self) -> None:
         """Raises EngineStateError if the weights belong to no step."""

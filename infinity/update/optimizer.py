@@ -32,6 +32,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, param_groups: Iterable[dict[str, Any]], defaults: dict[str, Any], rule: UpdateRule) -> None:
         self._update: Callable[[], None] | None = None
+        self._drop_gradients: Callable[[], None] | None = None
         super().__init__(list(param_groups), defaults)
         self.state = StoredState()  # type: ignore[assignment]
         self.rule = rule
@@ -58,9 +59,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether steps change the scale."""
         return self.scale.dynamic
 
-    def bind(self, update: Callable[[], None], scale: LossScale) -> None:
-        """The engine's update of all chunks, run by ``step``, and its loss scale."""
-        self._update, self.scale = update, scale
+    def bind(self, update: Callable[[], None], drop_gradients: Callable[[], None], scale: LossScale) -> None:
+        """The engine's update of all chunks, run by ``step``, what ``zero_grad`` runs, and its loss scale."""
+        self._update, self._drop_gradients, self.scale = update, drop_gradients, scale
         self._members = [list(group["params"]) for group in self.param_groups]
 
     def _check_groups(self) -> None:
@@ -85,7 +86,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
             self.taken_over._opt_called = True  # what torch's schedulers look for
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Gradients are taken out of ``param.grad`` as they appear and dropped by the update: nothing to do."""
+        """Drop the gradients that were accumulated since the last update, as torch's does. The engine goes on counting
+        micro-batches; ``engine.zero_grad()`` begins the step anew."""
+        if self._drop_gradients is not None:
+            self._drop_gradients()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's, until the engine has made its shards; after that it is refused."""

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import cast
 
+import pytest
 import torch
 from torch import nn
 
 import infinity
+from infinity.engine.step_record import StepRecord
 from infinity.report import IoReport
+from infinity.states import StepPhase
+from infinity.weights.sharded_model import ShardedModel
+from io_daemon.shared.protocol import ObjectKind
 
 
 def steps(swap_dir: Path, num_steps: int) -> list[IoReport]:
@@ -28,6 +34,34 @@ def steps(swap_dir: Path, num_steps: int) -> list[IoReport]:
             engine.step()
             reports.append(engine.io_report())
     return reports
+
+
+def test_what_step_takes_is_all_the_updates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Waiting in it, too, and not the stepping of weights alone."""
+    seconds = [0.0]
+    monkeypatch.setattr("infinity.engine.step_record.time.perf_counter", lambda: seconds[0])
+    record = StepRecord(cast(ShardedModel, _NoDaemon()))
+    for phase, late in ((StepPhase.FORWARD, 2.0), (StepPhase.BACKWARD, 0.0), (StepPhase.OPTIMIZER, 1.0)):
+        record.begin()
+        seconds[0] += 5.0
+        record.end(phase, update_seconds=late)
+    times = record.times
+    assert (times.forward_seconds, times.backward_seconds, times.update_seconds) == (3.0, 5.0, 7.0)
+    assert times.stall_seconds == 3 * 0.5
+
+
+class _NoDaemon:
+    """What a record asks of a model, of which every look finds half a second more that was waited for."""
+
+    def __init__(self) -> None:
+        self.precision = self.store = self
+        self.state_kinds: dict[str, ObjectKind] = {}
+        self.host_store = None
+        self._waited = 0.0
+
+    def stats(self) -> dict[str, float]:
+        self._waited += 0.5
+        return {"stall_seconds": self._waited}
 
 
 def test_each_step_reports_its_own_traffic(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import WeightsError
+from infinity.errors import EngineStateError, WeightsError
 from tests.support.ranks import run_ranks
 
 ADAM: dict[str, Any] = {"lr": 1e-1, "weight_decay": 0.01}
@@ -42,6 +42,12 @@ def engine_of(stage: int, device: str = "none", **config: Any) -> infinity.Engin
             **config,
         },
     )[0]
+
+
+def with_optimizer(stage: int, device: str = "none", **config: Any) -> tuple[infinity.Engine, torch.optim.Optimizer]:
+    engine = engine_of(stage, device, **config)
+    assert engine.optimizer is not None
+    return engine, engine.optimizer
 
 
 def put(model: nn.Module, step: int) -> None:
@@ -109,6 +115,37 @@ def test_zero_grad_drops_them_and_a_step_without_any_changes_nothing() -> None:
     engine.step()
     after = engine.full_state_dict()
     assert all(torch.equal(before[name], value) for name, value in after.items())
+
+
+@pytest.mark.parametrize(("stage", "device"), [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_the_optimizers_zero_grad_drops_what_was_accumulated(stage: int, device: str, accumulation: int) -> None:
+    """As torch's does: a batch that a script skips leaves nothing. Which micro-batch updates does not change."""
+    engine, ours = with_optimizer(stage, device, gradient_accumulation_steps=accumulation)
+    plain = build()
+    optimizer = torch.optim.AdamW(plain.parameters(), **ADAM, fused=True)
+    for number in range(12):
+        x = torch.full((1, 8), 1.0 + number)
+        engine.backward(engine(x).square().mean())
+        (plain(x).square().mean() / accumulation).backward()
+        if number in (1, 2, 4):
+            ours.zero_grad()
+            optimizer.zero_grad()
+        engine.step()
+        if number % accumulation == accumulation - 1:
+            ours.zero_grad(set_to_none=False)  # those of an update that is due stay
+            optimizer.step()
+            optimizer.zero_grad()
+    weights = engine.full_state_dict()
+    assert all(torch.equal(weights[name], value) for name, value in plain.state_dict().items())
+
+
+def test_gradients_are_not_dropped_in_the_middle_of_a_backward() -> None:
+    engine, ours = with_optimizer(2)
+    engine.module.get_submodule("1").register_full_backward_hook(lambda *_: ours.zero_grad())
+    with pytest.raises(EngineStateError, match=r"zero_grad\(\)"):
+        engine.backward(engine(torch.ones(1, 8)).sum())
+    ours.zero_grad()
 
 
 def test_what_the_engine_has_is_not_replaced() -> None:

@@ -322,13 +322,15 @@ def test_a_step_runs_what_the_engine_has_bound() -> None:
     with pytest.raises(RuntimeError, match="not bound"):
         optimizer.step()
     runs: list[int] = []
-    optimizer.bind(lambda: runs.append(1), FixedLossScale(4.0))
+    optimizer.zero_grad()
+    optimizer.bind(lambda: runs.append(1), lambda: runs.append(2), FixedLossScale(4.0))
     optimizer.step()
     assert runs == [1]
     with pytest.raises(ValueError, match="closure"):
         optimizer.step(lambda: 0.0)
     assert runs == [1]
     optimizer.zero_grad()
+    assert runs == [1, 2]
 
 
 def test_parameters_may_come_in_groups_with_options_of_their_own() -> None:
@@ -359,7 +361,7 @@ def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, deco
     assert [group["decoupled_weight_decay"] for group in ours.param_groups] == [decoupled] * 2
     assert "params" not in ours.defaults
     assert ours.defaults["lr"] == 0.25
-    ours.bind(lambda: None, FixedLossScale())
+    ours.bind(lambda: None, lambda: None, FixedLossScale())
     ours.step()
     assert theirs._opt_called
 
