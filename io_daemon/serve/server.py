@@ -28,6 +28,7 @@ from io_daemon.serve.startup import (
     watching_parent,
 )
 from io_daemon.serve.swap_device import SwapDevice
+from io_daemon.serve.threads import start_pool
 from io_daemon.shared.control import AsyncChannel, Ended
 
 log = logging.getLogger(__name__)
@@ -52,6 +53,7 @@ async def serve(config: ServeConfig) -> int:
     for number in STOPPING:
         loop.add_signal_handler(number, stop.set)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a rank that takes its own by sigwait has handed us its mask
+    loop.set_default_executor(start_pool())
     with contextlib.ExitStack() as resources:
         resources.enter_context(watching_parent(stop, config))
         engine, engine_notes = choose_engine(config.engine)
