@@ -9,8 +9,12 @@ _log = logging.getLogger(__name__)
 
 
 class Work(Protocol):
-    def advance(self, *, wait: bool) -> bool:
-        """All ranks call it between steps: whether it is over now; with ``wait`` it is. Raises its error."""
+    def is_ready(self, *, wait: bool) -> bool:
+        """All ranks call it between steps: whether all can go on with it; with ``wait`` they can. An error is no end of
+        it: ranks that diverge are told so, and each still has the work."""
+
+    def go_on(self) -> bool:
+        """All ranks call it then: whether it is over now. Raises its error, which ends it."""
 
     def abandon(self, reason: str) -> None:
         """The engine ends before it is over."""
@@ -24,9 +28,10 @@ class Background:
 
     def advance(self, *, wait: bool = False) -> None:
         """Let the work come to an end, if it can, or ``wait`` for it. Collective. Raises its error, once."""
-        work, self.work = self.work, None
-        if work is not None and not work.advance(wait=wait):
-            self.work = work
+        while self.work is not None and self.work.is_ready(wait=wait):
+            work, self.work = self.work, None
+            if not work.go_on():
+                self.work = work
 
     def end(self, *, finish: bool) -> None:
         """The engine ends, and nobody may hear of an error. ``finish``: the work may still be waited for."""

@@ -62,7 +62,7 @@ class _Job:
 
 
 class LateSave:
-    """One such save. Its constructor and ``advance`` are collective."""
+    """One such save. Its constructor, ``is_ready`` and ``go_on`` are collective."""
 
     def __init__(self, loop: TrainingLoop, saving: Saving, *, latest: bool, begun: float) -> None:
         """``begun``: when training began to wait for it, in seconds of ``time.perf_counter``."""
@@ -78,30 +78,34 @@ class LateSave:
         self._job = _Job(lambda: saving.write_own(self._aside, self._scan))
         self._held_up_s = time.perf_counter() - self._begun
 
-    def advance(self, *, wait: bool) -> bool:
-        """Go on with what can be done now, or with everything. Whether it is over: the checkpoint is published.
+    def is_ready(self, *, wait: bool) -> bool:
+        """Whether all ranks have done their part of what comes now; with ``wait``, after it."""
+        begun = time.perf_counter()
+        if wait:
+            self._runtime.changes.settle()
+            self._job.wait()
+        ready = all(self._runtime.collectives.gather_objects(self._job.is_done, "see how far a save is"))
+        self._held_up_s += 0.0 if wait else time.perf_counter() - begun
+        return ready
+
+    def go_on(self) -> bool:
+        """Begin what comes next. Whether it is over: the checkpoint is published.
 
         Raises the error of the rank that it failed on, and a CheckpointError on the others; it is over then, too.
         """
         begun = time.perf_counter()
         try:
-            while True:
-                if wait:
-                    self._runtime.changes.settle()
-                    self._job.wait()
-                if not all(self._runtime.collectives.gather_objects(self._job.is_done, "see how far a save is")):
-                    return False
-                if self._files is not None:
-                    self._saving.together(self._job.result, "publish the checkpoint")
-                    break
+            if self._files is None:
                 mine = self._saving.together(self._job.result, "write the checkpoint's pieces")
                 self._files, histories = self._saving.gathered(mine, self._histories)
                 self._job = self._publishing(self._files, histories)
+                return False
+            self._saving.together(self._job.result, "publish the checkpoint")
         except BaseException:
             self.abandon("the save has failed")
             raise
         finally:
-            self._held_up_s += 0.0 if wait else time.perf_counter() - begun
+            self._held_up_s += time.perf_counter() - begun
         self._cleanup.close()
         note = f", while training went on; {self.held_up_s:.3f} s of that it waited"
         self._saving.tell(self._files, time.perf_counter() - self._begun, note)
@@ -109,7 +113,7 @@ class LateSave:
 
     @property
     def held_up_s(self) -> float:
-        """Seconds that training has waited for it, ``advance(wait=True)`` aside."""
+        """Seconds that training has waited for it, those aside in which it was asked to."""
         return self._held_up_s + self._snapshot.waited_s
 
     def abandon(self, reason: str) -> None:

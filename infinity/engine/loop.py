@@ -116,8 +116,8 @@ class TrainingLoop:
         self._refuse_before_step(call)
         update.refuse_clipped(call)
         with self._phase_of(StepPhase.BACKWARD):
-            self.runtime.collectives.agree("begin a backward").wait()
             reducer = self.runtime.reducer
+            self.runtime.collectives.agree(f"begin a backward ({self._place()}, {reducer.told})").wait()
             reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
             reducer.puts_off = self._num_without_reduction > 0 or not reduces
             reducer.norms = update.wants_norms and self.is_boundary()
@@ -131,6 +131,10 @@ class TrainingLoop:
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()
         self._num_backwards += 1
+
+    def _place(self) -> str:
+        last = ", the last" if self.is_boundary() else ""
+        return f"micro-batch {self.micro_steps + 1}{last} of step {self.global_steps + 1}"
 
     @contextmanager
     def without_reduction(self) -> Iterator[None]:
@@ -188,6 +192,7 @@ class TrainingLoop:
         if not self.config.zero_optimization.ignore_unused_parameters:
             self._refuse_unused()
         self.runtime.changes.check()
+        update.agree(self.runtime.collectives, self.global_steps + 1, self.runtime.reducer.used)
         if update.begin(self.runtime.reducer.used) is Outcome.APPLIED:
             self.runtime.changes.begin()
             update.apply(None if self.config.io_daemon.update == "in_step" else self.runtime.changes.chunks_that_stay)
@@ -308,7 +313,7 @@ class TrainingLoop:
 
     def _drop_gradients(self) -> None:
         self._refuse_before_step("zero_grad()")
-        self.runtime.reducer.clear()
+        self.runtime.reducer.clear(by_user=self.phases.phase is StepPhase.IDLE)
         self.runtime.user_gradients.drop()
         self._num_backwards = 0
         if self.update is not None:

@@ -43,6 +43,7 @@ class StateAccess:
     ) -> None:
         self._stepped, self._states = sharded.precision.stepped, sharded.precision.state_kinds
         self._without_sign = _without_sign(sharded.precision)
+        self._refuse_away = sharded.refuse_away
         self.keeps_states: Callable[[int], bool] = lambda _param: True
         """Whether the next step heeds what is written to the optimizer's states of a parameter; the update knows."""
         self.refuse_clipped: Callable[[str], None] = lambda _call: None
@@ -92,6 +93,7 @@ class StateAccess:
                     f"values, or {self._without_sign[kind]}"
                 )
         if kind is ObjectKind.GRAD:
+            self._refuse_away(kind.mask)
             self.refuse_clipped(f"writing the gradient of {param.name}")
             self._settle(param, together=True)
             self._gradients.replace(param.index, first, own)

@@ -68,6 +68,8 @@ def _gathered(runtime: Runtime, kind: ObjectKind, groups: Iterable[ParamGroup]) 
     """The id of every parameter of ``groups``, and its contents of the kind as the parameter lies."""
     dtype = runtime.sharded.precision.dtype(kind)
     for group in groups:
+        home = runtime.sharded.precision.home(trainable=group.placement.trainable)
+        runtime.sharded.refuse_away((home if kind is ObjectKind.WEIGHT else kind).mask)
         flats = group.gather(kind, dtype)
         for param in group.params:
             yield id(param.param), param.unflattened(flats[param.index])

@@ -247,7 +247,7 @@ class Collectives:
         return cast(Result, result)
 
 
-@lru_cache(maxsize=1 << 16)
+@lru_cache(maxsize=1 << 14)
 def _number(what: str) -> int:
     """The words as one number, equal on all ranks if and (but for one chance in 2^64) only if they are."""
     return int.from_bytes(blake2b(what.encode(), digest_size=8).digest(), "little", signed=True)
@@ -261,9 +261,10 @@ def _diverged(words: Sequence[str]) -> str:
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {what}" for what, ranks in ranks_of.items()
     ]
     return (
-        f"the ranks diverge: each is about to do something else ({'; '.join(parts)}). All ranks must call the same "
-        "modules in the same order. Where the data decides which are called (a mixture of experts), mark the module "
-        "that decides, before infinity.initialize(): infinity.zero.set_leaf_modules(model, [its class])"
+        f"the ranks diverge: each is about to do something else ({'; '.join(parts)}). All ranks must make the same "
+        "calls in the same order, of modules too, and train with the same options. Where the data decides which "
+        "modules are called (a mixture of experts), mark the one that decides, before infinity.initialize(): "
+        "infinity.zero.set_leaf_modules(model, [its class])"
     )
 
 

@@ -66,9 +66,13 @@ class MemoryStore(ShardStore):
                 self._elsewhere.pop((chunk, kind), None)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
-        if (read | write) & self._away:
-            raise EngineStateError("states that this needs were offloaded: call engine.reload_states() before it")
+        self.refuse_away(read | write)
         return MemoryLease(self, chunk, read, write)
+
+    def refuse_away(self, mask: int) -> None:
+        """Raises EngineStateError if one of these kinds waits in host memory."""
+        if mask & self._away:
+            raise EngineStateError("states that this needs were offloaded: call engine.reload_states() before it")
 
     def has(self, chunk: int, kind: int) -> bool:
         return (chunk, kind) in self._objects or (chunk, kind) in self._elsewhere

@@ -7,6 +7,7 @@ keeps what is no element's, is refused by name.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple, NoReturn
@@ -57,6 +58,15 @@ def number_of(value: float, number: NumberType, device: torch.device) -> Any:
 def options_of(optimizer: Optimizer) -> list[Options]:
     """What each param group says, without its parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+
+
+def in_words(options: Sequence[Options]) -> str:
+    """Numbers and words of the param groups, equal on ranks that would step alike."""
+    told = (
+        " ".join(f"{name} {value}" for name, value in group.items() if isinstance(value, (int, float, str, tuple)))
+        for group in options
+    )
+    return "; ".join(words for words, _ in itertools.groupby(told))
 
 
 # State from the constructor

@@ -59,6 +59,7 @@ class Reducer:
         self._completed: dict[int, None] = {}
         self._order_learnt = False
         self._num_issued = 0
+        self._num_started = self._num_dropped = 0
         self._in_flight: deque[_InFlight] = deque()
         self.norms = False
         """The running micro-batch is the last one and a gradient norm is wanted."""
@@ -107,8 +108,14 @@ class Reducer:
         """The running step has a gradient of the parameter that no backward gave."""
         self._used[param] = 1
 
-    def clear(self) -> None:
-        """Drop the gradients of an update that was done, or of a step that failed."""
+    @property
+    def told(self) -> str:
+        """What must be the same on all ranks, or one's gradients would meet others of another."""
+        return f"after {self._num_started} reductions and {self._num_dropped} zero_grad() of gradients"
+
+    def clear(self, *, by_user: bool = False) -> None:
+        """Drop the gradients of an update that was done, of a step that failed, or as the user wants it."""
+        self._num_dropped += by_user and self.has_any
         self._gradients.clear()
         self._used.zero_()
         self._completed.clear()
@@ -150,7 +157,7 @@ class Reducer:
     def _finish(self, what: str, *, puts_off: bool) -> None:
         if not self._adds_at_once:
             # ranks that still gather must hear of it before this one waits for what they have not reduced yet
-            self._collectives.agree(what).wait()
+            self._collectives.agree(f"{what}{', its gradients to be reduced later' * puts_off}").wait()
             self._has_put_off = puts_off
             if puts_off:
                 for group in self._groups.values():
@@ -204,6 +211,7 @@ class Reducer:
     def _start(self, group: ParamGroup) -> None:
         used = [param.index for param in group.params if group.has_gradient_of(param)]
         self._used[used] = 1
+        self._num_started += 1
         final = group.index in self._completed and len(used) == len(group.params)
         self._in_flight.append(_InFlight(group, *group.reduce_gradients(), final))
 

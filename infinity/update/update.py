@@ -18,8 +18,9 @@ import torch
 
 from infinity.errors import EngineStateError
 from infinity.tiers.base import Lease, stream
+from infinity.tiers.collectives import Collectives
 from infinity.tiers.due import DueStore, Work
-from infinity.update.dry_run import options_of
+from infinity.update.dry_run import in_words, options_of
 from infinity.update.gradients import GradientChunks
 from infinity.update.loss_scale import LossScale
 from infinity.update.optimizer import ShardedOptimizer
@@ -170,6 +171,15 @@ class Update:
         stream(issued, step, num_held_max=EARLY_LEASES)
         self._early.update(chunks)
         self._store.bar(chunks)
+
+    def agree(self, collectives: Collectives, number: int, present: Sequence[bool]) -> None:
+        """All ranks are about to do the same step, and take its norm if any wants it. Collective. Raises WorldError."""
+        if collectives.world_size > 1:
+            asked = torch.tensor([self._norm_asked], dtype=torch.uint8)
+            clips = "" if self._clip_once is None else f" clipped to {self._clip_once:g}"
+            options = in_words(options_of(self._optimizer))
+            collectives.max(asked, f"update {sum(present)} parameters{clips} in step {number}, with {options}")
+            self._norm_asked = bool(asked)
 
     def begin(self, present: Sequence[bool]) -> Outcome:
         """Fix what the step is: norm, clip factor, learning rates, and what becomes of it.

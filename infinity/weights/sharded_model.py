@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import or_
 from typing import Final
 
 import torch
@@ -249,6 +251,7 @@ class ShardedModel:
         masks = [0xFF] * len(self.chunks)
         if self.plan is not None:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
+        self._device_mask = reduce(or_, masks, 0)
         self.device_store = MemoryStore(self._device, MemoryPool(self._store_bytes(masks), self._device))
         store: ShardStore = self.device_store
         self.host_store: HostStore | None = None
@@ -273,6 +276,10 @@ class ShardedModel:
         if chunks != range(len(self.chunks)):
             raise AssertionError(f"a fresh store numbers its chunks {chunks}")
         return stacked
+
+    def refuse_away(self, kinds: int) -> None:
+        """Raises EngineStateError if one of these kinds was offloaded by the user, also where this rank has no part."""
+        self.device_store.refuse_away(kinds & self._device_mask)
 
     def _chunk_layout(self, chunk: ChunkPlacement) -> ChunkLayout:
         return ChunkLayout(numel=chunk.numel, dtypes=self.precision.dtypes(trainable=self._is_trained(chunk)))

@@ -37,6 +37,7 @@ _Request = tuple[int, int, int, Callable[[Lease], None]]
 class StateIO:
     def __init__(self, sharded: ShardedModel) -> None:
         self._store: ShardStore = sharded.store
+        self._refuse_away = sharded.refuse_away
         self._num_ahead = sharded.chunks_ahead
         self._collectives, self._chunks = sharded.sharers, sharded.chunks
         self._weight_dtype = sharded.precision.weight
@@ -129,6 +130,7 @@ class StateIO:
         dtype = self._weight_dtype if kind is ObjectKind.WEIGHT else self._dtypes[param.index][kind]
         values = torch.empty(numel, dtype=dtype, device=param.device if param.device.type == "meta" else "cpu")
         kind = self._stored(param.index, kind)
+        self._refuse_away(kind.mask)
 
         def take(lease: Lease, segment: Segment) -> None:
             begin, end = max(first, segment.param_offset), min(first + numel, segment.param_offset + segment.numel)
@@ -152,6 +154,7 @@ class StateIO:
         """Write this rank's part of several kinds at once, of values that are asked for piece by piece."""
         kinds = list(dict.fromkeys(self._stored(param.index, kind) for kind in kinds))
         mask = sum(kind.mask for kind in kinds)
+        self._refuse_away(mask)
 
         def put_all(lease: Lease, segment: Segment) -> None:
             for first, numel in pieces(segment.numel):

@@ -91,6 +91,29 @@ def train(engine, chosen, backwards=1, steps=1):
             engine.backward(loss)
         engine.step()
 
+def drops(engine):
+    engine.backward(engine(batch(), [0]))
+    if rank:
+        engine.zero_grad()
+    train(engine, [0])
+
+def goes_wrong(engine):
+    # without gathers nothing stops the other rank's reductions
+    engine = start(build(), zero_optimization={"stage": 2})
+    everything = [0, 1, 2, 3]
+    loss = engine(batch(), everything)
+    if rank:
+        loss.register_hook(lambda _: 1 / 0)
+    with contextlib.suppress(WorldError):
+        with contextlib.suppress(ZeroDivisionError):
+            engine.backward(loss)
+        engine(batch(), everything)
+    engine.zero_grad()
+    try:
+        train(engine, everything)
+    finally:
+        engine.destroy()
+
 MINE = {
     "different experts": lambda engine: train(engine, [rank]),
     "an expert on one rank only": lambda engine: train(engine, [0] if rank == 0 else []),
@@ -100,6 +123,12 @@ MINE = {
         train(engine, [0]), engine.eval()(batch(), [0]) if rank else engine.train(), train(engine, [0])),
     "an export on one rank only": lambda engine: (
         train(engine, [0]), engine.full_state_dict() if rank else None, train(engine, [0])),
+    "another learning rate on one rank": lambda engine: (
+        train(engine, [0]), engine.optimizer.param_groups[0].update(lr=1e-2 + rank), train(engine, [0])),
+    "gradients dropped on one rank": lambda engine: drops(engine),
+    "a smaller sum on one rank": lambda engine: (
+        engine.set_gradient_accumulation_boundary(bool(rank)), engine.backward(engine(batch(), [0]))),
+    "an error in one rank's backward": lambda engine: goes_wrong(engine),
     "no backward on one rank": lambda engine: (
         train(engine, [0]) if rank == 0 else engine(batch(), [0]), engine(batch(), [0])),
 }
@@ -112,6 +141,29 @@ for name, run in MINE.items():
     except WorldError as error:
         found[name] = str(error)
     engine.destroy()
+
+engine = start(build())
+if rank == 0:
+    engine.get_global_grad_norm()
+train(engine, [0])
+found["norm"] = engine.get_global_grad_norm()
+engine.offload_states(["hp_params"])
+try:
+    infinity.utils.safe_get_full_fp32_param(engine.module.head.bias)
+except infinity.errors.EngineStateError as error:
+    found["away"] = str(error)
+engine.reload_states()
+directory = sys.argv[1]
+engine.save_checkpoint(directory, "late", asynchronous=True)
+try:
+    engine(batch(), [0]) if rank == 0 else engine.step()
+    found["within a save"] = "nothing was raised"
+except WorldError as error:
+    found["within a save"] = str(error)
+engine.zero_grad()
+engine.wait_for_checkpoint()
+found["saved"] = engine.load_checkpoint(directory, "late")[0]
+engine.destroy()
 print(json.dumps(found))
 """
 
@@ -119,7 +171,9 @@ print(json.dumps(found))
 @pytest.fixture(scope="module")
 def diverged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
     directory = tmp_path_factory.mktemp("diverging")
-    ranks = run_ranks(PRELUDE + DIVERGING, directory, num_ranks=2, variables={"INFINITY_TIMEOUT_S": "60"})
+    ranks = run_ranks(
+        PRELUDE + DIVERGING, directory, num_ranks=2, words=[str(directory)], variables={"INFINITY_TIMEOUT_S": "60"}
+    )
     return [rank.answer for rank in ranks]
 
 
@@ -137,6 +191,14 @@ def diverged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("an evaluation on one rank only", "begin a training forward", "begin an evaluating forward"),
         ("an export on one rank only", "begin a training forward", "gather the weight of"),
         ("no backward on one rank", "begin a backward", "begin a training forward"),
+        ("another learning rate on one rank", "update 16 parameters in step 2, with lr 0.01 ", "update 16"),
+        ("gradients dropped on one rank", "begin a backward (micro-batch 1, the last of step 1, after", "begin"),
+        (
+            "a smaller sum on one rank",
+            "begin a backward (micro-batch 1 of step 1",
+            "begin a backward (micro-batch 1, the",
+        ),
+        ("an error in one rank's backward", "begin a backward (micro-batch 1, the last of step 1, after", "begin"),
     ],
 )
 def test_every_rank_names_what_each_was_about_to_do(
@@ -152,6 +214,22 @@ def test_every_rank_names_what_each_was_about_to_do(
         if "expert" in case:
             assert "called by Choosing" in found[case]
             assert "infinity.zero.set_leaf_modules(model, [" in found[case]
+
+
+def test_a_norm_that_one_rank_wants_is_everybodys(diverged: list[dict[str, Any]]) -> None:
+    first, second = diverged
+    assert first["norm"] == second["norm"] > 0
+
+
+def test_what_one_rank_has_no_part_of_is_refused_by_all(diverged: list[dict[str, str]]) -> None:
+    assert [found["away"] for found in diverged] == [diverged[0]["away"]] * 2
+    assert "engine.reload_states()" in diverged[0]["away"]
+
+
+def test_a_save_outlives_ranks_that_diverge(diverged: list[dict[str, str]]) -> None:
+    for found in diverged:
+        assert "rank 0: begin a training forward; rank 1: see how far a save is" in found["within a save"]
+        assert found["saved"].endswith("late")
 
 
 def test_a_rank_that_ends_is_said_to_have_ended(tmp_path: Path) -> None:
