@@ -143,7 +143,7 @@ class Driven:
         return norm
 
     def set_accumulation(self, accumulation: int) -> None:
-        self.engine.set_train_batch_size(accumulation)
+        self.engine.set_train_batch_size(accumulation * self.engine.world_size)
 
     def mode(self, training: bool) -> None:
         self.engine.train(training)

@@ -8,16 +8,20 @@ import random
 import re
 import tempfile
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from infinity.errors import CheckpointError
+from infinity.errors import CheckpointError, WorldError
 from tests.support.judge import REMEDIES, Verdict, _difference, _refusal_in
+from tests.support.judged_on_ranks import verdict_of_ranks
+from tests.walks.averaging import AveragingShadow
+from tests.walks.diverging import UNEVEN, other, usual
 from tests.walks.driven import Driven
 from tests.walks.model import Interrupted
 from tests.walks.settings import Recipe, Setting
@@ -28,6 +32,11 @@ DROPPING = ("call", "backward")
 SETTLING = ("weights", "save", "export")
 """The calls that look at everything: what they pass is kept."""
 NEEDS_SAVED = {"load", "load_export"}
+DIVERGED: Final = re.compile(r"the ranks diverge: .*\(rank 0: .+; rank 1: .+\)", re.DOTALL)
+RANKS_TIMEOUT_S: Final = 50.0
+PEER_TIMEOUT_S: Final = 20.0
+RANK_BATCHES: Final = 10_000
+"""By so much the numbers of the ranks' batches differ."""
 
 
 class WalkError(Exception):
@@ -57,11 +66,12 @@ class _Side:
 
 class _Pair:
     def __init__(self, recipe: Recipe, setting: Setting, seed: int, directory: Path, files: dict[str, Any]) -> None:
-        self.shadow = Shadow(recipe, setting, seed, files)
+        self.shadow = (AveragingShadow if dist.is_initialized() else Shadow)(recipe, setting, seed, files)
         self.driven = Driven(recipe, setting, seed, directory)
         self.unkept: list[Any] = []
-        self.was_stopped_half_way = False
         """What was written where weights are sharded but here: it is refused late, and then undone."""
+        self.was_stopped_half_way = False
+        self.has_diverged = False
 
     def undo_writes(self, words: str) -> None:
         if "was changed in place" in words:
@@ -72,6 +82,12 @@ class _Pair:
         self.shadow.arm("")
         self.driven.arm("")
 
+    def take_buffers(self) -> None:
+        """After a forward that ended nobody says where."""
+        self.shadow.model.mean.copy_(self.driven.model.mean)
+        if isinstance(self.shadow, AveragingShadow):
+            self.shadow.is_due = self.driven.engine._loop._followed_buffers._due
+
     def forget_losses(self) -> None:
         self.shadow.losses.clear()
         self.driven.losses.clear()
@@ -81,7 +97,8 @@ class Walking:
     def __init__(self, recipe: Recipe, start: Setting, directory: Path) -> None:
         self.recipe, self.start, self.directory = recipe, start, directory
         self.files: dict[str, Any] = {}
-        torch.manual_seed(0)
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        torch.manual_seed(self.rank)
         random.seed(0)
         self.plain, self.ours = _Side(), _Side()
         self.pairs = [_Pair(recipe, start, 1, directory, self.files)]
@@ -90,13 +107,15 @@ class Walking:
 
     def go(self, action: Sequence[Any]) -> str:
         """Whether the call was "equal", "refused" or "left out"; raises WalkError."""
-        name, args = action[0], list(action[1:])
+        name, args = action[0], self._own(action[0], list(action[1:]))
         if name == "other":
             self.current = 1 - self.current
             if self.current == len(self.pairs):
                 self.pairs.append(_Pair(self.recipe, self.start, 2, self.directory, self.files))
             return "equal"
         pair = self.pairs[self.current]
+        if name == "diverge":
+            return self._diverge(pair, *args)
         if name == "backward" and not pair.shadow.losses:
             return "left out"
         if name == "write" and pair.unkept:  # nothing is promised of one on top of one that is not kept
@@ -105,6 +124,7 @@ class Walking:
             return "left out"
         kwargs_step = name == "step" and args
         found, error = self.ours.run(_WithEpoch(pair.driven) if kwargs_step else pair.driven, name, args)
+        self._compare_ranks(error)
         if error is not None and (refusal := refusal_in(error)) is not None:
             return self._refused(pair, name, args, refusal)
         before = pair.shadow.kept(args[0] if name == "write" else "")
@@ -134,8 +154,61 @@ class Walking:
             raise WalkError("differs: the state of torch's random numbers")
         return "equal"
 
+    def _own(self, name: str, args: list[Any]) -> list[Any]:
+        """Every rank has batches of its own, and a loss goes wrong on one rank alone."""
+        if name in ("call", "evaluate"):
+            return [args[0] + RANK_BATCHES * self.rank, *args[1:]]
+        if name == "backward" and len(args) == 3:
+            return [args[0], args[1] if self.rank == args[2] else 1.0]
+        return args
+
+    def _compare_ranks(self, error: BaseException | None) -> None:
+        """All have ended the call alike."""
+        mine = None if error is None else (type(error).__name__, str(error))
+        try:
+            told = told_by_all(mine)
+        except RuntimeError as missing:
+            raise WalkError(f"the ranks do not end it together; this one: {mine}: {missing}") from missing
+        if len({each and each[0] for each in told}) > 1:
+            raise WalkError(f"the ranks end it differently: {told}")
+
+    def _diverge(self, pair: _Pair, how: str, rank: int, batch: int) -> str:
+        """One rank does something else: each is told what every one was about to do, and nobody trains on unaware."""
+        if pair.driven.engine._loop.phases.states_are_away:  # nobody trains
+            return "left out"
+        actions = other(how, batch) if self.rank == rank else usual(batch)
+        for number in range(pair.shadow.accumulation + 1):
+            actions += usual(batch + number)
+        heard: BaseException | None = None
+        for name, *args in actions:
+            if name == "backward" and not pair.driven.losses:
+                continue
+            _, heard = self.ours.run(pair.driven, name, self._own(name, args))
+            if isinstance(heard, WorldError):
+                break
+            if heard is not None and not isinstance(heard, Interrupted) and refusal_in(heard) is None:
+                raise WalkError(f"one rank {how}: {_text_of(heard)}")
+        told = told_by_all(str(heard) if isinstance(heard, WorldError) else "nothing")
+        if not all(DIVERGED.search(words) for words in told):
+            raise WalkError(f"one rank {how}, the ranks hear: {told}")
+        self.refusals.append(f"diverge: {told[0]}")
+        if any(told_by_all(pair.driven.engine._loop.phases.is_over)):
+            raise WalkOver
+        if how in UNEVEN:
+            raise WalkOver
+        pair.has_diverged = True
+        pair.driven.zero_grad()
+        pair.shadow.drop()
+        pair.disarm()
+        pair.forget_losses()
+        pair.take_buffers()
+        self.ours.random = self.plain.random
+        return "refused"
+
     def _refused(self, pair: _Pair, name: str, args: list[Any], refusal: BaseException) -> str:
         words = str(refusal)
+        if pair.has_diverged and DIVERGED.search(words):  # they are told once more
+            raise WalkOver
         self.refusals.append(f"{name}: {type(refusal).__name__}: {words}")
         if re.search(r"\bhas failed\b", words):
             if pair.was_stopped_half_way:
@@ -151,7 +224,7 @@ class Walking:
             pair.undo_writes(words)
         if name in ("call", "evaluate"):  # as far as forward went
             pair.disarm()
-            pair.shadow.model.mean.copy_(pair.driven.model.mean)
+            pair.take_buffers()
         if name in DROPPING and "call step()" not in words and "before it trains on" not in words:
             pair.shadow.drop()
             pair.forget_losses()
@@ -181,6 +254,15 @@ class Walking:
             pair.driven.close()
 
 
+def told_by_all(what: Any) -> list[Any]:
+    """What each rank says."""
+    if not dist.is_initialized():
+        return [what]
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, what)
+    return told
+
+
 def refusal_in(error: BaseException) -> BaseException | None:
     return error if isinstance(error, CheckpointError) else _refusal_in(error)
 
@@ -195,38 +277,49 @@ class _WithEpoch:
         self._side.step(epoch=epoch)
 
 
-def judge_walk(recipe: Recipe, start: Setting, actions: Sequence[Sequence[Any]], *, name: str = "") -> Verdict:
+def judge_walk(
+    recipe: Recipe, start: Setting, actions: Sequence[Sequence[Any]], *, name: str = "", num_ranks: int = 1
+) -> Verdict:
+    """The verdict of this process, or of ranks that it starts."""
+    if num_ranks > 1:
+        return verdict_of_ranks(
+            lambda directory: _judge(recipe, start, actions, name, directory),
+            name,
+            f"{recipe} {start}",
+            num_ranks=num_ranks,
+            timeout_s=RANKS_TIMEOUT_S,
+            peer_timeout_s=PEER_TIMEOUT_S,
+        )
+    with tempfile.TemporaryDirectory(prefix="walk-") as directory:
+        return _judge(recipe, start, actions, name, Path(directory))
+
+
+def _judge(recipe: Recipe, start: Setting, actions: Sequence[Sequence[Any]], name: str, directory: Path) -> Verdict:
     torch.set_num_threads(1)
     done: list[str] = []
-    with _directory() as directory:
-        walking: Walking | None = None
-        try:
-            walking = Walking(recipe, start, directory)
-            with contextlib.suppress(WalkOver):
-                for number, action in enumerate(actions):
-                    done.append(f"{number}: {action}")
-                    done[-1] += f" -> {walking.go(action)}"
-                done.append("the end")
-                walking.finish()
-            walking.close()
-            outcome, message, kind = ("refused" if walking.refusals else "equal"), "\n".join(walking.refusals), ""
-        except WalkError as error:
-            outcome, message, kind = "failed", f"{error}\n  after {done[-3:]}", ""
-        except Exception as error:  # noqa: BLE001 (a broken engine is what is looked for)
-            refusal = _refusal_in(error) if walking is None else None
-            outcome = "failed" if refusal is None else "refused"
-            message, kind = (_text_of(error) if refusal is None else f"initialize: {refusal}"), type(error).__name__
-        finally:
-            with contextlib.suppress(Exception):
-                for pair in walking.pairs if walking is not None and outcome == "failed" else ():
-                    pair.driven.engine._end()
+    walking: Walking | None = None
+    try:
+        walking = Walking(recipe, start, directory)
+        with contextlib.suppress(WalkOver):
+            for number, action in enumerate(actions):
+                done.append(f"{number}: {action}")
+                done[-1] += f" -> {walking.go(action)}"
+            done.append("the end")
+            walking.finish()
+        walking.close()
+        outcome, message, kind = ("refused" if walking.refusals else "equal"), "\n".join(walking.refusals), ""
+    except WalkError as error:
+        outcome, message, kind = "failed", f"{error}\n  after {done[-3:]}", ""
+    except Exception as error:  # noqa: BLE001 (a broken engine is what is looked for)
+        refusal = _refusal_in(error) if walking is None else None
+        outcome = "failed" if refusal is None else "refused"
+        told = f"{_text_of(error)}\n  after {done[-3:]}"
+        message, kind = (told if refusal is None else f"initialize: {refusal}"), type(error).__name__
+    finally:
+        with contextlib.suppress(Exception):
+            for pair in walking.pairs if walking is not None and outcome == "failed" else ():
+                pair.driven.engine._end()
     return Verdict(script=name, setting=f"{recipe} {start}", outcome=outcome, message=message, error_type=kind)
-
-
-@contextlib.contextmanager
-def _directory() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="walk-") as directory:
-        yield Path(directory)
 
 
 def differs(expected: Any, found: Any) -> str | None:

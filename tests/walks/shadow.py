@@ -104,10 +104,13 @@ class Shadow:
         loss = self.losses[-1] if retain else self.losses.pop()
         scaled = loss * times / self.accumulation if self.accumulation > 1 else loss * times
         times_scale = scaled.float() * self.scale.scale if self.setting.dtype == "fp16" else scaled
-        torch.autograd.backward(times_scale, retain_graph=retain)
+        self._differentiate(times_scale, retain)
         if self.sums_in_fp32:
             self._collect()
         return scaled.detach()
+
+    def _differentiate(self, loss: Tensor, retain: bool) -> None:
+        torch.autograd.backward(loss, retain_graph=retain)
 
     def _collect(self) -> None:
         for param, master in self.masters.items():

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tests.support.judge import Verdict
+from tests.walks.diverging import OF_SHARDS, OTHERS
 from tests.walks.judge import judge_walk
 from tests.walks.settings import Recipe, Setting, drawn_recipe, drawn_setting
 from tests.walks.shadow import STATES
@@ -24,6 +25,7 @@ class Walk:
     recipe: Recipe
     start: Setting
     actions: tuple[Action, ...]
+    num_ranks: int = 1
 
     @property
     def setting(self) -> str:
@@ -36,11 +38,11 @@ class Walk:
         return (
             "from tests.walks.judge import judge_walk\nfrom tests.walks.settings import Recipe, Setting\n\n"
             f"recipe = {self.recipe!r}\nstart = {self.start!r}\nactions = [\n{lines}]\n"
-            "print(judge_walk(recipe, start, actions))\n"
+            f"print(judge_walk(recipe, start, actions, num_ranks={self.num_ranks}))\n"
         )
 
     def judged(self) -> Verdict:
-        return judge_walk(self.recipe, self.start, self.actions, name=f"seed {self.seed}")
+        return judge_walk(self.recipe, self.start, self.actions, name=f"seed {self.seed}", num_ranks=self.num_ranks)
 
     def smaller(self) -> Iterator[Walk]:
         """Walks with fewer calls, the boldest first, then with a plainer setting."""
@@ -67,22 +69,23 @@ class Walk:
             yield replace(self, start=setting)
 
 
-def walk(seed: int) -> Walk:
-    """The walk of a seed, always the same."""
+def walk(seed: int, *, num_ranks: int = 1) -> Walk:
+    """The walk of a seed, always the same for a number of ranks."""
     draw = random.Random(seed)
     recipe = drawn_recipe(draw)
     deepspeed = draw.random() < 0.25
     start = drawn_setting(draw, recipe, deepspeed=deepspeed)
     actions: list[Action] = []
-    drawing = _Drawing(draw, recipe, start, deepspeed)
+    drawing = _Drawing(draw, recipe, start, deepspeed, num_ranks)
     for _ in range(draw.randint(5, 25)):
         actions += drawing.next()
-    return Walk(seed=seed, recipe=recipe, start=start, actions=tuple(actions))
+    return Walk(seed=seed, recipe=recipe, start=start, actions=tuple(actions), num_ranks=num_ranks)
 
 
 class _Drawing:
-    def __init__(self, draw: random.Random, recipe: Recipe, start: Setting, deepspeed: bool) -> None:
+    def __init__(self, draw: random.Random, recipe: Recipe, start: Setting, deepspeed: bool, num_ranks: int) -> None:
         self.draw, self.recipe, self.setting, self.deepspeed = draw, recipe, start, deepspeed
+        self.num_ranks = num_ranks
         self.saved = self.exported = 0
 
     def _number(self) -> int:
@@ -92,7 +95,8 @@ class _Drawing:
         return self.draw.choice((*NAMES, *NAMES, FROZEN))
 
     def next(self) -> list[Action]:
-        kind = self.draw.choices(list(KINDS), list(KINDS.values()))[0]
+        kinds = KINDS if self.num_ranks == 1 else {**KINDS, **KINDS_OF_RANKS}
+        kind = self.draw.choices(list(kinds), list(kinds.values()))[0]
         found: list[Action] = getattr(self, f"_{kind}")()
         return found
 
@@ -138,7 +142,8 @@ class _Drawing:
 
     def _not_finite(self) -> list[Action]:
         times = 1e30 if self.setting.dtype == "fp16" else self.draw.choice((float("nan"), float("inf")))
-        return [("call", self._number(), False), ("backward", False, times), ("step",)]
+        rank = self.draw.randrange(self.num_ranks)  # a loss that is not finite on one rank is everybody's
+        return [("call", self._number(), False), ("backward", False, times, rank), ("step",)]
 
     def _clip(self) -> list[Action]:
         if self.recipe.clipping and self.draw.random() < 0.9:
@@ -240,6 +245,11 @@ class _Drawing:
     def _again(self) -> list[Action]:
         return [("again",)]
 
+    def _diverge(self) -> list[Action]:
+        left_out = [*(["clips"] if self.recipe.clipping else []), *(OF_SHARDS if self.setting.stage == 0 else [])]
+        hows = [how for how in OTHERS if how not in left_out]
+        return [("diverge", self.draw.choice(hows), self.draw.randrange(self.num_ranks), self._number())]
+
     def _scheduled(self) -> list[Action]:
         return [*self._micro()[:2], ("step", self.draw.randint(0, 9))]
 
@@ -276,3 +286,5 @@ KINDS = {
     "again": 1,
     "scheduled": 1,
 }
+
+KINDS_OF_RANKS = {"diverge": 5}
