@@ -25,6 +25,7 @@ from io_daemon.serve.startup import (
     raise_open_files_limit,
     raise_priority,
     reclaim_unless,
+    use_one_heap,
     watching_parent,
 )
 from io_daemon.serve.swap_device import SwapDevice
@@ -46,6 +47,7 @@ ACCEPT_RETRY_S: Final = 1.0
 async def serve(config: ServeConfig) -> int:
     """Run until told to end; the exit code. Raises ConfigError or WorldError if the daemon cannot start."""
     raise_priority()
+    use_one_heap()
     keep_threads_apart()
     raise_open_files_limit()
     stop = asyncio.Event()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import json
 import logging
@@ -31,6 +32,8 @@ PROBE_TIMEOUT_S: Final = 1.0
 NICENESS: Final = -10
 SWITCH_INTERVAL_S: Final = 0.0005
 NEVER: Final = 1 << 30
+M_ARENA_MAX: Final = -8
+"""The number that malloc.h gives it."""
 BACKLOG: Final = 128
 ANOTHER_DAEMON: Final = "another daemon listens there: name another"
 
@@ -52,6 +55,13 @@ def keep_threads_apart() -> None:
     gc.freeze()
     youngest, young, _ = gc.get_threshold()
     gc.set_threshold(youngest, young, NEVER)
+
+
+def use_one_heap() -> None:
+    """All threads allocate from one heap of libc, before any of them has another. (Eight a core come and go with short
+    threads, and what lies scattered in them is given back to nobody: 1.2 KiB more for every rank that was killed.)"""
+    with contextlib.suppress(OSError, AttributeError):  # a libc of another kind
+        ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
 
 
 def raise_open_files_limit() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import fcntl
 import json
 import os
 import resource
+import subprocess
+import sys
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +22,7 @@ from io_daemon.rank.client import Client
 from io_daemon.rank.socket_lock import SocketLock
 from io_daemon.serve import startup
 from io_daemon.shared.protocol import PAGE_BYTES
-from tests.support.daemon import WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
+from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
 
 
 def test_a_directory_that_is_moved_away_keeps_its_tenants_and_gets_its_space_back(
@@ -108,3 +111,42 @@ def test_limits_that_may_not_be_asked_for_stop_no_start(monkeypatch: pytest.Monk
     monkeypatch.setattr(resource, "getrlimit", refuse)
     startup.raise_open_files_limit()
     assert asked == [resource.RLIMIT_NOFILE]
+
+
+HEAPS = """
+import ctypes, sys, tempfile, threading
+from io_daemon.serve.startup import use_one_heap
+
+if sys.argv[1] == "one":
+    use_one_heap()
+libc, here = ctypes.CDLL(None), threading.Barrier(8)
+
+def allocate():
+    here.wait()
+    kept = [bytes(4096) for _ in range(64)]
+    here.wait()
+
+threads = [threading.Thread(target=allocate) for _ in range(8)]
+for each in threads:
+    each.start()
+for each in threads:
+    each.join()
+with tempfile.NamedTemporaryFile() as file:
+    libc.fopen.restype = ctypes.c_void_p
+    stream = ctypes.c_void_p(libc.fopen(file.name.encode(), b"w"))
+    libc.malloc_info(0, stream)
+    libc.fclose(stream)
+    print(file.read().count(b"<heap nr="))
+"""
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_info"), reason="needs glibc, which says what heaps it has")
+def test_threads_of_the_daemon_share_one_heap() -> None:
+    def heaps(how: str) -> int:
+        run = subprocess.run(
+            [sys.executable, "-c", HEAPS, how], capture_output=True, text=True, check=True, timeout=DEADLINE_S
+        )
+        return int(run.stdout)
+
+    assert heaps("many") > 1
+    assert heaps("one") == 1
