@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from tests.infinity.deepspeed.differential.decided import DECIDED, stale, undecided
 from tests.infinity.deepspeed.differential.facts import read
@@ -76,3 +78,24 @@ def test_a_decision_excuses_what_it_speaks_of_alone() -> None:
     assert undecided("training.tied_weights[2]", told) == told
     name = "backwards.gradients_of_inputs_asked_for_apart[3-2]"
     assert undecided(name, ["[0][0]: 0.5 != 1.0", "[0][1]: 0.5 != 1.1"]) == ["[0][1]: 0.5 != 1.1"]
+
+
+def test_the_real_one_divides_fp16_by_a_scale_at_stage_0_that_it_never_multiplied_with() -> None:
+    """Why its losses are others there: plain torch that does so has them; Adam's eps is no longer small then."""
+    torch.manual_seed(7)
+    first, second, head = nn.Linear(12, 12).half(), nn.Linear(12, 12).half(), nn.Linear(12, 3).half()
+    params = [*first.parameters(), *second.parameters(), *head.parameters()]
+    masters = [param.detach().float() for param in params]
+    generator = torch.Generator().manual_seed(100)
+    losses = []
+    for number in range(1, 9):
+        x, y = torch.randn(4, 12, generator=generator).half(), torch.randint(3, (4,), generator=generator)
+        loss = nn.functional.cross_entropy(head(torch.tanh(second(torch.tanh(first(x))))).float(), y)
+        (loss / 6).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        for param, master in zip(params, masters, strict=True) if number == 6 else ():
+            assert param.grad is not None
+            gradient = param.grad.float() / 2**16
+            master -= 3e-3 * 0.1 * gradient / ((0.001 * gradient.square()).sqrt() + 1e-8)
+            param.data.copy_(master)
+    assert losses == pytest.approx(read()["found.in_16_bits[bert]"][0], rel=1e-8)
