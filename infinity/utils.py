@@ -7,6 +7,7 @@ running step: the mean over ranks, summed over its micro-batches so far.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -42,6 +43,7 @@ __all__ = [
     "z3_leaf_module",
     "z3_leaf_parameter",
 ]
+_log = logging.getLogger(__name__)
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
@@ -55,8 +57,19 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The gradient; None if the running step has none of the parameter."""
-    return _read(param, ObjectKind.GRAD, whole=True)
+    """The gradient; None if the running step has none of the parameter, which is logged where it could have one.
+
+    ``step()`` uses gradients up: callbacks that Transformers calls after it, and Accelerate's loops, whose backward
+    steps, too, ask too late, as PEFT's AdaLoRA does.
+    """
+    gradient = _read(param, ObjectKind.GRAD, whole=True)
+    if gradient is None and param.requires_grad and (owner := _runtime_of(param)) is not None:
+        _log.warning(
+            "%s has no gradient now: a step uses gradients up, under Accelerate inside of backward(); ask between "
+            "engine.backward() and engine.step(), or in param.register_post_accumulate_grad_hook()",
+            owner.sharded_param(param).name,
+        )
+    return gradient
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:

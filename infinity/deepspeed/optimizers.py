@@ -86,9 +86,34 @@ class DeepSpeedCPUAdam(_Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         _refuse_narrow_states(fp32_optimizer_states)
+        model_params = list(model_params)
+        _refuse_groups_of_others(model_params)
         super().__init__(
             model_params, lr, betas, eps, weight_decay, amsgrad=amsgrad, decoupled=adamw_mode, corrected=bias_correction
         )
+
+
+_KEYS_OF_OTHERS = {
+    "momentum", "dampening", "nesterov", "alpha", "centered", "rho", "etas", "step_sizes", "lambd", "t0",
+    "momentum_decay", "initial_accumulator_value", "scale_parameter", "relative_step", "clip_threshold", "beta1",
+    "beta2_decay",
+}  # fmt: skip
+"""What groups of an optimizer hold that is no Adam."""
+
+
+def _refuse_groups_of_others(groups: list[Any]) -> None:
+    """Accelerate makes this Adam of the groups of any optimizer whose states are offloaded, without a word."""
+    for group in groups:
+        if not isinstance(group, dict):
+            return
+        foreign = sorted(_KEYS_OF_OTHERS & group.keys())
+        if foreign or ("differentiable" in group and "amsgrad" not in group):  # torch's Adamax and RAdam
+            raise ConfigError(
+                "optimizer",
+                f"groups with {', '.join(foreign) or 'differentiable and no amsgrad'}",
+                "they are of another optimizer than Adam, in whose place Accelerate puts DeepSpeedCPUAdam under "
+                'offload_optimizer: write "zero_force_ds_cpu_optimizer": false into the configuration to train with it',
+            )
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
@@ -102,10 +127,13 @@ class DeepSpeedCPUAdagrad(Adagrad):
         weight_decay: float = 0.0,
         amsgrad: bool = False,
         fp32_optimizer_states: bool = True,
+        adamw_mode: bool = False,
     ) -> None:
+        """``adamw_mode``: Accelerate passes False."""
         _refuse_narrow_states(fp32_optimizer_states)
-        if amsgrad:
-            raise ConfigError("amsgrad", True, "Adagrad has no such variant: leave it out")
+        for name, value in (("amsgrad", amsgrad), ("adamw_mode", adamw_mode)):
+            if value:
+                raise ConfigError(name, True, "Adagrad has no such variant: leave it out")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
 
 

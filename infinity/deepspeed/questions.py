@@ -159,6 +159,11 @@ ABSENT: Final[Mapping[str, str]] = {
     "losses": "add up what the engine returned",
     "quantizer": "quantisation is not built: train in bf16, fp16 or fp32",
     "mpu": "there is no model parallelism",
+    **dict.fromkeys(
+        ("train_batch", "eval_batch", "set_dataloader", "set_batch_fn", "is_first_stage", "is_last_stage"),
+        "they are of a pipeline's engine, and there is no pipeline parallelism: call engine(), engine.backward() and "
+        "engine.step() for each micro-batch",
+    ),
 }
 """What an engine of DeepSpeed's has and this one has not, with what to do instead."""
 

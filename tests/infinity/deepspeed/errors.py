@@ -66,6 +66,30 @@ SCRIPTS: dict[str, str] = {
     "Gradients by `.grad`": (
         "engine = start()\nengine.backward(engine(torch.ones(4, 8)).sum())\nprint(model[0].weight.grad)"
     ),
+    "A pipeline's batches": "start().train_batch(iter([]))",
+    "The topology of a pipeline": "from deepspeed.runtime.pipe.topology import ProcessTopology",
+    "Ulysses attention": "from deepspeed.sequence.layer import DistributedAttention",
+    "A mesh of ranks": "deepspeed.initialize(model=model, config=BASE, mesh_param=(1, 2))",
+    "Groups of experts": "deepspeed.utils.groups.initialize(ep_size=2)",
+    "Layers of sparse attention": "from deepspeed.ops.sparse_attention import SparseSelfAttention",
+    "Compression by call": "from deepspeed.compression.compress import init_compression",
+    "The elastic batch size": "from deepspeed.elasticity import compute_elastic_config",
+    "0/1 Adam": 'start(optimizer={"type": "ZeroOneAdam", "params": {"lr": 1e-3}})',
+    "AIO handles": "from deepspeed.ops.aio import AsyncIOBuilder",
+    "Comet": 'start(comet={"enabled": True, "project": "p"})',
+    "Inference by tensor parallelism": "deepspeed.init_inference(model, mp_size=2, dtype=torch.float32)",
+    "Inference in 8 bits": "deepspeed.init_inference(model, dtype=torch.int8)",
+    "The profiler by call": "from deepspeed.profiling.flops_profiler import get_model_profile",
+    "Timers": "from deepspeed.utils.timer import SynchronizedWallClockTimer",
+    "Optimized linear layers": "from deepspeed.linear import OptimizedLinear, LoRAConfig",
+    "Data efficiency": 'start(data_efficiency={"enabled": True, "data_sampling": {"enabled": True}})',
+    "Progressive layer drop": 'start(progressive_layer_drop={"enabled": True, "theta": 0.5})',
+    "The tool of universal checkpoints": "from deepspeed.checkpoint.ds_to_universal import main",
+    "An accelerator of one's own": "from deepspeed.accelerator import set_accelerator",
+    "SGD whose states Accelerate offloads": (
+        "sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+        "deepspeed.ops.adam.DeepSpeedCPUAdam(sgd.param_groups)  # as Accelerate does, without a word"
+    ),
     "A misspelt key": 'start(zero_optimization={"stage": 3, "stage3_max_live_parameter": 1})',
     "A misspelt name": "from deepspeed.utils import safe_get_full_grads",
 }

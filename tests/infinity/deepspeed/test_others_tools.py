@@ -115,6 +115,17 @@ def test_the_summary_of_collectives_is_logged(caplog: pytest.LogCaptureFixture) 
         comm.log_summary(return_dict=True)
 
 
+def test_a_gradient_that_is_asked_for_behind_the_step_is_none_and_said_to_be(caplog: pytest.LogCaptureFixture) -> None:
+    engine = _engine()
+    weight = engine.module[0].weight
+    engine.backward(engine(torch.ones(2, 16)).square().mean())
+    assert deepspeed.utils.safe_get_full_grad(weight) is not None
+    assert caplog.messages == []
+    engine.step()
+    assert deepspeed.utils.safe_get_full_grad(weight) is None
+    assert any("0.weight has no gradient now: a step uses gradients up" in message for message in caplog.messages)
+
+
 @pytest.mark.parametrize("name", sorted(ABSENT))
 def test_what_an_optimizer_has_not_is_refused_in_words(name: str) -> None:
     optimizer = object.__new__(optimizer_kinds.DeepSpeedZeroOptimizer_Stage3)

@@ -88,13 +88,28 @@ def test_adam_without_bias_correction_uses_the_moments_as_they_are() -> None:
     [
         lambda params: FusedAdam(params, amsgrad=True),
         lambda params: DeepSpeedCPUAdagrad(params, amsgrad=True),
+        lambda params: DeepSpeedCPUAdagrad(params, adamw_mode=True),
         lambda params: DeepSpeedCPUAdam(params, fp32_optimizer_states=False),
         lambda params: DeepSpeedCPULion(params, fp32_optimizer_states=False),
     ],
 )
 def test_variants_that_are_not_built_are_refused(make: Make) -> None:
-    with pytest.raises(ConfigError, match=r"amsgrad|fp32_optimizer_states"):
+    with pytest.raises(ConfigError, match=r"amsgrad|adamw_mode|fp32_optimizer_states"):
         make([nn.Parameter(torch.zeros(1))])
+
+
+@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "NAdam", "Adamax", "RAdam", "ASGD", "Rprop", "Adadelta", "Adagrad"])
+def test_groups_of_another_optimizer_are_not_stepped_by_adam(kind: str) -> None:
+    """Accelerate makes a DeepSpeedCPUAdam of them under offload_optimizer, and says nothing."""
+    groups = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1))], lr=0.1).param_groups
+    with pytest.raises(ConfigError, match='"zero_force_ds_cpu_optimizer": false'):
+        DeepSpeedCPUAdam(groups)
+
+
+def test_groups_of_adam_and_names_of_ones_own_are_taken() -> None:
+    for kind in (torch.optim.Adam, torch.optim.AdamW):
+        groups = kind([{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 0.5}]).param_groups
+        assert DeepSpeedCPUAdam(groups).param_groups[0]["lr_scale"] == 0.5
 
 
 def test_gradients_are_zeroed_where_that_is_asked_for() -> None:
