@@ -1,0 +1,156 @@
+"""Loops of one's own with Accelerate."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from torch.utils.data import DataLoader
+from transformers import LlamaForCausalLM, get_scheduler, set_seed
+
+from tests.infinity.deepspeed.unmodified.nets import Rows, llama_config, padded, weights
+from tests.infinity.deepspeed.unmodified.run import program
+
+
+def accelerator_of(given: Any, **others: Any) -> Accelerator:
+    plugin = None if given is None else DeepSpeedPlugin(hf_ds_config=given)
+    return Accelerator(deepspeed_plugin=plugin, cpu=True, **{"gradient_accumulation_steps": 2, **others})
+
+
+def parts(accelerator: Accelerator, *, ragged: bool = False) -> tuple[Any, ...]:
+    set_seed(0)
+    model = LlamaForCausalLM(llama_config())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    schedule = get_scheduler("cosine", optimizer, 1, 12)
+    loader = DataLoader(Rows(11 if ragged else 12, ragged=ragged), batch_size=2, collate_fn=padded)
+    return accelerator.prepare(model, optimizer, loader, schedule)
+
+
+def epoch(accelerator: Accelerator, made: tuple[Any, ...], clip: float | None = 1.0) -> dict[str, list[float]]:
+    model, optimizer, loader, schedule = made
+    losses, norms, rates = [], [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients and clip is not None:
+                norm = accelerator.clip_grad_norm_(model.parameters(), clip)
+                norms.append(None if norm is None else float(norm))
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+        rates.append(schedule.get_last_lr())
+    return {"losses": losses, "norms": norms, "rates": rates}
+
+
+@program
+def accumulated_and_clipped(given: Any) -> Any:
+    config = None if given is None else {**given, "gradient_clipping": 1.0}
+    accelerator = accelerator_of(config)
+    made = parts(accelerator)
+    first, second = epoch(accelerator, made), epoch(accelerator, made)
+    for found in (first, second):
+        del found["norms"]  # DeepSpeed clips inside its step: Accelerate has no norm to return before it
+    return {"first": first, "second": second, "state": accelerator.get_state_dict(made[0])}
+
+
+@program
+def an_epoch_that_ends_within_an_accumulation(given: Any) -> Any:
+    accelerator = accelerator_of(
+        given if given is None else {**given, "gradient_clipping": 0.0}, gradient_accumulation_steps=4
+    )
+    made = parts(accelerator, ragged=True)
+    found = [epoch(accelerator, made, None), epoch(accelerator, made, None)]
+    return {"epochs": found, "state": accelerator.get_state_dict(made[0])}
+
+
+@program
+def saved_and_loaded(given: Any) -> Any:
+    accelerator = accelerator_of(given if given is None else {**given, "gradient_clipping": 0.0})
+    made = parts(accelerator)
+    accelerator.register_for_checkpointing(Counter())
+    first = epoch(accelerator, made, None)
+    accelerator.save_state("state")
+    second = epoch(accelerator, made, None)
+    accelerator.load_state("state")
+    again = epoch(accelerator, made, None)
+    if again != second:
+        raise AssertionError("what was loaded is not what was saved")
+    return {"first": first, "second": second, "state": accelerator.get_state_dict(made[0])}
+
+
+class Counter:
+    """What scripts keep beside the model."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"count": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        if state != {"count": 3}:
+            raise ValueError(state)
+
+
+@program
+def unwrapped_and_saved(given: Any) -> Any:
+    accelerator = accelerator_of(given if given is None else {**given, "gradient_clipping": 0.0})
+    made = parts(accelerator)
+    epoch(accelerator, made, None)
+    state = accelerator.get_state_dict(made[0])
+    accelerator.unwrap_model(made[0]).save_pretrained("saved", state_dict=state, save_function=accelerator.save)
+    accelerator.save_model(made[0], "modelled")
+    from safetensors.torch import load_file
+
+    return {"saved": load_file("saved/model.safetensors"), "modelled": load_file("modelled/model.safetensors")}
+
+
+@program
+def evaluated_between(given: Any) -> Any:
+    accelerator = accelerator_of(given if given is None else {**given, "gradient_clipping": 0.0})
+    made = parts(accelerator)
+    test = accelerator.prepare(DataLoader(Rows(5), batch_size=2, collate_fn=padded))
+    found = []
+    for _ in range(2):
+        made[0].eval()
+        for batch in test:
+            with torch.no_grad():
+                logits = made[0](**batch).logits
+            found.append(accelerator.gather_for_metrics((logits, batch["labels"]))[0])
+        made[0].train()
+        epoch(accelerator, made, None)
+    generated = accelerator.unwrap_model(made[0]).generate(
+        input_ids=Rows(2)[0]["input_ids"][None], max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    return {"logits": found, "tokens": generated, "weights": weights(accelerator.unwrap_model(made[0]))}
+
+
+@program
+def two_models_two_optimizers(given: Any) -> Any:
+    """A frozen teacher and a pupil, of which Accelerate makes an engine each."""
+    plugins = None
+    if given is not None:
+        first = {**given, "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 2}
+        second = dict(first)
+        plugins = {"pupil": DeepSpeedPlugin(hf_ds_config=first), "rival": DeepSpeedPlugin(hf_ds_config=second)}
+    accelerator = Accelerator(deepspeed_plugins=plugins, cpu=True)
+    set_seed(0)
+    models = [LlamaForCausalLM(llama_config()) for _ in range(2)]
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
+    loader = DataLoader(Rows(8), batch_size=2, collate_fn=padded)
+    prepared = []
+    for at, (model, optimizer) in enumerate(zip(models, optimizers, strict=True)):
+        if given is not None:
+            accelerator.state.select_deepspeed_plugin(("pupil", "rival")[at])
+        prepared.append(accelerator.prepare(model, optimizer))
+    loader = accelerator.prepare(loader)
+    losses = []
+    for batch in loader:
+        for model, optimizer in prepared:
+            loss = model(**batch).loss
+            accelerator.backward(loss) if given is None else model.backward(loss)
+            optimizer.step() if given is None else model.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    return {"losses": losses, "weights": [weights(accelerator.unwrap_model(model)) for model, _ in prepared]}
