@@ -25,28 +25,7 @@ CONFIG = {
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.0}},
     "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
 }
-PLAIN = """
-import os, sys
-import torch, torch.distributed as dist
-from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-
-rank, world_size = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-torch.manual_seed(3)
-model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32))
-if world_size > 1:
-    dist.init_process_group("gloo")
-trained = DistributedDataParallel(model) if world_size > 1 else model
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
-generator = torch.Generator().manual_seed(rank)
-for batch in [torch.randn(4, 32, generator=generator) for _ in range(8)]:
-    nn.functional.mse_loss(trained(batch), batch).backward()
-    optimizer.step()
-    optimizer.zero_grad()
-torch.save(model.state_dict(), f"{sys.argv[1]}/plain-{rank}.pt")
-if world_size > 1:
-    dist.destroy_process_group()
-"""
+PLAIN = Path(__file__).with_name("plain_script.py").read_text()
 
 
 def _infinity(*words: str | Path, cwd: Path | None = None, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -81,7 +60,7 @@ def test_a_module_that_is_no_program_says_so() -> None:
 
 
 def _plain_weights(tmp_path: Path, world_size: int) -> dict[str, Tensor]:
-    for ended in run_ranks(PLAIN, tmp_path, num_ranks=world_size, words=[str(tmp_path)]):
+    for ended in run_ranks(PLAIN, tmp_path, num_ranks=world_size, words=["--out", str(tmp_path)]):
         assert ended.code == 0, ended.errors
     weights: dict[str, Tensor] = torch.load(tmp_path / "plain-0.pt")
     return weights
