@@ -176,10 +176,9 @@ class SubGroup:
         values = self._scratch.take(self.placement.numel, param.dtype, param.device, of="gradients")[
             offset : offset + param.numel()
         ]
-        if is_alike and factor is not None:
-            return torch.mul(grad, factor.to(param.device), out=values)
-        values.copy_(grad)
-        return values if factor is None else values.mul_(factor.to(param.device))
+        if not is_alike:
+            grad = values.copy_(grad)
+        return grad if factor is None else torch.mul(grad, factor.to(param.device), out=values)
 
     def _ranges(self, terms: Terms) -> Iterator[tuple[list[int], int, int]]:
         """(parameters, chunk offset, numel) of what is stepped alike: whole runs, where all of one are to be stepped

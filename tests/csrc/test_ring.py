@@ -250,6 +250,28 @@ def test_wait_sees_time_pass_entries_and_the_other_descriptor(
         consumer.wait(-1)
 
 
+def test_an_entry_goes_before_what_the_other_descriptor_says(
+    region: Region, producer: SubmissionRing, consumer: SubmissionRing
+) -> None:
+    """What a side has pushed before its end is answered, though nothing but its end has woken this one."""
+    reader, writer = os.pipe()
+    sleeps = RING_OFFSET + HEADER["consumer_sleeps"][0]
+
+    def push_and_end() -> None:
+        while not region.array()[sleeps]:
+            pass
+        set_header(region, "consumer_sleeps", 0)  # so that the push wakes nobody
+        push(producer, 1)
+        os.close(writer)
+
+    thread = threading.Thread(target=push_and_end)
+    thread.start()
+    found = consumer.wait(DEADLINE_MS, reader)
+    thread.join()
+    os.close(reader)
+    assert (found, consumer.pop()[0]) == (READY, 1)
+
+
 def test_wait_is_not_fooled_by_stale_signals(consumer: SubmissionRing, wakes: tuple[socket.socket, ...]) -> None:
     for _ in range(5):
         wakes[0].send(b"x")

@@ -137,7 +137,12 @@ UPDATE: Final = Room(
         "norms.py": [U + "test_norms.py", U + "test_gradients.py", *TRAINING],
         "in_backward.py": [T + "test_update_in_backward.py"],
         "muon.py": [U + "test_muon.py", U + "test_rules.py", *TRAINING],
-        "loss_scale.py": [U + "test_loss_scale.py", U + "test_optimizer.py", *TRAINING],
+        "loss_scale.py": [
+            U + "test_loss_scale.py",
+            U + "test_optimizer.py",
+            T + "test_torch_autocast.py",
+            *TRAINING,
+        ],
         "optimizer.py": [
             U + "test_optimizer.py",
             U + "test_stored_state.py",

@@ -15,7 +15,7 @@ import infinity
 from infinity.config import parse_config
 from infinity.errors import LossScaleError
 from infinity.tiers.due import DUE_TRACES
-from infinity.update.loss_scale import DynamicLossScale, FixedLossScale, LossScale, loss_scale_of
+from infinity.update.loss_scale import DynamicLossScale, FixedLossScale, LossScale, TorchLossScale, loss_scale_of
 from tests.support.plain_scale import PlainScale
 from tests.support.reference import differing_bits
 
@@ -44,7 +44,36 @@ def test_the_dynamic_scale_is_deepspeeds(
                 ours.update(overflow=overflow)
             return
         ours.update(overflow=overflow)
-        assert ours.value == plain.scale
+        assert (ours.value, ours.last_overflow_iter) == (plain.scale, plain.last_overflow)
+
+
+def test_the_scale_goes_as_torchs_for_thousands_of_steps() -> None:
+    scaler, scale = torch.amp.GradScaler("cpu"), TorchLossScale()
+    param = nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([param], lr=0.0)
+    for step in range(4500):
+        overflow = step in (3, 4, 2300)
+        param.grad = torch.full((1,), float("inf") if overflow else 1.0)
+        scaler.scale(torch.zeros(()))
+        scaler.step(optimizer)
+        scaler.update()
+        scale.update(overflow=overflow)
+        if step % 50 == 0 or overflow:
+            assert scale.value == scaler.get_scale()
+    again = TorchLossScale()
+    again.load_state_dict(scale.state_dict())
+    assert (again.value, again.state_dict()) == (scale.value, scale.state_dict())
+
+
+def test_torchs_scale_falls_to_the_least_and_no_further() -> None:
+    scale = TorchLossScale(4 * TorchLossScale.LEAST)
+    for _ in range(2):
+        scale.update(overflow=True)
+    assert scale.value == TorchLossScale.LEAST
+    scale.update(overflow=False)
+    with pytest.raises(LossScaleError):
+        scale.update(overflow=True)
+    assert scale.value == TorchLossScale.LEAST
 
 
 def scale_of(**sections: Any) -> LossScale:

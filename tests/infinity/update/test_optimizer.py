@@ -328,6 +328,9 @@ def test_a_step_runs_what_the_engine_has_bound() -> None:
     assert runs == [1]
     with pytest.raises(ValueError, match="closure"):
         optimizer.step(lambda: 0.0)
+    optimizer.param_groups[0]["params"] = params_of(1)
+    with pytest.raises(EngineStateError, match="or others"):
+        optimizer.step()
     assert runs == [1]
     optimizer.zero_grad()
     assert runs == [1, 2]

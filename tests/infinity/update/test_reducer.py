@@ -253,6 +253,28 @@ def test_a_failed_step_is_begun_anew_on_every_rank() -> None:
         assert_mean(ranks, param, 3.0)
 
 
+def test_what_was_put_off_is_reduced_once_when_somebody_asks_for_it() -> None:
+    def work(own: OneRank) -> None:
+        own.reducer.puts_off = True
+        for value in (1.0, 2.0):
+            for param in (0, 1):
+                own.give(param, value + own.rank)
+            own.reducer.finish()
+        assert (own.added, own.reducer.has_put_off, own.reducer.has_any) == ([], True, True)
+        own.reducer.norms = True
+        for _ in range(2):
+            own.reducer.settle()
+        assert own.added == [(0, [0, 1], False)], "the step's norm is of all its gradients: not taken yet"
+        assert not own.reducer.has_put_off
+
+    ranks = on_two(work)
+    for own in ranks:
+        said = own.shards.collectives.said  # type: ignore[attr-defined]
+        assert sum("reduce what was put off" in what for what in said) == 1
+    for param in (0, 1):
+        assert_mean(ranks, param, 4.0)
+
+
 def test_the_order_is_learnt_once_from_rank_0() -> None:
     def work(own: OneRank) -> None:
         for order in ((2, 3, 0, 1), (3, 0, 1, 2), (0, 1, 2, 3)):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -23,8 +25,8 @@ BUCKET = 1000
 """Elements that stay in memory."""
 
 
-def config_of(**io_daemon: Any) -> Any:
-    zero = {"stage": 3, "stage3_prefetch_bucket_size": BUCKET}
+def config_of(offload: Mapping[str, Any] = MappingProxyType({}), **io_daemon: Any) -> Any:
+    zero = {"stage": 3, "stage3_prefetch_bucket_size": BUCKET, **offload}
     return parse_config({"train_batch_size": 1, "zero_optimization": zero, "io_daemon": io_daemon})
 
 
@@ -89,6 +91,18 @@ def test_pieces_are_registered_once_and_written_anew_each_time() -> None:
     assert area.store.acquired()[3:6] == [(chunk, STAGING, 0) for chunk in range(3)]
     assert torch.equal(values(param).view(-1), 2 * torch.arange(1.0, 151)), "what was written is kept"
     assert area.store.num_held == 0
+
+
+def test_a_parameter_larger_than_the_arena_is_staged_in_pieces_of_a_frame(tmp_path: Path) -> None:
+    offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
+    area = StagingArea(config_of(offload, host_budget_bytes=8 << 20), Collectives(None))
+    assert area.arena_bytes == 1 << 20
+    param = nn.Parameter(torch.arange(300_000.0))
+    area.adopt(param, "Linear.weight")
+    area.stage_everything()
+    assert area.staged(param).is_staged
+    assert torch.equal(values(param), torch.arange(300_000.0))
+    area._end()
 
 
 @pytest.mark.parametrize(("shape", "order"), [((4, 6), (1, 0)), ((2, 3, 4), (2, 0, 1)), ((5, 70), None)])
