@@ -62,7 +62,9 @@ class HostTier:
     def start_pass(self, plan: Plan | None) -> None:
         """The next access is the first of ``plan`` (None: of an unknown order)."""
         if self._cursor.start_pass(plan):
-            self._rewind(self._cursor.tick)
+            self._pointer = self._cursor.tick
+            self._readied.clear()
+            self._readied_frames = self._kept_free_frames = 0
             self._order.rank_anew()
 
     @property
@@ -86,7 +88,9 @@ class HostTier:
             item.note_use()
             cursor.predict(item, tick)
         while self._readied and self._readied[0][0] < cursor.tick:
-            self._forget_readied(self._readied.popleft())
+            _, num_frames, num_kept_free = self._readied.popleft()
+            self._readied_frames -= num_frames
+            self._kept_free_frames -= num_kept_free
 
     # What is there, and what it came to.
 
@@ -326,13 +330,3 @@ class HostTier:
                 clean.append(item)
         for item in clean:
             self._rest(item)
-
-    def _rewind(self, tick: int) -> None:
-        """What was readied from ``tick`` on is to be looked at again."""
-        self._pointer = max(tick, self._cursor.tick)
-        while self._readied and self._readied[-1][0] >= tick:
-            self._forget_readied(self._readied.pop())
-
-    def _forget_readied(self, entry: tuple[int, int, int]) -> None:
-        self._readied_frames -= entry[1]
-        self._kept_free_frames -= entry[2]

@@ -264,7 +264,7 @@ def test_what_was_put_off_is_reduced_once_when_somebody_asks_for_it() -> None:
         own.reducer.norms = True
         for _ in range(2):
             own.reducer.settle()
-        assert own.added == [(0, [0, 1], False)], "the step's norm is of all its gradients: not taken yet"
+        assert own.added == [(2, [3], False), (1, [2], False), (0, [0, 1], False)], "and no norm is taken of it yet"
         assert not own.reducer.has_put_off
 
     ranks = on_two(work)

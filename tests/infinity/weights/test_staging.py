@@ -96,7 +96,7 @@ def test_pieces_are_registered_once_and_written_anew_each_time() -> None:
 def test_a_parameter_larger_than_the_arena_is_staged_in_pieces_of_a_frame(tmp_path: Path) -> None:
     offload = {"offload_param": {"device": "nvme", "nvme_path": str(tmp_path)}}
     area = StagingArea(config_of(offload, host_budget_bytes=8 << 20), Collectives(None))
-    assert area.arena_bytes == 1 << 20
+    assert 0 < area.arena_bytes < 4 * 300_000
     param = nn.Parameter(torch.arange(300_000.0))
     area.adopt(param, "Linear.weight")
     area.stage_everything()

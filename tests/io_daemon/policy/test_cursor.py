@@ -136,6 +136,16 @@ def test_a_guess_is_as_far_ahead_as_the_last_use_is_back() -> None:
     assert (item.next_use, item.kept) == (UNKNOWN_USE - 6, True)
 
 
+@pytest.mark.parametrize(("ahead", "holds"), [(1, True), (0, True), (-1, False)])
+def test_without_a_plan_an_older_prediction_holds_until_it_is_past(ahead: int, holds: bool) -> None:
+    cursor, item = Cursor(), item_of(0)
+    for _ in range(5):
+        cursor.advance(1, 1, 0)
+    item.last_use, item.next_use = 2, cursor.tick + ahead
+    cursor.refresh(item)
+    assert item.next_use == (5 + ahead if holds else UNKNOWN_USE - 2)
+
+
 def test_what_a_new_plan_does_not_name_is_of_no_known_use() -> None:
     cursor = cursor_on(scan(3))
     for item in (item_of(2, kind=1), item_of(7)):
