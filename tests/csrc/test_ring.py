@@ -160,9 +160,13 @@ def test_read_only_region_and_bad_wake_fds_are_refused(region: Region, wake_fd: 
         SubmissionRing(region, 0, NUM_ENTRIES, -1, create=True)
     assert caught.value.errno == errno.EBADF
     event_fd = os.eventfd(0)  # one description for both sides: the other side could make this one block
-    with pytest.raises(ValueError, match="datagram socket"):
-        SubmissionRing(region, 0, NUM_ENTRIES, event_fd, create=True)
+    stream, other = socket.socketpair()
+    for wrong_fd in (event_fd, stream.fileno()):
+        with pytest.raises(ValueError, match="datagram socket"):
+            SubmissionRing(region, 0, NUM_ENTRIES, wrong_fd, create=True)
     os.close(event_fd)
+    stream.close()
+    other.close()
 
 
 @pytest.mark.parametrize("tail", [NUM_ENTRIES + 1, 2**32, 2**64 - 1])
