@@ -7,6 +7,7 @@ passes on the exit code of what it ran; a process ended by signal n counts as 12
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 
@@ -133,7 +134,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     plan.add_argument(
         "--host-budget-bytes", type=_bytes, nargs="+", required=True, metavar="BYTES", help="e.g. 512M 1G 64e9"
     )
-    plan.add_argument("--compute-tflops", type=float, metavar="N", help="of the accelerators; default: this CPU")
+    plan.add_argument("--compute-tflops", type=_positive, metavar="N", help="of the accelerators; default: this CPU")
     plan.add_argument("--size", type=_bytes, default=8 << 30, metavar="BYTES", help="most bytes to write (default 8G)")
     plan.add_argument("--steps", type=_steps, default=5, metavar="N", help="replayed and measured (default 5)")
     plan.add_argument("--plot", metavar="FILE", help="step time and traffic against the budget, a picture (.svg, .png)")
@@ -146,7 +147,7 @@ def _add_step_arguments(trace: argparse.ArgumentParser) -> None:
     trace.add_argument("--config", required=True, metavar="FILE", help="the training configuration (JSON)")
     what = trace.add_mutually_exclusive_group(required=True)
     what.add_argument(
-        "--model-params", type=float, metavar="N", help="a Llama-like model of about N parameters, e.g. 70e9"
+        "--model-params", type=_positive, metavar="N", help="a Llama-like model of about N parameters, e.g. 70e9"
     )
     what.add_argument(
         "--model",
@@ -314,23 +315,40 @@ def _bytes(text: str) -> int:
     from io_daemon.command.sizes import parse_bytes
 
     try:
-        return int(float(text))
+        value = float(text)
     except ValueError:
         return parse_bytes(text)
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 4096, 512M, 2G or 64e9")
+    return int(value)
+
+
+def _positive(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"{text} is not a number above 0: write 70e9 or 0.5")
+    return value
 
 
 def _steps(text: str) -> int:
     """Fewer have no median worth the name: `io-daemon bench step` refuses them, after the model was run."""
-    value = int(text)
-    if value < 3:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 3")
-    return value
+    return _whole(text, at_least=3)
 
 
 def _count(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return _whole(text, at_least=1)
+
+
+def _whole(text: str, *, at_least: int) -> int:
+    try:
+        value = int(text)
+    except ValueError:
+        value = at_least - 1
+    if value < at_least:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least {at_least}")
     return value
 
 

@@ -27,6 +27,7 @@ from infinity.errors import BudgetError, ConfigError
 from infinity.plan.precision import Precision
 from infinity.plan.stage import StagePolicy
 from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK
+from io_daemon.command.output_files import check_output
 from io_daemon.policy.step_trace import SUFFIX, save
 from io_daemon.shared.metrics import size_text
 
@@ -64,6 +65,7 @@ def plan(parsed: argparse.Namespace) -> int:
         )
     if parsed.plot is not None:
         _need_matplotlib()
+        check_output("plot", Path(parsed.plot))
     interpreter_bytes, budgets = pss_bytes(os.getpid()), sorted(set(parsed.host_budget_bytes))
     found = []
     with tempfile.TemporaryDirectory(prefix="infinity-plan-", dir=parsed.swap_dir) as directory:

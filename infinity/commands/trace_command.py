@@ -40,6 +40,7 @@ from infinity.tiers.daemon import chunk_spec
 from infinity.tiers.recording import RecordingTier, StepRecorder
 from infinity.update.optimizer import group_indices, refuse_storage, sharded_from_config
 from infinity.weights.sharded_model import Layout
+from io_daemon.command.output_files import check_output
 from io_daemon.machine.cpu_load import CpuLoad
 from io_daemon.machine.cpuinfo import processor_name
 from io_daemon.policy.step_trace import SUFFIX, CpuRates, StepTrace, save, world_text
@@ -117,7 +118,7 @@ class StepOfModel:
         self.tier.store.recorder = recorder
         for _ in range(self.config.gradient_accumulation_steps):
             output = self.engine(*self.subject.batch)
-            self.engine.backward(getattr(output, "loss", output))
+            self.engine.backward(_loss_in(output, self.subject.name))
             self.engine.step()
         if recorder is not None:
             recorder.end()
@@ -202,6 +203,8 @@ def machine_name() -> str:
 
 def trace(parsed: argparse.Namespace) -> int:
     """``parsed``: see ``infinity.commands.cli``."""
+    if parsed.out is not None:
+        check_output("out", Path(parsed.out))
     step, made = traced(parsed)
     of_world = f"-{made.num_nodes}x{made.ranks_per_node}" if step.world.num_ranks > 1 else ""
     path = Path(parsed.out or f"{made.model}{of_world}{SUFFIX}")
@@ -264,6 +267,14 @@ def _subject(parsed: argparse.Namespace, config: Config) -> Subject:
         batch=batch,
         tokens_per_micro_batch=tokens_per_micro_batch,
     )
+
+
+def _loss_in(output: Any, model: str) -> torch.Tensor:
+    loss = getattr(output, "loss", output)
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        return loss
+    what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
+    raise ConfigError("model", model, f"its forward returns {what}: return the loss, or something with a .loss")
 
 
 def _count_text(num_params: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import tempfile
@@ -27,6 +28,8 @@ from infinity.commands.demo.training import (
     state_bytes,
     train,
 )
+from infinity.errors import ConfigError
+from io_daemon.command.output_files import check_output
 
 NUM_STEPS = 48
 DESCRIPTION = (
@@ -48,8 +51,18 @@ def main(words: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(words)
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
+    _check_places(arguments)
     with tempfile.TemporaryDirectory(prefix="infinity-demo-", dir=arguments.swap_dir) as swap_dir:
         return _run(arguments, Path(swap_dir))
+
+
+def _check_places(arguments: argparse.Namespace) -> None:
+    """Raises ConfigError: the picture comes after minutes, and may not be what fails then."""
+    if arguments.swap_dir is not None and not os.access(arguments.swap_dir, os.W_OK | os.X_OK):
+        raise ConfigError("swap-dir", str(arguments.swap_dir), "name a directory that can be written")
+    with contextlib.suppress(OSError):  # it is told below
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    check_output("out", arguments.out)
 
 
 def _run(arguments: argparse.Namespace, swap_dir: Path) -> int:
@@ -85,7 +98,6 @@ def _run(arguments: argparse.Namespace, swap_dir: Path) -> int:
     else:
         from infinity.commands.demo.plot import save_plot  # only now: matplotlib takes memory that is not training's
 
-        arguments.out.parent.mkdir(parents=True, exist_ok=True)
         save_plot(arguments.out, records, footprint.timeline, summary)
         console.print(f"picture: {arguments.out}")
     if arguments.json:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pydantic import ValidationError
 
 from io_daemon.bench.result import Report
+from io_daemon.command.output_files import check_output
 from io_daemon.config import first_problem
 from io_daemon.disk.swap_dir import check_swap_dir
 from io_daemon.errors import ConfigError
@@ -33,24 +33,10 @@ def check_files(paths: Mapping[str, Path | None]) -> None:
     for name, path in paths.items():
         if path is None:
             continue
-        if (problem := _write_problem(path)) is not None:
-            raise ConfigError(name, str(path), f"cannot be written ({problem}): name a file in a directory of yours")
+        check_output(name, path)
         missing = [module for module in ("matplotlib", "jinja2") if importlib.util.find_spec(module) is None]
         if missing:
             raise ConfigError(name, str(path), f"needs {' and '.join(missing)}: pip install 'infinity[plot]'")
-
-
-def _write_problem(path: Path) -> str | None:
-    # a page takes the place of what has its name: never a device's, or a link's such as /dev/stdout
-    if path.is_symlink() or (path.exists() and not path.is_file()):
-        return "it is no regular file"
-    if path.exists() and not os.access(path, os.W_OK):
-        return "no permission"
-    try:
-        with tempfile.TemporaryFile(dir=path.parent):  # what os.access says of a directory does not hold for root
-            return None
-    except OSError as error:
-        return error.strerror
 
 
 def load_baseline(path: Path) -> Report:

@@ -35,6 +35,31 @@ def config_file(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--model-params", "nan"], "nan is not a number above 0"),
+        (["--model-params", "inf"], "inf is not a number above 0"),
+        (["--model-params", "7b"], "7b is not a number above 0"),
+        (["--model-params", "1e9", "--host-budget-bytes", "1e400"], "'1e400' is no number of bytes"),
+        (["--model-params", "1e9", "--sequence", "4k"], "4k is not a whole number of at least 1"),
+    ],
+)
+def test_numbers_that_are_none_are_told_by_option(
+    words: list[str], says: str, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["trace", "--config", str(config_file), *words])
+    assert ended.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["--swap-dir", "/no/such/directory"], ["--out", "/dev/null/picture.png"]])
+def test_a_demo_that_has_no_place_says_so_at_once(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", *words]) == 2
+    assert words[1] in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     "words", [["--help"], ["run", "--help"], ["doctor", "--help"], ["config", "--help"], ["config", "check", "--help"],
               ["config", "keys", "--help"], ["config", "schema", "--help"], ["demo", "--help"]],
     ids=" ".join,

@@ -30,6 +30,10 @@ def tiny_gpt() -> tuple[nn.Module, torch.Tensor]:
     return GPT(SHAPE), token_batch(SHAPE, step=0)
 
 
+def no_loss() -> tuple[nn.Module, torch.Tensor]:
+    return nn.Linear(4, 4), torch.zeros(1, 4, dtype=torch.bfloat16)
+
+
 def no_pair() -> int:
     return 1
 
@@ -209,6 +213,11 @@ def test_standard_shapes_have_the_parameters_asked_for(num_params: float) -> Non
         (("--model", "tests.infinity.commands.test_trace_command:no_such"), "cannot be imported"),
         (("--model", "tests.infinity.commands.test_trace_command:no_pair"), "not a pair"),
         (("--model-params", "1e13"), "no shape is known"),
+        (
+            ("--model", "tests.infinity.commands.test_trace_command:no_loss"),
+            "shape [1, 4]: return the loss",
+        ),
+        (("--model-params", "1e9", "--out", "/no/such/directory/trace"), "cannot be written"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(
