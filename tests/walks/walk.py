@@ -246,7 +246,8 @@ class _Drawing:
         return [("again",)]
 
     def _diverge(self) -> list[Action]:
-        left_out = [*(["clips"] if self.recipe.clipping else []), *(OF_SHARDS if self.setting.stage == 0 else [])]
+        may_clip = not self.recipe.clipping and self.setting.accumulation == 1
+        left_out = [*([] if may_clip else ["clips"]), *(OF_SHARDS if self.setting.stage == 0 else [])]
         hows = [how for how in OTHERS if how not in left_out]
         return [("diverge", self.draw.choice(hows), self.draw.randrange(self.num_ranks), self._number())]
 
