@@ -94,7 +94,7 @@ class Contender:
                 line for line in errors.splitlines() if re.search("Error|error:", line) and "ChildFailed" not in line
             ]
             return {"error": (said or ["it said nothing"])[0].strip()[-200:]}
-        found: dict[str, Any] = json.loads(answers[-1])
+        found: dict[str, Any] = json.JSONDecoder().raw_decode(answers[-1])[0]  # ranks may print on one line
         return found
 
 

@@ -54,6 +54,10 @@ DECIDED: Final[dict[str, tuple[str, str]]] = {
         "WeightsError: .* was frozen when the model was sharded",
         "what is unfrozen behind initialize is refused with the remedy",
     ),
+    "trainers.with_the_optim_itself[adafactor]": (
+        "ConfigError: optimizer = 'Adafactor': keeps exp_avg_sq_row",
+        "its states are of rows: it is refused",
+    ),
     "trainers.with_arguments[compiled]": (
         r"EngineStateError: compile\(\): .* use zero_optimization.stage 2",
         "stage 3 is refused with the remedy",
