@@ -111,11 +111,13 @@ class WeightChanges:
     def refresh(self, *, updated: bool = False) -> None:
         """Persistent weights are what the store has, where they were. ``updated``: by an update, and nothing else."""
         for group in self._sharded.groups:
-            if group.persistent and group.state is ShardedState.SHARDED:
+            if not group.persistent:
+                continue
+            if group.state is ShardedState.SHARDED:
                 group.wait_for_unshard(updated=updated)
-                for param in group.params:
-                    if not param.is_shown:
-                        param.show()
+            for param in group.params:
+                if not param.is_shown:  # dropped, and perhaps gathered since then by an evaluation
+                    param.show()
 
     @property
     def chunks_that_stay(self) -> Sequence[int]:
