@@ -46,6 +46,7 @@ def io_of(collectives: Any, precision: Precision = BF16) -> tuple[StateIO, Small
         precision=precision,
         params=shards.params,
         layout=SimpleNamespace(placements=shards.placements),
+        refuse_away=lambda kinds: None,
     )
     return StateIO(sharded), shards
 

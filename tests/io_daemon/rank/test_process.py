@@ -131,31 +131,23 @@ def test_a_daemon_that_cannot_be_started_leaves_no_directory(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("reason", ["locks", "modes"])
-def test_where_no_directory_can_be_locked_none_is_left(
-    reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A network filesystem may know no locks, a user's umask no directories of one's own."""
+def test_where_no_directory_can_be_locked_none_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A network filesystem may know no locks."""
     other = tmp_path / "other"
     other.mkdir()
-    locked_at = {other} if reason == "locks" else set()
+    locked_at = {other}
 
     def flock(fd: int, _operation: int) -> None:
         if Path(os.readlink(f"/proc/self/fd/{fd}")).parent not in locked_at:
             raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    if reason == "locks":
-        monkeypatch.setattr(fcntl, "flock", flock)
-        made = PrivateDir.make([tmp_path, other])
-        assert made.path.parent == other
-        made.remove()
-    else:
-        before = os.umask(0o277)
-        try:
-            with pytest.raises(ConfigError, match="no writable directory for a socket"):
-                PrivateDir.make([tmp_path, other])
-        finally:
-            os.umask(before)
+    monkeypatch.setattr(fcntl, "flock", flock)
+    made = PrivateDir.make([tmp_path, other])
+    assert made.path.parent == other
+    made.remove()
+    locked_at.clear()
+    with pytest.raises(ConfigError, match="no writable directory for a socket"):
+        PrivateDir.make([tmp_path, other])
     assert list(tmp_path.iterdir()) == [other]
     assert list(other.iterdir()) == []
 
