@@ -24,6 +24,7 @@ from tests.walks.averaging import AveragingShadow
 from tests.walks.diverging import UNEVEN, other, usual
 from tests.walks.driven import Driven
 from tests.walks.model import Interrupted
+from tests.walks.remedies import unknown_calls
 from tests.walks.settings import Recipe, Setting
 from tests.walks.shadow import STATES, Shadow
 
@@ -216,6 +217,8 @@ class Walking:
             raise WalkError(f"the engine is FAILED: {words}")
         if not REMEDIES.search(words) and not re.search(r"\bstart with\b|; checkpoints in", words):
             raise WalkError(f"the refusal has no remedy: {words}")
+        if unknown := unknown_calls(words, pair.driven.engine):
+            raise WalkError(f"the refusal names calls that are nowhere, {unknown}: {words}")
         self.ours.random = self.plain.random
         if name == "load_weights":  # torch loads what it can, and tells the rest
             pair.unkept.append(pair.shadow.kept(""))

@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 from tests.support.forkserver import REPOSITORY
+from tests.walks.remedies import unknown_calls
 from tests.walks.walk import walk
-
-NUM_WALKS = 40
 
 
 def test_a_seed_always_gives_the_same_walk() -> None:
@@ -19,13 +21,21 @@ def test_a_seed_always_gives_the_same_walk() -> None:
     assert first == again
 
 
+def test_calls_that_are_nowhere_are_seen() -> None:
+    engine: Any = SimpleNamespace(module=torch.nn.Linear(1, 1), optimizer=None, step=print)
+    words = "call engine.step() or step(), in infinity.zero.GatheredParameters(param); not engine.leap() or fly()"
+    assert unknown_calls(words, engine) == ["engine.leap", "fly"]
+
+
 @pytest.mark.timeout(280)
-def test_walks() -> None:
+@pytest.mark.parametrize(("num_ranks", "first", "num_walks"), [(1, 0, 40), (2, 3001, 5)])
+def test_walks(num_ranks: int, first: int, num_walks: int) -> None:
     """In a process that has run no autograd yet, so that it may fork."""
-    command = [sys.executable, "-m", "tests.walks", "--walks", str(NUM_WALKS), "--json", "--no-shrink"]
+    options = ["--seed", str(first), "--walks", str(num_walks), "--num-ranks", str(num_ranks)]
+    command = [sys.executable, "-m", "tests.walks", *options, "--json", "--no-shrink"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
     found = json.loads(done.stdout)
     print({key: found[key] for key in ("walks", "equal", "refused", "failed")})
     failures = [f"{failure['message']}\n{failure['source']}" for failure in found["failures"]]
     assert not failures, "\n\n".join(failures)
-    assert found["walks"] == NUM_WALKS
+    assert found["walks"] == num_walks
