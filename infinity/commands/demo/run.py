@@ -28,8 +28,8 @@ from infinity.commands.demo.training import (
     state_bytes,
     train,
 )
-from infinity.errors import ConfigError
 from io_daemon.command.output_files import check_output
+from io_daemon.disk.swap_dir import check_swap_dir
 
 NUM_STEPS = 48
 DESCRIPTION = (
@@ -58,8 +58,8 @@ def main(words: Sequence[str] | None = None) -> int:
 
 def _check_places(arguments: argparse.Namespace) -> None:
     """Raises ConfigError: the picture comes after minutes, and may not be what fails then."""
-    if arguments.swap_dir is not None and not os.access(arguments.swap_dir, os.W_OK | os.X_OK):
-        raise ConfigError("swap-dir", str(arguments.swap_dir), "name a directory that can be written")
+    if arguments.swap_dir is not None:
+        check_swap_dir(arguments.swap_dir)
     with contextlib.suppress(OSError):  # it is told below
         arguments.out.parent.mkdir(parents=True, exist_ok=True)
     check_output("out", arguments.out)
