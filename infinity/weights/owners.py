@@ -158,9 +158,10 @@ def refuse_write(owner: Owner, param: nn.Parameter, others: Sequence[str] = ()) 
     """Weights live in the store and only the optimizer writes there: any other change would be lost in silence.
     ``others``: the names of parameters that were changed with it."""
     named = [*others[:NAMED_MAX], *([f"{len(others) - NAMED_MAX} more"] if len(others) > NAMED_MAX else [])]
+    too = f", as {'was' if len(named) == 1 else 'were'} {', '.join(named)}" if named else ""
     owner.refuse(
         param,
-        f"was changed in place{', as were ' if named else ''}{', '.join(named)}, which sharded weights do not keep",
+        f"was changed in place{too}, which sharded weights do not keep",
         "change it inside infinity.zero.GatheredParameters(param, modifier_rank=0), before infinity.initialize(), or "
         "make the change part of forward's arithmetic",
     )

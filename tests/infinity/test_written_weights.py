@@ -29,3 +29,29 @@ def test_one_refusal_undoes_everything_that_was_written() -> None:
     weights = engine.full_state_dict()
     assert all(torch.equal(weights[name], value) for name, value in before.items())
     engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("num_written", "told"),
+    [
+        (1, r"^0\.weight .* was changed in place, which"),
+        (2, r"in place, as was 0\.bias, which"),
+        (21, r"in place, as were 0\.bias, 1\.weight, .*, 10\.weight, which"),
+        (23, r"in place, as were 0\.bias, 1\.weight, .*, 10\.weight, 2 more, which"),
+    ],
+)
+def test_what_was_written_is_named_up_to_a_number(num_written: int, told: str) -> None:
+    model = nn.Sequential(*[nn.Linear(2, 2) for _ in range(16)])
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3},
+    }
+    engine, _, _, _ = infinity.initialize(model=model, config=config)
+    engine(torch.ones(1, 2))
+    with torch.no_grad():
+        for param in list(model.parameters())[:num_written]:
+            param.mul_(2)
+    with pytest.raises(WeightsError, match=told):
+        engine.full_state_dict()
+    engine.destroy()

@@ -38,7 +38,7 @@ from tests.mutations.mutant import Mutant, read_equivalents
 from tests.mutations.rooms import ROOMS, ROOT, Room
 from tests.mutations.worker import OPTIONS, settle_hypothesis, watched
 
-CPU_LIMIT_S: Final = 25.0
+CPU_LIMIT_S: Final = 100.0
 """Many times what the nearest tests take."""
 OWN: Final = ("infinity", "io_daemon", "tests", "benchmarks")
 KEPT: Final = ("io_daemon._native", "tests")
@@ -121,7 +121,11 @@ class MutatedFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
         if name != self._name:
             return None
-        return importlib.machinery.ModuleSpec(name, self, origin=self._code.co_filename)
+        path = Path(self._code.co_filename)
+        spec = importlib.machinery.ModuleSpec(name, self, origin=str(path), is_package=path.stem == "__init__")
+        if spec.submodule_search_locations is not None:
+            spec.submodule_search_locations.append(str(path.parent))
+        return spec
 
     def get_code(self, fullname: str) -> types.CodeType:
         return self._code
@@ -136,6 +140,9 @@ class MutatedFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
 
 def import_anew(name: str, code: types.CodeType) -> None:
     """All that is ours is imported again when it is asked for, and the module of this name with this code."""
+    if (dispatcher := sys.modules.get("infinity.weights.dispatcher")) is not None:
+        for library in dispatcher._watch():  # torch takes one registration at a time
+            library._destroy()
     for each in [each for each in sys.modules if each.partition(".")[0] in OWN and each not in KEPT]:
         del sys.modules[each]
     sys.meta_path.insert(0, MutatedFinder(name, code))

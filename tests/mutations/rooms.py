@@ -179,6 +179,7 @@ WEIGHTS: Final = Room(
         "access.py": [
             W + "test_access.py",
             W + "test_parameters_made_again.py",
+            T + "test_user_gradients.py",
             *USES,
             ODD + "test_weights_elsewhere.py",
             ODD + "test_state_dicts.py",
@@ -202,7 +203,13 @@ WEIGHTS: Final = Room(
             *USES,
             T + "test_state_access.py",
         ],
-        "owners.py": [W + "test_access.py", W + "test_ended.py", *USES, ODD + "test_weights_elsewhere.py"],
+        "owners.py": [
+            W + "test_access.py",
+            W + "test_ended.py",
+            T + "test_written_weights.py",
+            *USES,
+            ODD + "test_weights_elsewhere.py",
+        ],
         "mapped_files.py": [W + "test_mapped_files.py"],
         "placeholder.py": [W + "test_dispatcher.py", W + "test_access.py", *USES],
         "promises.py": [W + "test_promises.py", T + "test_pretrained.py", *USES],

@@ -16,6 +16,7 @@ from tests.support.forkserver import Judges
 from tests.support.judge import Verdict
 
 DIRECTORY = Path(__file__).parent
+ROOT = DIRECTORY.parents[1]
 MESSAGE_CHARS_MAX = 240
 
 
@@ -47,7 +48,7 @@ def result_of(found: Sequence[Verdict]) -> str:
 
 
 def _short(message: str) -> str:
-    text = " ".join(message.split()).replace("|", "\\|").replace("<", "&lt;")
+    text = " ".join(message.split()).replace(f"{ROOT}/", "").replace("|", "\\|").replace("<", "&lt;")
     return text if len(text) <= MESSAGE_CHARS_MAX else f"{text[:MESSAGE_CHARS_MAX]} …"
 
 

@@ -37,6 +37,22 @@ def test_what_was_read_through_a_mapping_leaves_the_process(tmp_path: Path) -> N
     assert int(values.sum(dtype=torch.int64)) == total, "read again from the file"
 
 
+def test_only_files_of_weights_leave(tmp_path: Path) -> None:
+    other, weights = tmp_path / "tokens.dat", tmp_path / "model.safetensors"
+    for path in (other, weights):
+        path.write_bytes(bytes(NUMEL))
+    with (
+        other.open("rb") as tokens,
+        weights.open("rb") as model,
+        mmap.mmap(tokens.fileno(), 0, access=mmap.ACCESS_READ) as above,  # the kernel maps downwards
+        mmap.mmap(model.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+    ):
+        assert above[:] == mapped[:]
+        page_out_mapped_weights()
+        assert resident_bytes(other) == NUMEL
+        assert resident_bytes(weights) < NUMEL // 8
+
+
 def test_a_path_may_be_any_bytes(tmp_path: Path) -> None:
     path = tmp_path / os.fsdecode(b"\xff\x85 model.bin")
     path.write_bytes(bytes(1 << 20))

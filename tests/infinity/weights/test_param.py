@@ -61,7 +61,7 @@ def test_weights_lie_as_they_did_without_holes(sharded: ShardedParam, values: to
         assert flat.data_ptr() == values.data_ptr(), "a view"
         assert sharded.layout.stride() == values.stride()
     fill(sharded, values)
-    sharded.show()
+    assert sharded.show(), "nobody wrote to it"
     assert torch.equal(sharded.param.detach(), values)
     assert memory_order(sharded.param.detach()) == memory_order(sharded.layout)
     assert torch.equal(sharded.unflattened(flat.contiguous()), values)
