@@ -160,7 +160,7 @@ def report(console: Console, name: str, outcomes: Sequence[Outcome]) -> None:
     share = num_killed / num_counted if num_counted else 1.0
     console.print(
         f"{name}: {num_killed} of {num_counted} killed ({share:.0%}), {counts['timeout']} of them by time; "
-        f"{counts['equivalent']} equivalent, {counts['stillborn']} did not compile"
+        f"{counts['equivalent']} equivalent, {counts['stillborn']} did not compile, {counts['unknown']} unknown"
     )
     for outcome in outcomes:
         if outcome.result == "equivalent":

@@ -1,9 +1,9 @@
 """Mutants of a Python room by the nearest files of tests, in forks of one process that has imported all of it already:
 ``python -m tests.mutations.quick --room weights=60 --seed 1``
 
-A fork gives a function the mutated code, and runs the tests. What is no function's (a default, a class's own lines) it
-imports anew. A Python that a test starts by itself does not see the mutant: who survives here is put before all judges
-by ``python -m tests.mutations --resume``.
+A fork gives a function the mutated code, and runs the tests. What is no function's (a default, a class's own lines) is
+unknown here, and a Python that a test starts by itself does not see the mutant: who is unknown or survives is put
+before all judges by ``python -m tests.mutations --resume``.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ from tests.mutations.worker import OPTIONS, settle_hypothesis, watched
 
 CPU_LIMIT_S: Final = 100.0
 """Many times what the nearest tests take."""
-OWN: Final = ("infinity", "io_daemon", "tests", "benchmarks")
-KEPT: Final = ("io_daemon._native", "tests")
-
+NOT_HERE: Final = 71
+"""The exit code of a fork that cannot be given the mutant."""
 
 FUNCTIONS: Final[dict[str, list[types.FunctionType]]] = {}
 """By the file that they stand in."""
@@ -93,13 +92,12 @@ def outside_of_functions(code: types.CodeType) -> Any:
 
 
 def apply(mutant: Mutant) -> None:
-    """In this process, from now on."""
+    """In this process, from now on. Raises LookupError for what is not the code of functions that are here."""
     path = ROOT / mutant.path
     source = path.read_bytes()
     before, after = (compile(text, str(path), "exec", dont_inherit=True) for text in (source, mutant.apply(source)))
     if outside_of_functions(before) != outside_of_functions(after):
-        import_anew(module_of(mutant.path), after)
-        return
+        raise LookupError("no function's")
     changed = [pair for pair in zip(codes_of(before), codes_of(after), strict=True) if pair[0] != pair[1]]
     given = 0
     for function in FUNCTIONS.get(str(path), ()):
@@ -109,43 +107,7 @@ def apply(mutant: Mutant) -> None:
                 given += 1
                 break
     if given < len(changed):
-        import_anew(module_of(mutant.path), after)
-
-
-class MutatedFinder(importlib.abc.MetaPathFinder, importlib.abc.InspectLoader):
-    """Finds one module, with other code."""
-
-    def __init__(self, name: str, code: types.CodeType) -> None:
-        self._name, self._code = name, code
-
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name != self._name:
-            return None
-        path = Path(self._code.co_filename)
-        spec = importlib.machinery.ModuleSpec(name, self, origin=str(path), is_package=path.stem == "__init__")
-        if spec.submodule_search_locations is not None:
-            spec.submodule_search_locations.append(str(path.parent))
-        return spec
-
-    def get_code(self, fullname: str) -> types.CodeType:
-        return self._code
-
-    def get_source(self, fullname: str) -> str | None:
-        return None
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        module.__file__ = self._code.co_filename
-        exec(self._code, module.__dict__)
-
-
-def import_anew(name: str, code: types.CodeType) -> None:
-    """All that is ours is imported again when it is asked for, and the module of this name with this code."""
-    if (dispatcher := sys.modules.get("infinity.weights.dispatcher")) is not None:
-        for library in dispatcher._watch():  # torch takes one registration at a time
-            library._destroy()
-    for each in [each for each in sys.modules if each.partition(".")[0] in OWN and each not in KEPT]:
-        del sys.modules[each]
-    sys.meta_path.insert(0, MutatedFinder(name, code))
+        raise LookupError("a function that is not here")
 
 
 def run_forked(judges: Sequence[str], prepare: Callable[[], None]) -> int | None:
@@ -163,6 +125,8 @@ def run_forked(judges: Sequence[str], prepare: Callable[[], None]) -> int | None
                     os.dup2(log.fileno(), fd)
                 prepare()
                 code = int(pytest.main([*OPTIONS, *judges]))
+            except LookupError:
+                code = NOT_HERE
             except BaseException:  # noqa: BLE001 -- whatever it is, this fork ends here
                 traceback.print_exc()
             finally:
@@ -182,16 +146,12 @@ class Quick:
         return self._room.tests(mutant.path)[: self._num_judges]
 
     def preload(self) -> None:
-        """Import all, and see that every judge passes without a mutation, imported anew as well."""
         preload(self._room, sorted({judge for mutant in self.mutants for judge in self.judges(mutant)}))
 
     def check(self, judges: Sequence[str]) -> None:
         """Raises SystemExit if the judges fail without a mutation."""
-        path = ROOT / "infinity" / "__init__.py"
-        code = compile(path.read_bytes(), str(path), "exec", dont_inherit=True)
-        for prepare in (lambda: None, lambda: import_anew("infinity", code) if self._name != "policy" else None):
-            if run_forked(judges, prepare) != 0:
-                raise SystemExit(f"{judges} fail without a mutation")
+        if run_forked(judges, lambda: None) != 0:
+            raise SystemExit(f"{judges} fail without a mutation")
 
     def test(self, mutant: Mutant) -> Outcome:
         source = (ROOT / mutant.path).read_bytes()
@@ -207,7 +167,7 @@ class Quick:
         code = run_forked(judges, lambda: apply(mutant))
         if code in (3, 4, 5, 70):
             raise SystemExit(f"{judges} could not be run with {before!r} as {after!r}: {code}")
-        result = "timeout" if code is None else "killed" if code else "survived"
+        result = {None: "timeout", 0: "survived", NOT_HERE: "unknown"}.get(code, "killed")
         return replace(
             outcome, result=result, reason=" ".join(judges) if code else "", seconds=round(time.monotonic() - start, 1)
         )

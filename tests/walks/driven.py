@@ -37,11 +37,11 @@ class Driven:
 
     def _built(self, seed: int) -> Any:
         budget = 64 << 20
-        if self.setting.least_budget and "nvme" in (self.setting.params, self.setting.states):
+        if self.setting.budget_times and "nvme" in (self.setting.params, self.setting.states):
             try:
                 self._initialized(self._model(seed, 4096), 4096).destroy()
             except BudgetError as error:
-                budget = error.smallest_bytes
+                budget = int(error.smallest_bytes * self.setting.budget_times)
         return self._initialized(self._model(seed, budget), budget)
 
     def _model(self, seed: int, budget: int) -> Walker:

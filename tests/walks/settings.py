@@ -39,8 +39,8 @@ class Setting:
     states: str = "none"
     """The tier of the optimizer's states."""
     thresholds: str = "each"
-    least_budget: bool = False
-    """The smallest host budget that works, instead of 64 MiB."""
+    budget_times: float = 0.0
+    """The host budget, times the smallest that works; 0: 64 MiB."""
     update: str = "on_use"
     """Or in_step, in_backward."""
     split: bool = False
@@ -73,7 +73,7 @@ def drawn_setting(draw: random.Random, recipe: Recipe, *, deepspeed: bool, tier_
         params=draw.choice(tiers) if stage == 3 else "none",
         states=draw.choice(tiers) if stage else "none",
         thresholds=draw.choice(("each", "grouped", "default", "0,100,0,0", "4000,500,200,400", "100000,4096,100000,0")),
-        least_budget=draw.random() < 0.5,
+        budget_times=draw.choice((0.0, 0.0, 1.0, 1.0, 1.05, 1.5, 3.0)),
         update=update,
         split=dtype == "bf16" and has_sign and stage == 3 and draw.random() < 0.3,
         under_init=stage == 3 and draw.random() < 0.15,

@@ -51,7 +51,7 @@ class Walk:
             for first in range(0, len(self.actions), length):
                 yield replace(self, actions=self.actions[:first] + self.actions[first + length :])
             length //= 2
-        for field, value in (("deepspeed", False), ("under_init", False), ("split", False), ("least_budget", False)):
+        for field, value in (("deepspeed", False), ("under_init", False), ("split", False), ("budget_times", 0.0)):
             yield from self._plainer(**{field: value})
         for field, word in (("params", "none"), ("states", "none"), ("update", "in_step"), ("dtype", "fp32")):
             yield from self._plainer(**{field: word})

@@ -12,7 +12,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import WeightsError
-from infinity.weights.autocast import KEPT_NUMEL, CastOnce
+from infinity.weights.autocast import KEPT_NUMEL, CastOnce, _used_by
 from infinity.weights.param import ShardedParam
 
 CPU = torch.device("cpu")
@@ -79,6 +79,12 @@ def test_what_is_called_from_outside_uses_its_own_weights_from_the_beginning() -
 
 
 @pytest.mark.usefixtures("under_autocast")
+def test_modules_that_compute_in_fp32_cast_nothing() -> None:
+    norm, attention = nn.LayerNorm(2), nn.MultiheadAttention(2, 1)
+    assert _used_by(norm) == []
+    assert {id(param) for param in _used_by(attention)} == {id(param) for param in attention.parameters()}
+
+
 def test_weights_that_are_narrow_already_are_not_cast() -> None:
     model = Tied(torch.bfloat16)
     cast = cast_once(model, torch.bfloat16)

@@ -51,6 +51,17 @@ def test_without_a_configuration() -> None:
     assert _same(_trained(model), _trained(_build()))
 
 
+def test_a_process_group_has_two_names() -> None:
+    group: Any = object()
+    for given in (
+        {"process_group": group},
+        {"data_parallel_group": group},
+        {"process_group": group, "data_parallel_group": group},
+    ):
+        assert infinity.Init(**given)._process_group is group
+    assert infinity.Init()._process_group is None
+
+
 def test_what_is_used_after_it_goes_back_at_once() -> None:
     """Nothing is under construction any more: no memory waits for the constructor's next look."""
     with infinity.Init(config_dict_or_path=CONFIG):

@@ -225,6 +225,15 @@ def test_persistent_groups_are_neither_counted_nor_resharded() -> None:
     assert fixture.live == []
 
 
+def test_a_persistent_groups_uses_are_no_part_of_the_order() -> None:
+    fixture = Fixture([10, 90, 10], persistent=[1], prefetch=10, reuse=20)
+    fixture.learn([0, 1, 2, 0])
+    fixture.call(0)
+    assert fixture.live == [0, 1], "needed again after 10 elements of group 2, not after 100"
+    fixture.call(1)
+    assert fixture.groups[1].state is ShardedState.UNSHARDED
+
+
 def test_a_use_that_ends_inside_of_another_is_decided_when_another_group_is_needed() -> None:
     fixture = Fixture([10, 10], reuse=0)
     group: Any = fixture.groups[0]

@@ -143,6 +143,23 @@ def test_memory_in_other_hands_is_looked_at_for_as_long_as_somebody_has_it() -> 
     assert not sharded.is_lent
 
 
+def test_memory_that_is_lent_twice_is_compared_with_what_it_was_at_first() -> None:
+    sharded = make(torch.ones(3))
+    fill(sharded, torch.ones(3))
+    sharded.show()
+    storage = sharded.param.untyped_storage()
+    sharded.lend_memory()
+    storage[0] = 7
+    sharded.lend_memory()
+    assert sharded.is_written()
+
+
+def test_memory_that_has_gone_cannot_be_lent() -> None:
+    sharded = make(torch.ones(3))
+    sharded.lend_memory()
+    assert [sharded.is_lent, sharded.is_written()] == [False, False]
+
+
 def test_what_was_written_to_hidden_weights_is_told_when_they_are_shown() -> None:
     sharded = make(torch.ones(3))
     fill(sharded, torch.ones(3))

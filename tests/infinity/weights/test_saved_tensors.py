@@ -13,9 +13,27 @@ from torch.utils.checkpoint import checkpoint
 from infinity.errors import WeightsError
 from infinity.weights import saved_tensors
 from infinity.weights.param import ShardedParam
-from infinity.weights.saved_tensors import SavedByUser, SavedCast, SavedTensor, SavedTensors, SavedWeights
+from infinity.weights.saved_tensors import (
+    SavedByUser,
+    SavedCast,
+    SavedTensor,
+    SavedTensors,
+    SavedWeights,
+    stale_graphs_named,
+)
 
 VALUES = torch.arange(12.0).view(3, 4) - 5
+
+
+def test_only_what_torch_says_of_writes_is_said_in_our_words() -> None:
+    ours = WeightsError("block", "was modified by an inplace operation", "do not")
+    for error in (RuntimeError("out of memory"), ours, ValueError("modified by an inplace operation")):
+        with pytest.raises(type(error)) as raised, stale_graphs_named("block"):
+            raise error
+        assert raised.value is error
+    with pytest.raises(WeightsError, match=r"^block cannot be differentiated: x modified by an inplace operation: "):  # noqa: SIM117
+        with stale_graphs_named("block"):
+            raise RuntimeError("x modified by an inplace operation. Hint: none")
 
 
 class Fixture:

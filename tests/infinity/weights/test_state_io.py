@@ -62,6 +62,20 @@ def piece_numel(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
     return numel
 
 
+def test_what_is_away_is_refused_also_to_a_rank_without_a_part() -> None:
+    asked: list[tuple[int, int]] = []
+
+    def work(collectives: ThreadedCollectives) -> int:
+        io, shards = io_of(collectives)
+        _, numel = io.own_range(shards.params[5])
+        io._refuse_away = lambda kinds: asked.append((collectives.rank, kinds))
+        io.write_own(shards.params[5], [WEIGHT], torch.zeros(numel))
+        return numel
+
+    assert in_ranks(2, work) == [1, 0]
+    assert sorted(asked) == [(0, WEIGHT.mask), (1, WEIGHT.mask)]
+
+
 @pytest.mark.parametrize("way", ["read", "stream"])
 def test_ranks_that_read_different_things_are_told_apart_before_they_do(way: str) -> None:
     def work(collectives: ThreadedCollectives) -> None:
