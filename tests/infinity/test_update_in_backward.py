@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 import infinity
 from infinity import Engine
-from infinity.errors import ConfigError, EngineStateError
+from infinity.errors import ConfigError, EngineStateError, WeightsError
 from infinity.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.support.reference import differing_bits
 
@@ -180,6 +180,17 @@ def test_an_error_in_backward_ends_the_engine_in_the_same_words_whoever_asks(cal
             engine.backward(loss)
         with pytest.raises(EngineStateError, match=r"has failed.*call destroy\(\).*from a checkpoint"):
             asks[call](engine)
+
+
+def test_a_kept_view_does_not_miss_an_update(tmp_path: Path) -> None:
+    with engine_of(tmp_path) as engine:
+        kept: list[torch.Tensor] = []
+        layer = engine.module.get_submodule("layers.2")
+        layer.register_forward_hook(lambda layer, *_: kept.append(layer.get_parameter("weight").detach()[0]))
+        loss = engine(*batch(0))
+        with pytest.raises(WeightsError, match=r"layers\.2\.weight .*view"):
+            engine.backward(loss)
+        assert kept[0].any()
 
 
 def test_options_that_change_after_backward_are_refused(tmp_path: Path) -> None:

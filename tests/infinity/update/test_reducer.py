@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
+from infinity.update.in_backward import InBackward
 from infinity.update.norms import BlockNorms
 from infinity.update.reducer import Reducer
 from io_daemon.shared.protocol import ObjectKind
@@ -273,6 +274,56 @@ def test_what_was_put_off_is_reduced_once_when_somebody_asks_for_it() -> None:
         assert sum("reduce what was put off" in what for what in said) == 1
     for param in (0, 1):
         assert_mean(ranks, param, 4.0)
+
+
+def test_what_a_user_put_waits_for_the_backward_that_is_reduced() -> None:
+    def work(own: OneRank) -> None:
+        group, param = own.shards.groups[0], own.shards.params[0]
+        param.param.grad = torch.arange(1.0, 101.0)
+        own.reducer.take_put(group, param)
+        assert own.reducer.has_any
+        for index in (3, 2, 1, 0):
+            own.give(index, 1.0 + own.rank)
+        own.reducer.finish()
+        assert own.added == [(2, [3], False), (1, [2], False), (0, [0, 1], False)], "each group once"
+
+    ranks = on_two(work)
+    assert_mean(ranks, 0, 2.5)
+    assert_mean(ranks, 1, 1.5)
+
+
+@pytest.mark.parametrize("end", ["finish", "clear"])
+def test_nothing_is_stepped_early_once_a_backward_is_over(end: str) -> None:
+    own = OneRank()
+    own.reducer.in_backward = cast(InBackward, object())
+    getattr(own.reducer, end)()
+    assert own.reducer.in_backward is None
+
+
+@pytest.mark.parametrize(("reduces_each", "rounds_sums"), [(False, False), (True, False), (False, True)])
+def test_a_rank_alone_rounds_where_several_would(reduces_each: bool, rounds_sums: bool) -> None:
+    shards = SmallShards(SHAPES, None, frozen=FROZEN)
+    gradients = GradientChunks(shards.store, shards.chunks, NUM_PARAMS, shards.trained, BlockNorms(shards.collectives))
+    reducer = Reducer(
+        shards.groups,
+        gradients,
+        shards.collectives,
+        NUM_PARAMS,
+        reduces_each=reduces_each,
+        rounds_sums=rounds_sums,
+    )
+    asked: list[bool] = []
+    take = shards.groups[0].take_gradients
+
+    def told(*, rounded: bool) -> Any:
+        asked.append(rounded)
+        return take(rounded=rounded)
+
+    shards.groups[0].take_gradients = told  # type: ignore[method-assign]
+    shards.params[0].param.grad = torch.ones(100)
+    reducer.take(shards.groups[0], shards.params[0])
+    reducer.finish()
+    assert asked == [reduces_each or rounds_sums]
 
 
 def test_the_order_is_learnt_once_from_rank_0() -> None:

@@ -319,6 +319,13 @@ def test_a_state_of_deepspeed_has_the_counter_alone() -> None:
     assert _rates(resumed, 5) == _rates(schedule, 5)
 
 
+def test_a_state_has_the_rates_that_it_began_with() -> None:
+    resumed = _build("WarmupCosineLR", {"total_num_steps": 40, "warmup_num_steps": 5})
+    before = _rates(_build("WarmupCosineLR", {"total_num_steps": 40, "warmup_num_steps": 5}), 9)
+    resumed.load_state_dict({"last_batch_iteration": -1, "base_lrs": [2 * rate for rate in resumed.base_lrs]})
+    assert torch.allclose(torch.tensor(_rates(resumed, 9)), 2 * torch.tensor(before))
+
+
 @pytest.mark.parametrize(("name", "params"), [case[:2] for case in CASES], ids=NAMES)
 def test_last_batch_iteration_begins_in_the_middle(name: str, params: dict[str, Any]) -> None:
     """The first update keeps the optimizer's rate, as in DeepSpeed, which expects a checkpoint to have set it."""
