@@ -145,7 +145,8 @@ class Update:
         self._clip_once = None
 
     def begin_early(self) -> None:
-        """The last backward of a step begins: its terms are fixed now, and chunks may be stepped before ``begin``."""
+        """The last backward of a step begins: its terms are fixed now, and chunks may be stepped before ``begin``.
+        Where they may, there is no loss scale."""
         self.settle()
         self._is_running, self.is_early, self.num_updated = True, True, 0
         self._histories_after = {}
@@ -153,7 +154,7 @@ class Update:
             present=[True] * len(self._histories),
             histories=list(self._histories),
             options=options_of(self._optimizer),
-            factor=None if self.scale.value == 1.0 else torch.ones(()) / self.scale.value,
+            factor=None,
         )
 
     def step_early(self, chunks: Sequence[int], gradient_of: GradientOf | None) -> None:

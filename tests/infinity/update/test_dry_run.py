@@ -96,6 +96,18 @@ def test_what_is_found(make: Make, states: list[str], unsigned: set[str], whole:
     assert rule.markers == next((kinds[label] for label in states if label in unsigned), None)
 
 
+def test_a_state_that_is_neither_number_nor_tensor_is_refused() -> None:
+    class Noted(optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            for group in self.param_groups:
+                for param in group["params"]:
+                    self.state[param]["note"] = "stepped"
+            return super().step(closure)
+
+    with pytest.raises(ConfigError, match="Noted"):
+        rule_of(Noted([nn.Parameter(torch.ones(3))], lr=0.1), dtype=torch.float32)
+
+
 @pytest.mark.parametrize("weights", [torch.float32, torch.bfloat16])
 def test_states_of_16_bits_are_never_taken_for_unsigned(weights: torch.dtype) -> None:
     rule = rule_of(optim.AdamW([nn.Parameter(torch.zeros(4, 4))]), dtype=weights)

@@ -364,6 +364,7 @@ def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, deco
     assert [group["decoupled_weight_decay"] for group in ours.param_groups] == [decoupled] * 2
     assert "params" not in ours.defaults
     assert ours.defaults["lr"] == 0.25
+    assert [group["params"] for group in ours.state_dict()["param_groups"]] == [[0], [1]]
     ours.bind(lambda: None, lambda: None, FixedLossScale())
     ours.step()
     assert theirs._opt_called

@@ -292,6 +292,31 @@ def test_what_a_user_put_waits_for_the_backward_that_is_reduced() -> None:
     assert_mean(ranks, 1, 1.5)
 
 
+class Early:
+    """Takes whatever is complete, and says what it was given to step."""
+
+    def __init__(self) -> None:
+        self.stepped: list[int] = []
+
+    def takes(self, group: Any, params: Sequence[int]) -> bool:
+        return len(params) == len(group.params)
+
+    def step(self, group: Any, gradient_of: Any) -> None:
+        self.stepped.append(group.index)
+
+
+def test_only_groups_whose_parameters_all_have_a_gradient_are_stepped_early() -> None:
+    def work(collectives: ThreadedCollectives) -> list[int]:
+        own, early = OneRank(collectives), Early()
+        own.reducer.in_backward = cast(InBackward, early)
+        for param in (3, 2, 0):
+            own.give(param, 1.0)
+        own.reducer.finish()
+        return early.stepped
+
+    assert list(on_ranks(2, work)) == [[2, 1], [2, 1]]
+
+
 @pytest.mark.parametrize("end", ["finish", "clear"])
 def test_nothing_is_stepped_early_once_a_backward_is_over(end: str) -> None:
     own = OneRank()
