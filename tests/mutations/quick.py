@@ -25,7 +25,6 @@ import traceback
 import types
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
@@ -39,7 +38,10 @@ from tests.mutations.rooms import ROOMS, ROOT, Room
 from tests.mutations.worker import OPTIONS, settle_hypothesis, watched
 
 CPU_LIMIT_S: Final = 100.0
-"""Many times what the nearest tests take."""
+"""Of judges without a mutation."""
+SLOWER: Final = 4
+"""How many times as long a mutant may take, and some seconds."""
+SPARE_S: Final = 5.0
 NOT_HERE: Final = 71
 """The exit code of a fork that cannot be given the mutant."""
 
@@ -110,8 +112,8 @@ def apply(mutant: Mutant) -> None:
         raise LookupError("a function that is not here")
 
 
-def run_forked(judges: Sequence[str], prepare: Callable[[], None]) -> int | None:
-    """The exit code of pytest; None: it hung, or took too long."""
+def run_forked(judges: Sequence[str], prepare: Callable[[], None], limit_s: float) -> tuple[int | None, float]:
+    """The exit code of pytest, and its CPU time; None: it hung, or took too long."""
     with FORKING:  # no other thread holds a lock that the child would wait for
         log = tempfile.TemporaryFile()  # noqa: SIM115 -- closed below
         pid = os.fork()
@@ -120,7 +122,7 @@ def run_forked(judges: Sequence[str], prepare: Callable[[], None]) -> int | None
             code = 70
             try:
                 os.setpgid(0, 0)
-                resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(CPU_LIMIT_S), math.ceil(CPU_LIMIT_S) + 1))
+                resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(limit_s), math.ceil(limit_s) + 1))
                 for fd in (1, 2):
                     os.dup2(log.fileno(), fd)
                 prepare()
@@ -133,7 +135,7 @@ def run_forked(judges: Sequence[str], prepare: Callable[[], None]) -> int | None
                 sys.stdout.flush()
                 sys.stderr.flush()
                 os._exit(code)
-        return watched(pid)[0]
+        return watched(pid)
 
 
 class Quick:
@@ -141,17 +143,20 @@ class Quick:
         self._name, self._room, self._num_judges = name, ROOMS[name], num_judges
         self.mutants = draw(self._room, ROOT, num_mutants, seed)
         self._equivalents = read_equivalents(EQUIVALENTS)
+        self._limits_s: dict[tuple[str, ...], float] = {}
 
-    def judges(self, mutant: Mutant) -> Sequence[str]:
-        return self._room.tests(mutant.path)[: self._num_judges]
+    def judges(self, mutant: Mutant) -> tuple[str, ...]:
+        return tuple(self._room.tests(mutant.path)[: self._num_judges])
 
     def preload(self) -> None:
         preload(self._room, sorted({judge for mutant in self.mutants for judge in self.judges(mutant)}))
 
-    def check(self, judges: Sequence[str]) -> None:
-        """Raises SystemExit if the judges fail without a mutation."""
-        if run_forked(judges, lambda: None) != 0:
+    def check(self, judges: tuple[str, ...]) -> None:
+        """Raises SystemExit if the judges fail without a mutation. What they take is the measure of what mutants may."""
+        code, cpu_s = run_forked(judges, lambda: None, CPU_LIMIT_S)
+        if code != 0:
             raise SystemExit(f"{judges} fail without a mutation")
+        self._limits_s[judges] = SLOWER * cpu_s + SPARE_S
 
     def test(self, mutant: Mutant) -> Outcome:
         source = (ROOT / mutant.path).read_bytes()
@@ -164,7 +169,7 @@ class Quick:
             return outcome
         start = time.monotonic()
         judges = self.judges(mutant)
-        code = run_forked(judges, lambda: apply(mutant))
+        code, _ = run_forked(judges, lambda: apply(mutant), self._limits_s[judges])
         if code in (3, 4, 5, 70):
             raise SystemExit(f"{judges} could not be run with {before!r} as {after!r}: {code}")
         result = {None: "timeout", 0: "survived", NOT_HERE: "unknown"}.get(code, "killed")
@@ -173,8 +178,7 @@ class Quick:
         )
 
 
-def main(around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> int:
-    """``around``: what each fork runs inside of, where a machine is shared."""
+def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutations.quick", description=__doc__.partition("\n")[0])
     parser.add_argument("--room", required=True, metavar="NAME=N")
     parser.add_argument("--seed", type=int, default=1)
@@ -187,30 +191,22 @@ def main(around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> int
     known = {}
     if options.json.is_file():
         known = read_outcomes(options.json, ("killed", "timeout", "survived", "equivalent"))
-    with around():
-        quick.preload()
+    quick.preload()
     outcomes: list[Outcome] = []
 
     def work(mutant: Mutant) -> None:
         before, after = mutant.diff((ROOT / mutant.path).read_bytes())
         outcome = known.get((name, mutant.path, before, after))
         if outcome is None:
-            with around():
-                outcome = quick.test(mutant)
+            outcome = quick.test(mutant)
         outcomes.append(outcome)
         rest = [each for each in known.values() if each.key not in {done.key for done in outcomes}]
         with FORKING:
             options.json.write_text(json.dumps([asdict(each) for each in [*outcomes, *rest]], indent=1) + "\n")
 
-    checked = sorted({tuple(quick.judges(mutant)) for mutant in quick.mutants})
     with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(quick.check, sorted({quick.judges(mutant) for mutant in quick.mutants})))
         list(pool.map(work, quick.mutants))
-
-        def check(judges: tuple[str, ...]) -> None:
-            with around():
-                quick.check(judges)
-
-        list(pool.map(check, checked))
     report(Console(), name, outcomes)
     return 0
 
