@@ -152,7 +152,7 @@ class Quick:
         preload(self._room, sorted({judge for mutant in self.mutants for judge in self.judges(mutant)}))
 
     def check(self, judges: tuple[str, ...]) -> None:
-        """Raises SystemExit if the judges fail without a mutation. What they take is the measure of what mutants may."""
+        """Raises SystemExit if the judges fail without a mutation. What they take is a measure of what mutants may."""
         code, cpu_s = run_forked(judges, lambda: None, CPU_LIMIT_S)
         if code != 0:
             raise SystemExit(f"{judges} fail without a mutation")
