@@ -24,6 +24,8 @@ class Environment:
     world_size: int = 1
     local_world_size: int = 1
     """Ranks on this node."""
+    local_size: int = 0
+    """LOCAL_SIZE: what DeepSpeed's launcher calls them; 0: it is not set."""
     launched: bool = False
     """A launcher started this process as one of ``world_size``: RANK and WORLD_SIZE are set."""
     node: str = ""
@@ -76,6 +78,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         local_rank=local_rank,
         world_size=world_size,
         local_world_size=local_world_size,
+        local_size=_whole(env, "LOCAL_SIZE", default=0, least=0),
         launched=bool(env.get("RANK") and env.get("WORLD_SIZE")),
         node=env.get("GROUP_RANK", ""),
         rendezvous=_rendezvous(env),

@@ -62,7 +62,10 @@ class DeepSpeedAccelerator:
 
     def device_count(self) -> int:
         """Devices that this process sees; of CPUs the ranks of this node."""
-        return read_environment().local_world_size if self._name == "cpu" else int(self._torch.device_count())
+        if self._name != "cpu":
+            return int(self._torch.device_count())
+        environment = read_environment()
+        return environment.local_size or environment.local_world_size
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Wait for what was started on the device."""

@@ -108,6 +108,15 @@ def align_dense_tensors(tensor_list: Sequence[torch.Tensor], alignment: int) -> 
     return [*tensor_list, torch.zeros(missing, dtype=last.dtype, device=last.device)]
 
 
+def mask_nan_or_inf_with_val_inplace(
+    input: torch.Tensor,  # noqa: A002 -- DeepSpeed's name
+    device: torch.device | None = None,
+    val: float = -1.0,
+) -> None:
+    """Write ``val`` where the tensor is not finite."""
+    input.masked_fill_(~torch.isfinite(input), val)
+
+
 def is_model_parallel_parameter(p: torch.Tensor) -> bool:
     """Whether ranks of a model-parallel group have different parts of it, as Megatron marks them."""
     return bool(getattr(p, "model_parallel", False) or getattr(p, "tensor_model_parallel", False))

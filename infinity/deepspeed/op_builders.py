@@ -67,6 +67,16 @@ class UtilsBuilder(OpBuilder):
     NAME = "utils"
 
 
+class FusedLambBuilder(OpBuilder):
+    """LAMB, which is not built."""
+
+    NAME = "fused_lamb"
+
+    def is_compatible(self, verbose: bool = False) -> bool:
+        """False: nothing stands in for it."""
+        return False
+
+
 _SERVED: Final = (
     CPUAdamBuilder,
     CPUAdagradBuilder,

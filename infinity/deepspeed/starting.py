@@ -20,6 +20,7 @@ from infinity.deepspeed.asserted import asserted
 from infinity.deepspeed.config_classes import CLIPPING
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed
+from infinity.deepspeed.experts import is_moe_param
 from infinity.deepspeed.logs import logger
 from infinity.deepspeed.raw_config import raw_config, section_of
 from infinity.deepspeed.training_engine import DeepSpeedEngine
@@ -107,6 +108,10 @@ def initialize(
         raise ConfigError("mpu", type(mpu).__name__, "there is no model parallelism: pass the plain module without it")
     if mesh_param is not None:
         raise ConfigError("mesh_param", mesh_param, "there is no sequence parallelism: leave it out")
+    for name, param in model.named_parameters():
+        if is_moe_param(param):
+            remedy = "there is no expert parallelism: every rank has every expert, leave allreduce=False out"
+            raise ConfigError(f"{name}.allreduce", False, remedy)
     raw = raw_config(config, args, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     for former in [each for each in _engines if each.holds(model)]:

@@ -109,7 +109,8 @@ _LION = _of(f"{_OURS}.optimizers", "FusedLion DeepSpeedCPULion")
 _ZERO_SUPPORTED = _of(f"{_OURS}.optimizers", "is_zero_supported_optimizer")
 _BUILDERS = _of(
     f"{_OURS}.op_builders",
-    "CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder AsyncIOBuilder UtilsBuilder",
+    "CPUAdamBuilder CPUAdagradBuilder CPULionBuilder FusedAdamBuilder FusedLionBuilder AsyncIOBuilder UtilsBuilder "
+    "FusedLambBuilder",
 )
 _OPS = _of(f"{_OURS}.op_builders", "compatible_ops installed_ops")
 _MODULES = _of(f"{_OURS}.building", "recursive_getattr recursive_setattr")
@@ -120,6 +121,9 @@ _COLLECTIVES = _of(
     "monitored_barrier recv reduce reduce_scatter scatter send get_rank get_world_size is_initialized is_available "
     "get_global_rank all_gather_into_tensor reduce_scatter_tensor",
 )
+_REFUSED: Final = f"{_OURS}.refused_classes"
+"""May be asked for, and not be made."""
+_PIPELINE = _of(_REFUSED, "PipelineModule LayerSpec TiedLayerSpec")
 _COMM = (
     _DISTRIBUTED
     | _COLLECTIVES
@@ -143,6 +147,7 @@ TREE: Final[Mapping[str, Names]] = {
     | _ACCELERATOR
     | _of(f"{_OURS}.logs", "logger log_dist")
     | _ON_DEVICE
+    | _of(_REFUSED, "PipelineModule PipelineEngine")
     | _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT")
     | _of(f"{_OURS}.delivery", "install")
     | _of(
@@ -152,8 +157,12 @@ TREE: Final[Mapping[str, Names]] = {
     "accelerator": _ACCELERATOR | _of(f"{_OURS}.accelerators", "DeepSpeedAccelerator is_current_accelerator_supported"),
     "accelerator.real_accelerator": _ACCELERATOR,
     "checkpoint": {},
-    "checkpoint.constants": _of(f"{_OURS}.constants", "OPTIMIZER_STATE_DICT FP32_GROUPS ZERO_STAGE LOSS_SCALER"),
-    "checkpoint.utils": _of(f"{_OURS}.tensors", "clone_tensors_for_torch_save"),
+    "checkpoint.constants": _of(
+        f"{_OURS}.constants",
+        "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE GROUP_PADDINGS PARTITION_COUNT "
+        "PARAM_SHAPES ZERO_STAGE LOSS_SCALER",
+    ),
+    "checkpoint.utils": _of(f"{_OURS}.tensors", "clone_tensors_for_torch_save get_model_ckpt_name_for_rank"),
     "comm": _COMM,
     "comm.comm": _COMM,
     "constants": _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"),
@@ -162,6 +171,11 @@ TREE: Final[Mapping[str, Names]] = {
     "launcher": {},
     "launcher.launch": {},
     "launcher.runner": _of(f"{_OURS}.constants", "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE"),
+    "moe": {},
+    "moe.layer": _of(_REFUSED, "MoE"),
+    "moe.utils": _of(
+        f"{_OURS}.experts", "has_moe_layers is_moe_param split_params_into_different_moe_groups_for_optimizer"
+    ),
     "monitor": {},
     "monitor.monitor": _of(f"{_OURS}.monitors", "MonitorMaster"),
     "ops": _renamed(f"{_OURS}.op_builders", __compatible_ops__="compatible_ops", __installed_ops__="installed_ops"),
@@ -172,6 +186,7 @@ TREE: Final[Mapping[str, Names]] = {
     "ops.lion": _LION,
     "ops.op_builder": _BUILDERS | _of(f"{_OURS}.op_builders", "OpBuilder"),
     "ops.op_builder.all_ops": _of(f"{_OURS}.op_builders", "ALL_OPS"),
+    "pipe": _PIPELINE,
     "runtime": {},
     "runtime.activation_checkpointing": {},
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
@@ -188,6 +203,9 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.fp16.loss_scaler": _of(
         f"{_OURS}.loss_scalers", "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler"
     ),
+    "runtime.pipe": _PIPELINE,
+    "runtime.pipe.engine": _of(_REFUSED, "PipelineEngine"),
+    "runtime.pipe.module": _PIPELINE,
     "runtime.lr_schedules": _SCHEDULES | _SCHEDULE_NAMES | _of(f"{_OURS}.schedule_names", "add_tuning_arguments"),
     "runtime.utils": _of(
         f"{_OURS}.tensors",
@@ -198,8 +216,9 @@ TREE: Final[Mapping[str, Names]] = {
         f"{_OURS}.numbers",
         "prefix_sum_inc partition_uniform partition_balanced get_only_unique_item get_global_norm get_weight_norm "
         "get_flattened_grad_norm clip_tensors_by_global_norm align_dense_tensors is_model_parallel_parameter "
-        "noop_decorator noop_context CheckOverflow",
-    ),
+        "noop_decorator noop_context CheckOverflow mask_nan_or_inf_with_val_inplace",
+    )
+    | _of(_REFUSED, "PartitionedTensor"),
     "runtime.zero": _PARAMETERS | _TILING | _GENERATION,
     "runtime.zero.config": _ZERO_CONFIG
     | _OFFLOAD_CONFIG

@@ -28,13 +28,17 @@ def start(**section):
     return deepspeed.initialize(model=model, config={**BASE, **section})[0]
 """
 SCRIPTS: dict[str, str] = {
-    "Pipeline parallelism": "from deepspeed.pipe import PipelineModule, LayerSpec",
+    "Pipeline parallelism": (
+        "from deepspeed.pipe import PipelineModule, LayerSpec\n"
+        "PipelineModule([LayerSpec(nn.Linear, 8, 8)], num_stages=2)"
+    ),
     "Tensor parallelism by call": "deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16)",
     "Tensor parallelism by configuration": 'start(tensor_parallel={"autotp_size": 2})',
     "A model-parallel unit": "deepspeed.initialize(model=model, config=BASE, mpu=object())",
     "Ulysses sequence parallelism": ("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF"),
     "Sequence parallelism by configuration": "start(sequence_parallel_size=2)",
-    "Mixture of experts of DeepSpeed's": "from deepspeed.moe.layer import MoE",
+    "Mixture of experts of DeepSpeed's": "from deepspeed.moe.layer import MoE\nMoE(8, nn.Linear(8, 8), num_experts=4)",
+    "Experts of single ranks": "model[1].weight.allreduce = False\nstart()",
     "Apex": 'start(amp={"enabled": True, "opt_level": "O1"})',
     "A base in 4 or 8 bits": (
         "model.base = nn.Module()\n"

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Container
 from typing import Any
 
 import pytest
+import torch
 
 import infinity.deepspeed
+from infinity.deepspeed import refused_classes
 from infinity.deepspeed.absent import ABSENT
 from infinity.deepspeed.tree import ALIASES, TREE
+from infinity.errors import ConfigError
 
 ROOT = "infinity.deepspeed"
 REACHED = [
@@ -36,6 +40,18 @@ REACHED = [
     "launcher.runner.DEEPSPEED_ENVIRONMENT_NAME",
 ]
 """What Transformers, Accelerate and PEFT reach, from the package on."""
+
+
+REFUSED = [
+    (place, name)
+    for place, names in TREE.items()
+    for name, home in names.items()
+    if home.startswith(refused_classes.__name__)
+]
+
+
+def names_above(name: str) -> Container[str]:
+    return TREE.get(name.rpartition(".")[0], ())
 
 
 def _module(place: str) -> Any:
@@ -68,7 +84,7 @@ def test_an_alias_is_the_module_that_it_stands_for(alias: str) -> None:
     assert getattr(infinity.deepspeed, alias) is _module(ALIASES[alias])
 
 
-@pytest.mark.parametrize("name", ABSENT)
+@pytest.mark.parametrize("name", [name for name in ABSENT if name.rpartition(".")[2] not in names_above(name)])
 def test_what_is_absent_is_refused_in_words(name: str) -> None:
     above, _, last = name.rpartition(".")
     if name in TREE:  # it is there in part
@@ -83,9 +99,30 @@ def test_what_is_absent_is_refused_in_words(name: str) -> None:
             getattr(_module(above), last)
 
 
+@pytest.mark.parametrize(("place", "name"), REFUSED)
+def test_classes_of_what_is_not_built_can_be_asked_for_and_not_be_made(place: str, name: str) -> None:
+    kind = getattr(_module(place), name)
+    assert not isinstance(torch.nn.Linear(1, 1), kind)
+    derived = type("Users", (kind,), {"__init__": lambda self: None})
+    for each in (kind, derived):
+        with pytest.raises(ConfigError, match=f"{name} = 'made': .{{20}}"):
+            each()
+
+
+def test_groups_of_experts_are_the_groups_that_were_given() -> None:
+    utils, param = _module("moe.utils"), torch.nn.Parameter(torch.ones(1))
+    split = utils.split_params_into_different_moe_groups_for_optimizer
+    group = {"params": [param], "name": "all"}
+    assert split(group) == split([group]) == split((group,)) == [group]
+    assert utils.has_moe_layers(torch.nn.Linear(1, 1)) == (False, 0)
+    assert not utils.is_moe_param(param)
+    param.allreduce = False  # type: ignore[attr-defined]
+    assert utils.is_moe_param(param)
+
+
 def test_from_package_import_name_shows_the_reason() -> None:
-    with pytest.raises(ImportError, match="there is no pipeline parallelism"):
-        exec(f"from {ROOT} import PipelineModule")
+    with pytest.raises(ImportError, match="there is no tensor parallelism"):
+        exec(f"from {ROOT} import tp_model_init")
     with pytest.raises(ImportError, match="did you mean safe_get_full_grad"):
         exec(f"from {ROOT}.utils import safe_get_ful_grad")
 

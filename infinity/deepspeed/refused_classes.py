@@ -1,0 +1,55 @@
+"""Classes of what is not built. Scripts may import them and ask ``isinstance``, whose answer is no; making one is
+refused in the words of ``absent``."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+from torch import nn
+
+from infinity.deepspeed.absent import reason
+from infinity.errors import ConfigError
+
+
+class Refused(type):
+    """The class of classes that have no instances, nor have classes derived from them."""
+
+    def __call__(cls, *_args: Any, **_kwargs: Any) -> NoReturn:
+        known = next(each for each in cls.__mro__ if each.__module__ == __name__)
+        raise ConfigError(f"deepspeed.{known.PLACE}", "made", str(reason(known.PLACE)))  # type: ignore[attr-defined]
+
+
+class PipelineModule(nn.Module, metaclass=Refused):
+    """A model as a sequence of layers, cut into stages of ranks."""
+
+    PLACE = "pipe.PipelineModule"
+
+
+class PipelineEngine(metaclass=Refused):
+    """The engine of a ``PipelineModule``."""
+
+    PLACE = "runtime.pipe.engine.PipelineEngine"
+
+
+class LayerSpec(metaclass=Refused):
+    """A layer of a ``PipelineModule`` that its stage builds."""
+
+    PLACE = "pipe.LayerSpec"
+
+
+class TiedLayerSpec(LayerSpec):
+    """One whose weights other stages have, too."""
+
+    PLACE = "pipe.TiedLayerSpec"
+
+
+class MoE(nn.Module, metaclass=Refused):
+    """A layer whose experts lie on different ranks."""
+
+    PLACE = "moe.layer.MoE"
+
+
+class PartitionedTensor(metaclass=Refused):
+    """A tensor whose parts lie on the ranks of a group."""
+
+    PLACE = "runtime.utils.PartitionedTensor"
