@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import os
-import shlex
-import stat
-import tempfile
 
 from infinity.config.complaints import Complaints
 from infinity.config.sections import Config
 from io_daemon.config import SOCKET_PATH_BYTES_MAX
-from io_daemon.errors import remedy_against
+from io_daemon.disk.swap_dir import unusable
 
 
 def check_offload(config: Config, complaints: Complaints) -> None:
@@ -39,31 +36,5 @@ def check_offload(config: Config, complaints: Complaints) -> None:
 def check_swap_dirs(config: Config, complaints: Complaints) -> None:
     """Every swap directory must be one, here, and writable."""
     for key, path in config.swap_dir_keys():
-        if remedy := _unusable(path):
+        if remedy := unusable(path):
             complaints.add(key, path, remedy)
-
-
-def _unusable(path: str) -> str:
-    try:
-        mode = os.stat(path).st_mode
-    except FileNotFoundError:
-        return _missing(path)
-    except OSError as error:
-        return f"cannot be looked at ({error.strerror}): name another directory"
-    if not stat.S_ISDIR(mode):
-        return "is not a directory; name the directory that swap files go to"
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            return ""
-    except OSError as error:
-        remedy = remedy_against(error.errno, "chown or chmod it, or name another")
-        return f"is not writable by uid {os.getuid()} ({error.strerror}): {remedy}"
-
-
-def _missing(path: str) -> str:
-    if path.startswith("~") or "$" in path:
-        return "does not exist: ~ and $ stand for nothing here, write the path out"
-    if os.path.islink(path):
-        return f"is a link to {os.readlink(path)}, which does not exist: make that, or name another"
-    where = "" if os.path.isabs(path) else "in the working directory, or write an absolute path, "
-    return f"does not exist: mkdir -p {shlex.quote(path)}, {where}on the NVMe filesystem"

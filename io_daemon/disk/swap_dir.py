@@ -8,6 +8,7 @@ import fcntl
 import logging
 import mmap
 import os
+import shlex
 import stat
 import tempfile
 import time
@@ -48,18 +49,39 @@ class SwapDir:
         return space.f_bavail * space.f_frsize
 
 
+def unusable(path: str) -> str:
+    """Why no swap file can be made there, and the remedy; "" where one can."""
+    try:
+        mode = os.stat(path).st_mode
+    except FileNotFoundError:
+        return _missing(path)
+    except OSError as error:
+        return f"cannot be looked at ({error.strerror}): name another directory"
+    if not stat.S_ISDIR(mode):
+        return "is no directory: name the one that swap files go to"
+    try:
+        with tempfile.TemporaryFile(dir=path):
+            return ""
+    except OSError as error:
+        remedy = remedy_against(error.errno, "chown or chmod it, or name another")
+        return f"is not writable by uid {os.getuid()} ({error.strerror}): {remedy}"
+
+
+def _missing(path: str) -> str:
+    if path.startswith("~") or "$" in path:
+        return "does not exist: ~ and $ stand for nothing here, write the path out"
+    if os.path.islink(path):
+        return f"is a link to {os.readlink(path)}, which does not exist: make that, or name another"
+    where = "" if os.path.isabs(path) else "in the working directory, or write an absolute path, "
+    return f"does not exist: mkdir -p {shlex.quote(path)}, {where}on the NVMe filesystem"
+
+
 def check_swap_dir(path: Path) -> SwapDir:
     """Exists, writable, direct I/O or not. Raises ConfigError."""
     if not is_text(str(path)):
         raise ConfigError("swap_dirs", ascii(str(path)), "is no UTF-8, which all messages are: name another")
-    if not path.is_dir():
-        raise ConfigError("swap_dirs", str(path), "is no directory: create it, or name another")
-    try:
-        with tempfile.TemporaryFile(dir=path):
-            pass
-    except OSError as error:
-        remedy = remedy_against(error.errno, "change its owner or mode, or name another")
-        raise ConfigError("swap_dirs", str(path), f"is not writable ({error.strerror}): {remedy}") from error
+    if remedy := unusable(str(path)):
+        raise ConfigError("swap_dirs", str(path), remedy)
     notes = []
     direct_error = probe_direct(path)
     if direct_error is not None:

@@ -190,7 +190,7 @@ def test_torchrun_gets_everything_from_the_first_foreign_word(
 
 def test_run_refuses_a_swap_directory_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--swap-dir", str(tmp_path / "missing"), "train.py"]) == 2
-    assert "is no directory" in capsys.readouterr().err
+    assert "does not exist: mkdir -p" in capsys.readouterr().err
 
 
 def _script(tmp_path: Path, code: str) -> Path:

@@ -469,7 +469,7 @@ def test_a_swap_directory_must_exist(tmp_path: Path) -> None:
 def test_a_swap_directory_must_be_a_directory(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
-    assert "not a directory" in _refusal(_nvme(file)).remedy
+    assert "no directory" in _refusal(_nvme(file)).remedy
 
 
 def test_a_swap_directory_must_be_writable() -> None:

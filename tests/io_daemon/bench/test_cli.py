@@ -123,8 +123,8 @@ def test_bad_data_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (("{}/none",), 2, "directory = '{}/none': is no directory"),
-        (("io", "{}/none"), 2, "directory = '{}/none': is no directory"),
+        (("{}/none",), 2, "directory = '{}/none': does not exist"),
+        (("io", "{}/none"), 2, "directory = '{}/none': does not exist"),
         (("step", "/dev/null", "--trace", "gpt-168m"), 2, "directory = '/dev/null': is no directory"),
         (("compare", "/dev/null"), 2, "directory = '/dev/null': is no directory"),
         (("io", ""), 2, "is empty"),

@@ -158,7 +158,7 @@ def test_a_failed_io_ends_it_with_errno_path_and_offset(rw: str, fault: str, eng
 
 
 def test_a_directory_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="is no directory"):
+    with pytest.raises(ConfigError, match="does not exist"):
         run_io(settings(tmp_path / "none"))
 
 

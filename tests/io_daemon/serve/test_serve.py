@@ -52,7 +52,7 @@ def test_the_ready_line_says_what_is_served(daemon: ServedDaemon, swap_dir: Path
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--swap-dir", "{missing}"], "is no directory: create it"),
+        (["--swap-dir", "{missing}"], "does not exist: mkdir -p"),
         (["--swap-dir", "/proc"], "is not writable"),
         (["--swap-dir", "{dir}", "--swap-dir", "{dir}/."], "the same directory is named twice"),
         (["--swap-dir", "{dir}", "--engine", "aio"], "engine"),
