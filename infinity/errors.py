@@ -11,6 +11,7 @@ from io_daemon.errors import (
     DaemonLostError,
     DeviceIOError,
     IntegrityError,
+    Portable,
     ProtocolError,
     SwapSpaceError,
     WorldError,
@@ -45,11 +46,11 @@ class CombinedConfigError(ConfigError):
         self.args = ("\n".join([f"{len(complaints)} settings cannot work:", *(f"  {each}" for each in complaints)]),)
 
 
-class EngineStateError(RuntimeError):
+class EngineStateError(Portable, RuntimeError):
     """A call that the engine cannot serve where it stands; the text says where, and what can be called instead."""
 
 
-class WeightsError(RuntimeError):
+class WeightsError(Portable, RuntimeError):
     """A use of weights that sharded ones cannot serve. ``name`` is the parameter or module, ``remedy`` what to do."""
 
     def __init__(self, name: str, problem: str, remedy: str) -> None:
@@ -57,7 +58,7 @@ class WeightsError(RuntimeError):
         super().__init__(f"{name} {problem}: {remedy}")
 
 
-class LossScaleError(RuntimeError):
+class LossScaleError(Portable, RuntimeError):
     """A gradient overflowed at the least loss scale: no smaller one is allowed. The step was not applied."""
 
     def __init__(self, scale: float) -> None:
@@ -88,7 +89,7 @@ class WeightsFileError(WorldError):
         )
 
 
-class MismatchedWeightsError(ValueError):
+class MismatchedWeightsError(Portable, ValueError):
     """Weights of another model than the one they are for; nothing was changed.
 
     ``missing``: names that the model has and the file lacks, ``unexpected``: the other way round, ``unfit``: what is in

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import sys
 from errno import EDQUOT, EFBIG, EIO, ENOENT, ENOSPC, EROFS
-from typing import Final
+from typing import Any, Final
 
 VALUE_CHARACTERS_MAX: Final = 400
 """So much of a value stands in an error's text: a wrong one may be a whole file."""
@@ -28,7 +30,35 @@ def remedy_against(number: int | None, otherwise: str) -> str:
     return REMEDIES.get(number or 0, otherwise)
 
 
-class ConfigError(ValueError):
+class Portable:
+    """An error that goes from process to process is made again of what it holds, and not by its ``__init__``."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        kind = next(each for each in type(self).__mro__ if _named(each.__module__, each.__qualname__) is each)
+        fields = {name: value if _is_portable(value) else repr(value) for name, value in vars(self).items()}
+        return _again, (kind, getattr(self, "args", ()), fields)
+
+
+def _named(module: str, name: str) -> Any:
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _is_portable(value: object) -> bool:
+    try:
+        pickle.dumps(value)
+    except Exception:  # noqa: BLE001 -- a user's value may raise anything
+        return False
+    return True
+
+
+def _again(kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    error = kind.__new__(kind)
+    error.args = args
+    vars(error).update(fields)
+    return error
+
+
+class ConfigError(Portable, ValueError):
     """A setting that cannot work. ``key`` is the dotted path in the JSON, ``remedy`` what to write instead."""
 
     def __init__(self, key: str, value: object, remedy: str) -> None:
@@ -51,7 +81,7 @@ def _cut(text: str) -> str:
     return f"{text[:VALUE_CHARACTERS_MAX]}... ({len(text)} characters)"
 
 
-class WorldError(RuntimeError):
+class WorldError(Portable, RuntimeError):
     """Base of faults that no configuration caused."""
 
 

@@ -160,6 +160,9 @@ def _passes(key: Key, value: Any, complaints: Complaints) -> bool:
     if key.standing is Standing.SUBSUMED and not _fits(key.shape, value):
         complaints.add(key.path, value, f"must be a {key.shape}{without_quotes(value)}")
         return False
+    if key.standing is Standing.SUBSUMED and not _is_accepted(key, value):
+        complaints.take(_refusal(key, value))
+        return False
     return True
 
 

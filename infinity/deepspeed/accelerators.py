@@ -91,13 +91,14 @@ class DeepSpeedAccelerator:
         return self._name == "cpu" or bool(self._torch.is_bf16_supported())
 
     def is_fp16_supported(self) -> bool:
-        """Whether the device computes in fp16."""
-        return True
+        """Whether the device has kernels for fp16. A CPU without them computes in it, too, as slowly as it is."""
+        return self._name != "cpu" or bool(torch.ops.mkldnn._is_mkldnn_fp16_supported())
 
     def supported_dtypes(self) -> list[torch.dtype]:
         """What weights may be."""
+        fp16 = [torch.float16] if self.is_fp16_supported() else []
         bf16 = [torch.bfloat16] if self.is_bf16_supported() else []
-        return [torch.float32, torch.float16, *bf16]
+        return [torch.float32, *fp16, *bf16]
 
     def random(self) -> Any:
         """``torch.random``."""

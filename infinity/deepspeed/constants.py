@@ -19,6 +19,8 @@ OPTIMIZER_STATE_DICT: Final = "optimizer_state_dict"
 FP32_GROUPS: Final = "fp32_groups"
 ZERO_STAGE: Final = "zero_stage"
 LOSS_SCALER: Final = "loss_scaler"
+MIN_SWAPPABLE_BYTES: Final = 1 << 20
+"""Smaller tensors DeepSpeed leaves in memory; here a chunk holds many."""
 FP32_FLAT_GROUPS: Final = "fp32_flat_groups"
 BASE_OPTIMIZER_STATE: Final = "base_optimizer_state"
 GROUP_PADDINGS: Final = "group_paddings"

@@ -183,6 +183,7 @@ TREE: Final[Mapping[str, Names]] = {
     "ops.adam": _ADAM,
     "ops.adam.cpu_adam": _of(f"{_OURS}.optimizers", "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _of(f"{_OURS}.optimizers", "FusedAdam"),
+    "ops.aio": _of(f"{_OURS}.op_builders", "AsyncIOBuilder"),
     "ops.lion": _LION,
     "ops.op_builder": _BUILDERS | _of(f"{_OURS}.op_builders", "OpBuilder"),
     "ops.op_builder.all_ops": _of(f"{_OURS}.op_builders", "ALL_OPS"),
@@ -207,6 +208,7 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.pipe.engine": _of(_REFUSED, "PipelineEngine"),
     "runtime.pipe.module": _PIPELINE,
     "runtime.lr_schedules": _SCHEDULES | _SCHEDULE_NAMES | _of(f"{_OURS}.schedule_names", "add_tuning_arguments"),
+    "runtime.swap_tensor": _of(f"{_OURS}.constants", "MIN_SWAPPABLE_BYTES"),
     "runtime.utils": _of(
         f"{_OURS}.tensors",
         "clip_grad_norm_ get_global_norm_of_tensors move_to_device copy_to_device "
@@ -223,7 +225,11 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.zero.config": _ZERO_CONFIG
     | _OFFLOAD_CONFIG
     | _of(f"{_OURS}.kinds", "ZeroStageEnum get_zero_config ZERO_OPTIMIZATION"),
-    "runtime.zero.leaf_module_config": _of("infinity.deepspeed.zero_config_classes", "DeepSpeedZeroLeafModuleConfig"),
+    "runtime.zero.leaf_module_config": _of(
+        "infinity.deepspeed.zero_config_classes",
+        "DeepSpeedZeroLeafModuleConfig DEFAULT_LEAF_MODULE_CLASSES DEFAULT_LEAF_MODULE_NAMES "
+        "DEFAULT_LEAF_MODULE_NAME_SUFFIXES",
+    ),
     "runtime.zero.linear": _of(
         f"{_OURS}.linear_layers", "LinearModuleForZeroStage3 LinearFunctionForZeroStage3 zero3_linear_wrap"
     ),

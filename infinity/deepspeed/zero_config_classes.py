@@ -21,11 +21,13 @@ from infinity.config.sections import ZeroOptimization
 
 PREFIX: Final = "stage3_"
 """Fields lack it: ``stage3_max_live_parameters`` is ``max_live_parameters``, and either can be written."""
-LEAF_CLASSES: Final = (
+DEFAULT_LEAF_MODULE_CLASSES: Final[list[str]] = [
     "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
     "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
     "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
-)
+]
+DEFAULT_LEAF_MODULE_NAMES: Final[list[str]] = []
+DEFAULT_LEAF_MODULE_NAME_SUFFIXES: Final[list[str]] = []
 Device = Literal["none", "cpu", "nvme"]
 
 
@@ -62,7 +64,8 @@ class DeepSpeedConfigModel(BaseModel):
         if not isinstance(given, Mapping):
             raise TypeError(f"must be an object, not {type(given).__name__}")
         own = {name: _raw(value) for name, value in given.items() if not cls._is_default(name, value)}
-        section: dict[str, Any] = own
+        # alone it says what it says: whether weights are sharded at its stage is asked by ``initialize``
+        section: dict[str, Any] = own if "stage" in own else {**own, "stage": 3}
         if cls.place:
             # where it is checked alone, weights must be the ones that are sharded, and the path may be missing
             path = {"nvme_path": own.get("nvme_path") or "."} if own.get("device") == "nvme" else {}
@@ -71,6 +74,8 @@ class DeepSpeedConfigModel(BaseModel):
         modern: dict[str, Any] = modernise({"zero_optimization": section}, Complaints()).raw["zero_optimization"]
         if given.keys() == cls.model_fields.keys():  # an assignment, of which pydantic reads the new value alone
             return given
+        if "stage" not in own:
+            modern.pop("stage")
         return own if cls.place else modern
 
     @classmethod
@@ -117,9 +122,9 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     """The section ``leaf_module``: classes, names and ends of names, each word once."""
 
     place = "leaf_module"
-    classes: Words = Field(default_factory=lambda: list(LEAF_CLASSES))
-    names: Words = Field(default_factory=list)
-    name_suffixes: Words = Field(default_factory=list)
+    classes: Words = Field(default_factory=DEFAULT_LEAF_MODULE_CLASSES.copy)
+    names: Words = Field(default_factory=DEFAULT_LEAF_MODULE_NAMES.copy)
+    name_suffixes: Words = Field(default_factory=DEFAULT_LEAF_MODULE_NAME_SUFFIXES.copy)
 
 
 class DeepSpeedZeroConfig(DeepSpeedConfigModel):

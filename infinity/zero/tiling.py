@@ -13,6 +13,10 @@ from infinity.errors import ConfigError
 from infinity.zero.gathered import GatheredParameters
 
 
+class TilesError(ConfigError, RuntimeError):
+    """A number of tiles that a layer cannot be cut into: DeepSpeed's users catch a RuntimeError."""
+
+
 class TiledLinear(nn.Module):
     """A linear layer whose weight ``[out_features, in_features]`` is cut into ``out_splits`` x ``in_splits`` tiles.
 
@@ -31,7 +35,7 @@ class TiledLinear(nn.Module):
     product does.
 
     Raises:
-        ConfigError: a number of tiles that the sizes cannot be cut into.
+        TilesError: a number of tiles that the sizes cannot be cut into.
     """
 
     def __init__(
@@ -131,6 +135,6 @@ class TiledLinearReturnBias(TiledLinear):
 def _cut(key: str, size: int, num_parts: int) -> list[int]:
     """Where the parts begin, and the end."""
     if not 1 <= num_parts <= size:
-        raise ConfigError(key, num_parts, f"a number of tiles between 1 and {size} is needed")
+        raise TilesError(key, num_parts, f"a number of tiles between 1 and {size} is needed")
     least, larger = divmod(size, num_parts)
     return [number * least + min(number, larger) for number in range(num_parts + 1)]

@@ -201,7 +201,7 @@ WEIGHTS: Final = Room(
         "arrays.py": [W + "test_arrays.py", *USES, ODD + "test_memory_shared.py"],
         "autocast.py": [W + "test_cast_once.py", T + "test_torch_autocast.py", *USES, ODD + "test_dtypes.py"],
         "buffers.py": [W + "test_buffers.py", W + "test_buffer_dtypes.py", T + "test_ranks.py"],
-        "dispatcher.py": [W + "test_dispatcher.py", *USES],
+        "dispatcher.py": [W + "test_dispatcher.py", W + "test_access.py", *USES],
         "ended.py": [W + "test_ended.py", *USES],
         "heap.py": [W + "test_heap.py", *USES],
         "holding.py": [W + "test_holding.py", *USES, ODD + "test_engines.py", ODD + "test_saved_activations.py"],

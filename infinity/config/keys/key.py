@@ -58,8 +58,10 @@ def works(
     return Key(path=path, standing=Standing.WORKS, note=note, accepts=accepts, remedy=remedy, auto=auto)
 
 
-def subsumed(path: str, shape: Shape, why: str) -> Key:
-    return Key(path=path, standing=Standing.SUBSUMED, note=why, shape=shape, auto="default")
+def subsumed(path: str, shape: Shape, why: str, *, accepts: tuple[object, ...] | None = None, remedy: str = "") -> Key:
+    return Key(
+        path=path, standing=Standing.SUBSUMED, note=why, shape=shape, accepts=accepts, remedy=remedy, auto="default"
+    )
 
 
 def refused(

@@ -27,7 +27,13 @@ ACTIVATIONS: tuple[Key, ...] = (
 )
 
 CHECKPOINTS: tuple[Key, ...] = (
-    subsumed("checkpoint.tag_validation", "string", "ranks that name different tags are refused"),
+    subsumed(
+        "checkpoint.tag_validation",
+        "string",
+        "ranks that name different tags are refused",
+        accepts=tuple(form(word) for word in ("ignore", "warn", "fail") for form in (str.title, str.upper, str)),
+        remedy='write "Fail", which is what happens',
+    ),
     *(
         refused(f"checkpoint.{name}", why, "write false", accepts=(False,))
         for name, why in (

@@ -79,7 +79,7 @@ SCRIPTS: dict[str, str] = {
     "Compression by call": "from deepspeed.compression.compress import init_compression",
     "The elastic batch size": "from deepspeed.elasticity import compute_elastic_config",
     "0/1 Adam": 'start(optimizer={"type": "ZeroOneAdam", "params": {"lr": 1e-3}})',
-    "AIO handles": "from deepspeed.ops.aio import AsyncIOBuilder",
+    "AIO handles": "from deepspeed.ops.aio import AsyncIOBuilder\nAsyncIOBuilder().load()",
     "Comet": 'start(comet={"enabled": True, "project": "p"})',
     "Inference by tensor parallelism": "deepspeed.init_inference(model, mp_size=2, dtype=torch.float32)",
     "Inference in 8 bits": "deepspeed.init_inference(model, dtype=torch.int8)",

@@ -33,6 +33,13 @@ FILE: dict[str, Any] = {
 }
 
 
+def test_a_section_by_itself_is_not_asked_for_its_stage() -> None:
+    found = DeepSpeedZeroConfig(cpu_offload_param=True, cpu_offload=True)
+    assert found.stage == 0
+    assert isinstance(found.offload_param, DeepSpeedZeroOffloadParamConfig)
+    assert isinstance(found.offload_optimizer, DeepSpeedZeroOffloadOptimizerConfig)
+
+
 def test_a_whole_configuration(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(FILE))
