@@ -29,7 +29,7 @@ def start(**section):
 """
 SCRIPTS: dict[str, str] = {
     "Pipeline parallelism": (
-        "from deepspeed.pipe import PipelineModule, LayerSpec\n"
+        "from deepspeed.pipe import PipelineModule, LayerSpec\n\n"
         "PipelineModule([LayerSpec(nn.Linear, 8, 8)], num_stages=2)"
     ),
     "Tensor parallelism by call": "deepspeed.tp_model_init(model, tp_size=2, dtype=torch.bfloat16)",
@@ -37,7 +37,7 @@ SCRIPTS: dict[str, str] = {
     "A model-parallel unit": "deepspeed.initialize(model=model, config=BASE, mpu=object())",
     "Ulysses sequence parallelism": ("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF"),
     "Sequence parallelism by configuration": "start(sequence_parallel_size=2)",
-    "Mixture of experts of DeepSpeed's": "from deepspeed.moe.layer import MoE\nMoE(8, nn.Linear(8, 8), num_experts=4)",
+    "Mixture of experts of DeepSpeed's": "from deepspeed.moe.layer import MoE\n\nMoE(8, nn.Linear(8, 8), num_experts=4)",
     "Experts of single ranks": "model[1].weight.allreduce = False\nstart()",
     "Apex": 'start(amp={"enabled": True, "opt_level": "O1"})',
     "A base in 4 or 8 bits": (
@@ -79,7 +79,7 @@ SCRIPTS: dict[str, str] = {
     "Compression by call": "from deepspeed.compression.compress import init_compression",
     "The elastic batch size": "from deepspeed.elasticity import compute_elastic_config",
     "0/1 Adam": 'start(optimizer={"type": "ZeroOneAdam", "params": {"lr": 1e-3}})',
-    "AIO handles": "from deepspeed.ops.aio import AsyncIOBuilder\nAsyncIOBuilder().load()",
+    "AIO handles": "from deepspeed.ops.aio import AsyncIOBuilder\n\nAsyncIOBuilder().load()",
     "Comet": 'start(comet={"enabled": True, "project": "p"})',
     "Inference by tensor parallelism": "deepspeed.init_inference(model, mp_size=2, dtype=torch.float32)",
     "Inference in 8 bits": "deepspeed.init_inference(model, dtype=torch.int8)",
