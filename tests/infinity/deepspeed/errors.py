@@ -37,7 +37,9 @@ SCRIPTS: dict[str, str] = {
     "A model-parallel unit": "deepspeed.initialize(model=model, config=BASE, mpu=object())",
     "Ulysses sequence parallelism": ("from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF"),
     "Sequence parallelism by configuration": "start(sequence_parallel_size=2)",
-    "Mixture of experts of DeepSpeed's": "from deepspeed.moe.layer import MoE\n\nMoE(8, nn.Linear(8, 8), num_experts=4)",
+    "Mixture of experts of DeepSpeed's": (
+        "from deepspeed.moe.layer import MoE\n\nMoE(8, nn.Linear(8, 8), num_experts=4)"
+    ),
     "Experts of single ranks": "model[1].weight.allreduce = False\nstart()",
     "Apex": 'start(amp={"enabled": True, "opt_level": "O1"})',
     "A base in 4 or 8 bits": (
