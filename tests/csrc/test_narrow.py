@@ -120,3 +120,24 @@ def test_lengths_that_do_not_fit_are_refused(num_values: int, num_bytes: int) ->
         _native.narrow_blocks(values, stored, True)
     with pytest.raises(ValueError):
         _native.widen_blocks(stored, values, True)
+
+
+@pytest.mark.parametrize("dropped", [16, 20])
+def test_rounding_by_chance_takes_one_of_both_neighbours_and_the_mean_is_kept(dropped: int) -> None:
+    value, step = np.float32(1.0).view(np.int32) + 3 * (1 << dropped - 2), 1 << dropped
+    values = np.full(1 << 16, value, dtype=np.int32)
+    _native.round_by_chance(values, dropped, 7, 0)
+    below = int(value) // step * step
+    assert set(values.tolist()) == {below, below + step}
+    assert float(np.mean(values == below + step)) == pytest.approx(0.75, abs=0.01)
+    again = np.full(100, value, dtype=np.int32)
+    _native.round_by_chance(again, dropped, 7, 50)
+    assert again.tolist() == values[50:150].tolist(), "by the place, wherever a piece begins"
+
+
+@pytest.mark.parametrize("odd", [float("inf"), -float("inf"), float("nan")])
+def test_what_is_not_finite_is_not_rounded(odd: float) -> None:
+    values = np.array([odd], dtype=np.float32).view(np.int32)
+    before = values.copy()
+    _native.round_by_chance(values, 16, 7, 0)
+    assert values.tolist() == before.tolist()

@@ -14,6 +14,7 @@ import infinity
 import infinity.utils
 from infinity.deepspeed.optimizers import FusedAdam
 from infinity.errors import ConfigError, EngineStateError
+from infinity.update.algorithms import Lion
 from infinity.update.rule import Call
 from infinity.update.torch_rule import SLICE_NUMEL, rule_of
 from tests.support.optimizers import PaperLion, PaperMuon
@@ -534,3 +535,8 @@ def test_a_state_that_is_written_before_the_first_step_is_heeded_or_refused(
         kept = infinity.utils.safe_get_full_optimizer_state(bias, state)
         assert kept is not None
         assert torch.equal(kept, before)
+
+
+def test_lion_takes_no_closure() -> None:
+    with pytest.raises(ValueError, match="closure"):
+        Lion([torch.nn.Parameter(torch.ones(2))]).step(lambda: 1.0)

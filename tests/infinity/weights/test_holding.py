@@ -282,3 +282,26 @@ def test_tracing_is_refused_before_anything_is_held() -> None:
     with pytest.raises(WeightsError, match=r"Doubled.*traced"):
         torch.jit.trace(module, torch.ones(2))  # type: ignore[no-untyped-call]
     assert holder.log == []
+
+
+@pytest.mark.parametrize(
+    ("fault_at", "released"),
+    [
+        ("begin Outer", ["release"]),
+        ("hooks outside", ["release"]),
+        ("hold a", ["release", "release"]),
+        ("hold b", ["release a", "release"]),
+        ("hooks inside", ["release a b", "release"]),
+    ],
+)
+def test_a_call_that_cannot_begin_ends_once_and_the_next_one_is_whole(fault_at: str, released: list[str]) -> None:
+    holder = NotedHolder()
+    _, outer, _ = calls_of(holder)
+    holder.fault_at = fault_at
+    with pytest.raises(WeightsError):
+        outer(1)
+    ended = [what for what in holder.log if what.startswith(("release", "end"))]
+    assert ended == [*released, "end failed"]
+    holder.log, holder.fault_at = [], ""
+    assert outer(1) == 1
+    assert holder.log == WHOLE

@@ -101,3 +101,10 @@ def test_what_a_trace_touches_costs_about_as_much_as_to_check_it() -> None:
         touched_s.append(time.thread_time() - start)
     assert np.array_equal(objects, np.flatnonzero(np.arange(num_chunks * KINDS_MAX) % KINDS_MAX < 3))
     assert min(touched_s) < 15 * min(checked_s)
+
+
+@pytest.mark.parametrize("count", [1, 2, 70_000])
+def test_every_access_touches_its_objects(count: int) -> None:
+    chunk = np.arange(count, dtype=np.uint32)
+    read, none = np.ones(count, dtype=np.uint8), np.zeros(count, dtype=np.uint8)
+    assert np.array_equal(Trace(chunk, read, none, none).touched_objects(), np.arange(count) * KINDS_MAX)
