@@ -107,6 +107,13 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(f"a schedule needs an optimizer, not a {type(optimizer).__name__}")
 
 
+def _known(warmup_type: str) -> WarmupType:
+    """The word, if it is one; "log" for any other, as DeepSpeed takes it, which is told."""
+    if warmup_type not in ("log", "linear"):
+        _log.warning("warmup_type = %r is neither log nor linear: the rate rises by the logarithm", warmup_type)
+    return "linear" if warmup_type == "linear" else "log"
+
+
 def warmup_progress(iteration: int, warmup_num_steps: int, warmup_type: WarmupType) -> float:
     """Share of the warm-up done at ``iteration`` >= 0: 0 at the start, 1 from ``warmup_num_steps`` on.
 
@@ -136,7 +143,7 @@ class WarmupLR(Schedule):
     ) -> None:
         self.warmup_min_lr, self.warmup_max_lr = warmup_min_lr, warmup_max_lr
         self.warmup_num_steps = max(2, warmup_num_steps)
-        self.warmup_type: WarmupType = warmup_type
+        self.warmup_type = _known(warmup_type)
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:
@@ -200,7 +207,7 @@ class WarmupCosineLR(Schedule):
         self.warmup_min_ratio = warmup_min_ratio
         self.warmup_num_steps = max(2, warmup_num_steps)
         self.cos_min_ratio = cos_min_ratio
-        self.warmup_type: WarmupType = warmup_type
+        self.warmup_type = _known(warmup_type)
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
     def rates(self, iteration: int) -> list[float]:

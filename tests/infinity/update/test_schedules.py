@@ -319,6 +319,19 @@ def test_a_state_of_deepspeed_has_the_counter_alone() -> None:
     assert _rates(resumed, 5) == _rates(schedule, 5)
 
 
+@pytest.mark.parametrize("name", ["WarmupLR", "WarmupDecayLR", "WarmupCosineLR"])
+def test_an_unknown_way_to_warm_up_is_the_logarithm_and_told(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    params = {"warmup_num_steps": 5} | ({"total_num_steps": 40} if name != "WarmupLR" else {})
+    kind: Any = SCHEDULES[name]
+    known, odd = (
+        kind(torch.optim.AdamW([torch.nn.Parameter(torch.ones(3))], lr=1e-3), **params, warmup_type=word)
+        for word in ("log", "cubic")
+    )
+    assert "warmup_type = 'cubic'" in caplog.text
+    assert "'log'" not in caplog.text
+    assert _rates(odd, 9) == _rates(known, 9)
+
+
 def test_a_state_has_the_rates_that_it_began_with() -> None:
     resumed = _build("WarmupCosineLR", {"total_num_steps": 40, "warmup_num_steps": 5})
     before = _rates(_build("WarmupCosineLR", {"total_num_steps": 40, "warmup_num_steps": 5}), 9)
