@@ -11,8 +11,6 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
-import importlib.abc
-import importlib.machinery
 import json
 import math
 import os

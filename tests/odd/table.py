@@ -12,11 +12,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support.cases import Case, cases_of
-from tests.support.forkserver import Judges
+from tests.support.forkserver import REPOSITORY, Judges
 from tests.support.judge import Verdict
 
 DIRECTORY = Path(__file__).parent
-ROOT = DIRECTORY.parents[1]
 MESSAGE_CHARS_MAX = 240
 
 
@@ -48,7 +47,7 @@ def result_of(found: Sequence[Verdict]) -> str:
 
 
 def _short(message: str) -> str:
-    text = " ".join(message.split()).replace(f"{ROOT}/", "").replace("|", "\\|").replace("<", "&lt;")
+    text = " ".join(message.split()).replace(f"{REPOSITORY}/", "").replace("|", "\\|").replace("<", "&lt;")
     return text if len(text) <= MESSAGE_CHARS_MAX else f"{text[:MESSAGE_CHARS_MAX]} …"
 
 
