@@ -32,8 +32,6 @@ _OWN_CHECKPOINTS: Final = (
 
 ABSENT: Final[Mapping[str, str]] = {
     "pipe": _PIPELINE,
-    "PipelineModule": _PIPELINE,
-    "PipelineEngine": _PIPELINE,
     "DualPipeVEngine": _PIPELINE,
     "DualPipeVModule": _PIPELINE,
     "runtime.pipe": _PIPELINE,
