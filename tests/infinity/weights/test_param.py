@@ -122,12 +122,18 @@ def test_shows_are_counted_and_a_write_is_told_at_the_last() -> None:
     assert sharded.hide()
 
 
-def test_memory_in_other_hands_is_looked_at_for_as_long_as_somebody_has_it() -> None:
+def lent() -> tuple[ShardedParam, torch.UntypedStorage]:
+    """Weights of ones that are shown, and their memory in other hands."""
     sharded = make(torch.ones(3))
     fill(sharded, torch.ones(3))
     sharded.show()
     storage = sharded.param.untyped_storage()  # nobody watches: the parameter is told by hand
     sharded.lend_memory()
+    return sharded, storage
+
+
+def test_memory_in_other_hands_is_looked_at_for_as_long_as_somebody_has_it() -> None:
+    sharded, storage = lent()
     assert [sharded.is_lent, sharded.is_written()] == [True, False]
     storage[0] = 7
     assert [sharded.is_written(), sharded.is_changed] == [True, False]
@@ -144,11 +150,7 @@ def test_memory_in_other_hands_is_looked_at_for_as_long_as_somebody_has_it() -> 
 
 
 def test_memory_that_is_lent_twice_is_compared_with_what_it_was_at_first() -> None:
-    sharded = make(torch.ones(3))
-    fill(sharded, torch.ones(3))
-    sharded.show()
-    storage = sharded.param.untyped_storage()
-    sharded.lend_memory()
+    sharded, storage = lent()
     storage[0] = 7
     sharded.lend_memory()
     assert sharded.is_written()
@@ -161,11 +163,7 @@ def test_memory_that_has_gone_cannot_be_lent() -> None:
 
 
 def test_what_was_written_to_hidden_weights_is_told_when_they_are_shown() -> None:
-    sharded = make(torch.ones(3))
-    fill(sharded, torch.ones(3))
-    sharded.show()
-    storage = sharded.param.untyped_storage()
-    sharded.lend_memory()
+    sharded, storage = lent()
     assert sharded.hide()
     storage[0] = 7
     assert not sharded.show()
