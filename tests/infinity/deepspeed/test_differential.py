@@ -57,6 +57,7 @@ def test_a_sample_answers_as_the_real_one_and_has_the_bits_of_plain_torch(tmp_pa
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_all_answer_as_the_real_one_and_have_the_bits_of_plain_torch(tmp_path: Path) -> None:
     answers = _differing(sorted(read()), tmp_path)
     assert _open(answers["real"]) == {}

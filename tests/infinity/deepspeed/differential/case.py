@@ -15,6 +15,8 @@ import torch
 
 Program = Callable[[Path], Any]
 RELATIVE: Final = 1e-6
+"""What fp32 keeps over some steps. Sums near one cancel to small numbers, which kernels of another instruction set
+round otherwise by as much: so it is the absolute bound as well, unless a case says how small its numbers are."""
 _ERRORS: Final = (AssertionError, AttributeError, KeyError, TypeError, ValueError, RuntimeError)
 """Classes by which scripts catch: what one side raises the other must raise as the same."""
 
@@ -27,25 +29,28 @@ class Case:
     program: Program
     ranks: int
     relative: float
+    absolute: float
 
 
 CASES: Final[dict[str, Case]] = {}
 
 
-def case(ranks: int = 1, relative: float = RELATIVE) -> Callable[[Program], Program]:
+def case(ranks: int = 1, relative: float = RELATIVE, absolute: float | None = None) -> Callable[[Program], Program]:
     """Register a program. It gets an empty directory that its ranks share, and returns what DeepSpeed's must, too."""
 
     def register(program: Program) -> Program:
         name = f"{program.__module__.rpartition('.')[2]}.{program.__name__}"
         if name in CASES:
             raise ValueError(f"two cases are called {name}")
-        CASES[name] = Case(name, program, ranks, relative)
+        CASES[name] = Case(name, program, ranks, relative, relative if absolute is None else absolute)
         return program
 
     return register
 
 
-def cases_over(values: Mapping[str, Any], ranks: int = 1, relative: float = RELATIVE) -> Callable[[Any], Any]:
+def cases_over(
+    values: Mapping[str, Any], ranks: int = 1, relative: float = RELATIVE, absolute: float | None = None
+) -> Callable[[Any], Any]:
     """One case for each value, which the program gets behind the directory."""
 
     def register(program: Any) -> Any:
@@ -55,7 +60,7 @@ def cases_over(values: Mapping[str, Any], ranks: int = 1, relative: float = RELA
                 return program(directory, value)
 
             bound.__name__, bound.__module__ = f"{program.__name__}[{label}]", program.__module__
-            case(ranks, relative)(bound)
+            case(ranks, relative, absolute)(bound)
         return program
 
     return register
@@ -93,12 +98,12 @@ def plain(value: Any) -> Any:
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
 
 
-def differences(expected: Any, found: Any, relative: float, place: str = "") -> list[str]:
+def differences(expected: Any, found: Any, relative: float, absolute: float, place: str = "") -> list[str]:
     """Where ``found`` is not what was expected; empty if it is. Errors may be caught by more classes than expected."""
     if isinstance(expected, bool) or isinstance(found, bool) or isinstance(expected, str) or expected is None:
         return [] if expected == found and type(expected) is type(found) else [f"{place}: {expected!r} != {found!r}"]
     if isinstance(expected, (int, float)):
-        if isinstance(found, (int, float)) and math.isclose(expected, found, rel_tol=relative, abs_tol=relative * 1e-2):
+        if isinstance(found, (int, float)) and math.isclose(expected, found, rel_tol=relative, abs_tol=absolute):
             return []
         return [f"{place}: {expected!r} != {found!r}"]
     if type(expected) is not type(found):
@@ -109,7 +114,9 @@ def differences(expected: Any, found: Any, relative: float, place: str = "") -> 
         ]
         both = [key for key in expected if key in found]
         return missing + [
-            line for key in both for line in differences(expected[key], found[key], relative, f"{place}.{key}")
+            line
+            for key in both
+            for line in differences(expected[key], found[key], relative, absolute, f"{place}.{key}")
         ]
     names = {kind.__name__ for kind in _ERRORS} | {"Exception"}
     if expected and all(isinstance(each, str) and each in names for each in expected):
@@ -119,5 +126,7 @@ def differences(expected: Any, found: Any, relative: float, place: str = "") -> 
         return [f"{place}: {len(expected)} entries, found {len(found)}: {expected!r} != {found!r}"]
     pairs = enumerate(zip(expected, found, strict=True))
     return [
-        line for number, (each, other) in pairs for line in differences(each, other, relative, f"{place}[{number}]")
+        line
+        for number, (each, other) in pairs
+        for line in differences(each, other, relative, absolute, f"{place}[{number}]")
     ]

@@ -46,7 +46,7 @@ def compare(found: Mapping[str, Any]) -> dict[str, list[str]]:
     return {
         name: [_raised(found[name]["error"])]
         if "error" in found[name]
-        else differences(fact, found[name]["value"], CASES[name].relative)
+        else differences(fact, found[name]["value"], CASES[name].relative, CASES[name].absolute)
         for name, fact in read().items()
         if name in found
     }
@@ -57,7 +57,7 @@ def against(plain: Mapping[str, Any], found: Mapping[str, Any]) -> dict[str, lis
     return {
         name: undecided(name, [_raised(found[name]["error"])])
         if "error" in found[name]
-        else [line for line in differences(each["value"], found[name]["value"], 0.0) if _NUMBERS.search(line)]
+        else [line for line in differences(each["value"], found[name]["value"], 0.0, 0.0) if _NUMBERS.search(line)]
         for name, each in plain.items()
         if "value" in each and name in found
     }

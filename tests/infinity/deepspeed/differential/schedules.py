@@ -49,7 +49,7 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@cases_over(SCHEDULES)
+@cases_over(SCHEDULES, absolute=1e-8)
 def by_name(_directory: Path, given: tuple[str, dict[str, Any]]) -> Any:
     name, params = given
     engine = start(stack(), config(0, scheduler={"type": name, "params": params}))
@@ -63,7 +63,7 @@ def by_name(_directory: Path, given: tuple[str, dict[str, Any]]) -> Any:
     return seen, engine.scheduler_name(), engine.scheduler_params()
 
 
-@cases_over(SCHEDULES)
+@cases_over(SCHEDULES, absolute=1e-8)
 def as_classes(_directory: Path, given: tuple[str, dict[str, Any]]) -> Any:
     name, params = given
     model = nn.Linear(3, 3)
@@ -81,7 +81,7 @@ def as_classes(_directory: Path, given: tuple[str, dict[str, Any]]) -> Any:
     return seen, iterations, again.get_last_lr()
 
 
-@cases_over(SCHEDULES)
+@cases_over(SCHEDULES, absolute=1e-8)
 def from_a_later_start(_directory: Path, given: tuple[str, dict[str, Any]]) -> Any:
     name, params = given
     optimizer = torch.optim.SGD(nn.Linear(3, 3).parameters(), lr=0.05, momentum=0.9)
@@ -207,7 +207,7 @@ LONG: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@cases_over(LONG, relative=1e-8)  # facts have 9 digits
+@cases_over(LONG, relative=1e-8, absolute=1e-10)  # facts have 9 digits
 def a_thousand_updates(_directory: Path, given: tuple[str, dict[str, Any]]) -> Any:
     """Every rate and momentum counts in the sums; some are told apart."""
     name, params = given

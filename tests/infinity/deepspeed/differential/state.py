@@ -29,7 +29,7 @@ def _params(engine: Any) -> Any:
     return list(engine.module.named_parameters())
 
 
-@cases_over(PLACES, relative=2e-6)
+@cases_over(PLACES, relative=2e-6, absolute=2e-7)
 def whole_values(_directory: Path, given: dict[str, Any]) -> Any:
     engine = start(stack(), given)
     train(engine, 1)
@@ -45,12 +45,12 @@ def whole_values(_directory: Path, given: dict[str, Any]) -> Any:
     )
 
 
-@cases_over({key: PLACES[key] for key in ("1", "2", "3")}, ranks=2)
+@cases_over({key: PLACES[key] for key in ("1", "2", "3")}, ranks=2, absolute=1e-7)
 def whole_values_of_two(directory: Path, given: dict[str, Any]) -> Any:
     return whole_values(directory, given)
 
 
-@cases_over(PLACES)
+@cases_over(PLACES, absolute=1e-7)
 def shapes_and_dtypes(_directory: Path, given: dict[str, Any]) -> Any:
     engine = start(stack(), given | {"bf16": {"enabled": True}})
     x, y = batches(1, dtype=torch.bfloat16)[0]
@@ -64,7 +64,7 @@ def shapes_and_dtypes(_directory: Path, given: dict[str, Any]) -> Any:
     ]
 
 
-@cases_over(PLACES)
+@cases_over(PLACES, absolute=1e-7)
 def written_whole(_directory: Path, given: dict[str, Any]) -> Any:
     engine = start(stack(), given)
     train(engine, 1)
@@ -82,7 +82,7 @@ def written_whole(_directory: Path, given: dict[str, Any]) -> Any:
     return out
 
 
-@cases_over(PLACES)
+@cases_over(PLACES, absolute=1e-7)
 def gradients_written_whole(_directory: Path, given: dict[str, Any]) -> Any:
     engine = start(stack(), given)
     x, y = batches(1)[0]
