@@ -97,6 +97,24 @@ class SlotTree:
                 return "timeout" if code is None else "killed", test
         return "survived", ""
 
+    def sees(self, mutants: Sequence[Mutant], test: str, cpu_limit_s: float) -> bool:
+        """Whether a test fails with all of them in place, or hangs; it has to pass without.
+
+        Raises ``SystemExit`` if it does not, or if what was made of the sources does not compile, or has no test."""
+        if self._room.compiled:
+            self._compile_original()
+        if self.run(test, cpu_limit_s)[0] != 0:
+            raise SystemExit(f"{self.log()}\n{test} fails as the sources are")
+        with contextlib.ExitStack() as mutations:
+            for mutant in mutants:
+                mutations.enter_context(self._mutated(mutant))
+            if self._room.compiled and not self._compile("_native"):
+                raise SystemExit(f"{mutants[0].path}: does not compile then")
+            code, _ = self.run(test, cpu_limit_s)
+        if code not in (0, 1, None):
+            raise SystemExit(f"{self.log()}\n{test}: pytest ends with status {code}")
+        return code != 0
+
     def _rebuilt(self) -> tuple[str, str] | None:
         """What became of a mutant that no test of Python's need look at."""
         if not self._compile("core_test"):

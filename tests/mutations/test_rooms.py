@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.mutations.cpp_operators import cpp_mutants
+from tests.mutations.defects import read_defects
 from tests.mutations.mutant import read_equivalents
 from tests.mutations.python_operators import python_mutants
 from tests.mutations.rooms import ROOMS, ROOT
@@ -143,3 +144,13 @@ def test_what_is_mutated_in_cpp_and_what_is_not() -> None:
     assert all(after.endswith('throw_errno(EIO, "a + b == 1");') for after in found[condition])
     assert len(found[condition]) == 4
     assert found["cells.push_back(cell);"] == [";"]
+
+
+def test_every_old_defect_can_be_written_back_and_its_tests_exist() -> None:
+    for defect in read_defects():
+        assert defect.tests
+        for mutant in defect.mutants(ROOT):
+            assert mutant.apply((ROOT / mutant.path).read_bytes()) != (ROOT / mutant.path).read_bytes()
+        for test in defect.tests:
+            path, _, name = test.partition("::")
+            assert not name or f"def {name}(" in (ROOT / path).read_text(), test

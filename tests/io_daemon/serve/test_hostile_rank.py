@@ -149,6 +149,16 @@ def test_a_rank_that_makes_its_wake_ups_block_stops_only_itself(raw: RawRank, by
     assert bystander.echo() < DEADLINE_S
 
 
+def test_a_rank_that_takes_none_of_its_wake_ups_stops_only_itself(raw: RawRank, bystander: Client) -> None:
+    """It says that it sleeps before each answer, until the socket's queue has no room for one more."""
+    raw.hello().attach()
+    for seq in range(1, 1000):
+        raw.poke(raw.cq_offset + SLEEPS_OFFSET, 1)
+        assert raw.sq.push(seq, Opcode.ECHO, 0, 0, 0, 0, 0)
+        eventually(lambda: raw.cq.pop_batch(CQES_MAX), "it is answered")
+    assert bystander.echo() < DEADLINE_S
+
+
 def test_a_rank_that_closes_its_end_of_the_wake_ups_is_not_spun_on(raw: RawRank, daemon: ServedDaemon) -> None:
     raw.hello().attach()
     for fd in raw.fds[2:]:
