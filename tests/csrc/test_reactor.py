@@ -252,14 +252,16 @@ def test_dropped_reactor_finishes_by_itself(engine: str, tmp_path: Path) -> None
 def test_a_broken_engine_lets_go_of_nothing(engine: str, tmp_path: Path) -> None:
     """What had ended is reported; what is in flight is not, and its memory and file stay until the process ends."""
     script = """
-import gc, os, sys
+import gc, os, select, sys
 from pathlib import Path
 from tests.support.reactor import BLOCK_BYTES, ReactorBench
 path = Path(sys.argv[1])
 bench = ReactorBench(path, sys.argv[2], faults=[("delay", 1, 3_600_000_000), ("break", 2, 19)])
 assert bench.write(0, 0, BLOCK_BYTES).status == 0
+assert bench.reactor.reap(9) == [] and not select.select([bench.reactor.event_fd], [], [], 0)[0]
 bench.submit_write(2, 0, 0, BLOCK_BYTES)
 bench.submit_write(3, 0, 0, BLOCK_BYTES)
+assert select.select([bench.reactor.event_fd], [], [], 60)[0]  # who waits for completions is told
 assert not bench.reactor.close(60_000)  # at once
 for verb in (lambda: bench.reactor.reap(9), lambda: bench.submit_write(4, 0, 0, 4096)):
     try:

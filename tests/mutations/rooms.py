@@ -86,7 +86,10 @@ CSRC: Final = Room(
         "active_request.cpp": [C + "test_blocks.py", *REACTOR[:2]],
         "active_request.hpp": [C + "test_blocks.py", *REACTOR[:2]],
         "atomics.hpp": [*RINGS, *REACTOR],
-        "bindings.cpp": [S + "test_wire.py", *REACTOR[:1], *RINGS, C + "test_region.py", *REACTOR[1:]],
+        "bindings.cpp": [
+            *(S + "test_wire.py", C + "test_narrow.py", C + "test_halves.py", C + "test_squares.py"),
+            *(C + "test_checksum.py", *REACTOR[:1], *RINGS, C + "test_region.py", *REACTOR[1:]),
+        ],
         "bench_reactor.cpp": [C + "test_blocks.py"],
         "bench_reactor.hpp": [C + "test_blocks.py"],
         "checksum.cpp": [C + "test_checksum.py"],

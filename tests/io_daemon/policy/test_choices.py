@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import gc
 from collections.abc import Sequence
 
 import pytest
 
 from io_daemon.policy.actions import StartIo
 from io_daemon.policy.counters import Counters, StepCounters
+from io_daemon.policy.swap_object import SwapObject
 from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, PAGE_BYTES, Access, ChunkSpec, Status
 from io_daemon.shared.states import ObjectFlags, ObjectState
 from tests.support.fake_disk import Outcome
@@ -270,13 +272,20 @@ def test_a_cancelled_lease_lets_go_of_what_it_held_and_of_nothing_else() -> None
 # The order of things.
 
 
+def num_swap_objects() -> int:
+    gc.collect()
+    return sum(type(each) is SwapObject for each in gc.get_objects())
+
+
 def test_a_dismantled_tenant_holds_nothing() -> None:
+    before = num_swap_objects()
     tenant = written_chunks(4, 3, 1)
     tenant.set_trace(0, [Access(0, 1, 0, 0)])
     tenant.acquire(0, read=1)
     tenant.scheduler.dismantle()
     assert tenant.scheduler.num_leases == 0
     assert tenant.scheduler.geometry.specs == ()
+    assert num_swap_objects() == before
 
 
 def test_sizes_that_make_no_sense_are_refused() -> None:
