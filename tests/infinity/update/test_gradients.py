@@ -225,3 +225,21 @@ def test_a_gradient_that_is_not_finite_is_told_wherever_it_is(norms: Callable[[]
     value, is_finite = fixture.norm([2])
     assert is_finite, "as the scaler of torch has it: no gradient is infinite"
     assert (norms is of_blocks) == bool(value.isfinite())
+
+
+@EITHER
+def test_norms_of_a_step_that_was_dropped_or_a_gradient_that_was_replaced_count_no_more(
+    norms: Callable[[], Norms],
+) -> None:
+    fixture = Fixture(norms=norms())
+    fixture.add(gradients_of(range(4)), norms=True)
+    fixture.gradients.clear()
+    again = gradients_of([0, 3], seed=1)
+    fixture.add(again)
+    assert float(fixture.norm([0, 3]).value) == pytest.approx(float(torch_norm(again)), rel=1e-6)
+    again[0] = torch.arange(30_000.0)
+    fixture.gradients.replace(0, 0, again[0])
+    assert float(fixture.norm([0, 3]).value) == pytest.approx(float(torch_norm(again)), rel=1e-6)
+    fixture.add(again)
+    twice = {param: 2 * flat for param, flat in again.items()}
+    assert float(fixture.norm([0, 3]).value) == pytest.approx(float(torch_norm(twice)), rel=1e-6)

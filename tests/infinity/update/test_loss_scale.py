@@ -76,6 +76,13 @@ def test_torchs_scale_falls_to_the_least_and_no_further() -> None:
     assert scale.value == TorchLossScale.LEAST
 
 
+def test_torchs_scale_takes_no_other_ones_state() -> None:
+    scale = TorchLossScale(8.0)
+    for other in ({}, {"value": 2.0, "good_steps": 1, "patience": 1}):
+        scale.load_state_dict(other)
+        assert (scale.value, scale.state_dict()["good_steps"]) == (8.0, 0)
+
+
 def scale_of(**sections: Any) -> LossScale:
     raw = {"train_batch_size": 1, "zero_optimization": {"stage": 3}, **sections}
     return loss_scale_of(parse_config(raw))

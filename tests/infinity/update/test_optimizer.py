@@ -412,3 +412,15 @@ def test_every_trained_parameter_is_in_a_group_and_every_one_in_a_group_is_the_m
         group_indices(lacking, index_of, params)
     alone = ShardedOptimizer([{"params": [params[0]]}], {"lr": 1.0}, RULE)
     assert group_indices(alone, index_of, params[:1]) == [0], "the first group is one, too"
+
+
+def test_its_state_is_loaded_by_its_engine_alone() -> None:
+    """Torch's own dictionary has none of it: what was given is as it was."""
+    fixture = Fixture()
+    before = fixture.optimizer.param_groups[0]["lr"]
+    given = fixture.optimizer.state_dict()
+    given |= {"state": {}, "param_groups": [{**group, "lr": 1.0} for group in given["param_groups"]]}
+    with pytest.raises(EngineStateError, match="load_checkpoint"):
+        fixture.optimizer.load_state_dict(given)
+    assert fixture.optimizer.param_groups[0]["lr"] == before
+    assert fixture.optimizer.loss_scale == fixture.optimizer.cur_scale == 1.0

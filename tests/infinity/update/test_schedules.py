@@ -359,3 +359,14 @@ def test_a_warm_up_has_at_least_two_steps() -> None:
     assert warmup_progress(0, 1, "log") == 0.0
     assert warmup_progress(1, 1, "log") == 1.0
     assert warmup_progress(1, 1, "linear") == 0.5
+
+
+@pytest.mark.parametrize("name", ["WarmupLR", "LRRangeTest", "OneCycle"])
+def test_the_rate_that_it_tells_is_the_optimizers(name: str) -> None:
+    optimizer = _optimizer()
+    given = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3} if name == "OneCycle" else {}
+    schedule = SCHEDULES[name](optimizer, **given)
+    for _ in range(3):
+        optimizer.step()
+        schedule.step()
+        assert schedule.get_lr() == [group["lr"] for group in optimizer.param_groups] == schedule.get_last_lr()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 import torch
 
 from infinity.update.scratch import Scratch
@@ -36,3 +39,17 @@ def test_what_is_taken_of_something_else_stays() -> None:
     weights = scratch.take(10, torch.float32, CPU, of="weights").fill_(1)
     scratch.take(10, torch.float32, CPU, of="gradients").fill_(2)
     assert weights.tolist() == [1] * 10
+
+
+def test_the_old_memory_goes_before_the_new_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    scratch, empty = Scratch(), torch.empty
+    scratch.take(100, torch.float32, CPU, of="gradients")
+    gone = []
+
+    def noting(*args: Any, **options: Any) -> torch.Tensor:
+        gone.append(not scratch._memory)
+        return empty(*args, **options)
+
+    monkeypatch.setattr(torch, "empty", noting)
+    scratch.take(200, torch.float32, CPU, of="gradients")
+    assert gone == [True]

@@ -10,12 +10,13 @@ import pytest
 import torch
 
 from infinity.plan.precision import Precision
+from infinity.plan.sharding import Run, Segment
 from infinity.update import sub_group
 from infinity.update.dry_run import options_of as all_options_of
 from infinity.update.rounding import Rounding
 from infinity.update.rule import History, UpdateRule
 from infinity.update.scratch import Scratch
-from infinity.update.sub_group import SubGroup, Terms
+from infinity.update.sub_group import SubGroup, Terms, _alike
 from infinity.update.torch_rule import rule_of
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import BF16, FP32, SmallShards
@@ -170,3 +171,12 @@ def ranges(
     histories = [(float(count),) for count in steps]
     terms = Terms(present=present, histories=histories, options=fixture.group_options, factor=None)
     return list(fixture.sub_group._ranges(terms))
+
+
+def test_what_ends_inside_a_vector_is_stepped_with_none_behind_it() -> None:
+    """The kernel rounds its rest otherwise, on some CPUs."""
+    parts = [Segment(param=i, param_offset=0, chunk_offset=0, numel=numel) for i, numel in enumerate((64, 128, 65))]
+    assert _alike(Run(segments=tuple(parts)), [0, 0, 0])
+    assert not _alike(Run(segments=(parts[2], parts[0])), [0, 0, 0])
+    assert not _alike(Run(segments=(parts[0], parts[2], parts[1])), [0, 0, 0])
+    assert not _alike(Run(segments=tuple(parts)), [0, 1, 0])

@@ -13,6 +13,7 @@ import infinity
 from infinity.errors import ConfigError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.access import ShardedParameter
+from infinity.weights.staging import StagingArea
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -133,10 +134,28 @@ def _in_bfloat16() -> nn.Module:
 
 
 def test_disabled_it_is_nothing() -> None:
-    with infinity.Init(enabled=False):
+    with infinity.Init(enabled=False) as context:
         model = _build()
+    assert isinstance(context, infinity.Init)
     infinity.Init(module=model, enabled=False)
     assert not any(isinstance(param, ShardedParameter) for param in model.parameters())
+
+
+def test_a_module_that_was_built_before_has_its_parameters_named_where_they_stand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names: list[str] = []
+    adopt = StagingArea.adopt
+
+    def noting(area: StagingArea, param: nn.Parameter, name: str) -> None:
+        names.append(name)
+        adopt(area, param, name)
+
+    monkeypatch.setattr(StagingArea, "adopt", noting)
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2, bias=False)))
+    model.register_parameter("scale", nn.Parameter(torch.ones(2)))
+    infinity.Init(module=model)
+    assert names == ["Sequential.scale", "Linear.0.0.weight"]
 
 
 def test_the_dialects_other_arguments_say_what_the_configuration_says(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import re
@@ -70,3 +71,13 @@ def test_what_was_written_to_a_private_mapping_stays(tmp_path: Path) -> None:
         page_out_mapped_weights()
         assert mapped[5000] == 7
     assert path.read_bytes() == bytes(1 << 20)
+
+
+def test_where_the_system_takes_no_advice_none_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(bytes(NUMEL))
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert mapped[:] == bytes(NUMEL)
+        page_out_mapped_weights()
+        assert resident_bytes(path) == NUMEL
