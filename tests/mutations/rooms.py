@@ -178,8 +178,9 @@ UPDATE: Final = Room(
         ],
         "update.py": [
             U + "test_optimizer.py",
-            T + "test_update_on_use.py",
             T + "test_update_in_backward.py",
+            T + "test_clip_grad_norm.py",
+            T + "test_update_on_use.py",
             U + "test_loss_scale.py",
             *TRAINING,
         ],

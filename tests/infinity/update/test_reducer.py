@@ -27,6 +27,7 @@ class OneRank:
         self.shards = SmallShards(SHAPES, collectives, frozen=FROZEN)
         self.rank = self.shards.collectives.rank
         self.added: list[tuple[int, list[int], bool]] = []
+        self.noted = ""
         norms = BlockNorms(self.shards.collectives)
         self.gradients = GradientChunks(self.shards.store, self.shards.chunks, NUM_PARAMS, self.shards.trained, norms)
         add = self.gradients.add
@@ -152,6 +153,20 @@ def on_two(work: Callable[[OneRank], Any]) -> list[OneRank]:
 def assert_mean(ranks: Sequence[OneRank], param: int, mean: float) -> None:
     whole = [value for own in ranks for value in own.held(param)]
     assert whole == pytest.approx(ramp(mean, len(whole)))
+
+
+def test_what_was_complete_before_a_step_was_dropped_waits_for_its_gradients_anew() -> None:
+    def work(own: OneRank) -> None:
+        own.give(0, 1.0)
+        own.give(1, 1.0)  # complete, and behind others that are not
+        own.reducer.clear()
+        own.give(2, 1.0)
+        own.give(3, 1.0)
+        own.noted = own.reducer.told
+
+    first, second = on_two(work)
+    assert first.noted == second.noted
+    assert first.noted.startswith("after 2 reductions")
 
 
 def groups_reduced(own: OneRank) -> list[int]:
