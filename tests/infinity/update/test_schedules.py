@@ -364,7 +364,7 @@ def test_a_warm_up_has_at_least_two_steps() -> None:
 @pytest.mark.parametrize("name", ["WarmupLR", "LRRangeTest", "OneCycle"])
 def test_the_rate_that_it_tells_is_the_optimizers(name: str) -> None:
     optimizer = _optimizer()
-    given = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3} if name == "OneCycle" else {}
+    given: dict[str, Any] = {"cycle_min_lr": 1e-4, "cycle_max_lr": 1e-3} if name == "OneCycle" else {}
     schedule = SCHEDULES[name](optimizer, **given)
     for _ in range(3):
         optimizer.step()
