@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Final
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
 
 from infinity.update.schedules import SCHEDULES
 
@@ -64,6 +65,20 @@ _OPTIONS: Final = {
     WARMUP_MIN_RATIO: (float, 0.01),
     COS_MIN_RATIO: (float, 0.01),
 }
+_RANGE_TEST: Final = (LR_RANGE_TEST_MIN_LR, LR_RANGE_TEST_STEP_RATE, LR_RANGE_TEST_STEP_SIZE, LR_RANGE_TEST_STAIRCASE)
+_ONE_CYCLE: Final = (
+    *(CYCLE_FIRST_STEP_SIZE, CYCLE_FIRST_STAIR_COUNT, CYCLE_SECOND_STEP_SIZE, CYCLE_SECOND_STAIR_COUNT),
+    *(DECAY_STEP_SIZE, CYCLE_MIN_LR, CYCLE_MAX_LR, DECAY_LR_RATE, CYCLE_MIN_MOM, CYCLE_MAX_MOM, DECAY_MOM_RATE),
+)
+_WARMUP: Final = (WARMUP_MIN_LR, WARMUP_MAX_LR, WARMUP_NUM_STEPS, WARMUP_TYPE)
+_WARMUP_COSINE: Final = (WARMUP_NUM_STEPS, WARMUP_TYPE, WARMUP_MIN_RATIO, COS_MIN_RATIO)
+_SPOKEN_OF: Final = {
+    LR_RANGE_TEST: LR_RANGE_TEST_MIN_LR,
+    ONE_CYCLE: CYCLE_MAX_LR,
+    WARMUP_LR: WARMUP_MAX_LR,
+    WARMUP_DECAY_LR: WARMUP_MAX_LR,
+}
+"""The rate of each schedule that scripts ask for."""
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -74,3 +89,63 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     group.add_argument(f"--{LR_RANGE_TEST_STAIRCASE}", action="store_true")
     group.add_argument("--cycle_momentum", action="store_true")
     return parser
+
+
+def get_config_from_args(args: argparse.Namespace) -> tuple[dict[str, Any] | None, str | None]:
+    """The section ``scheduler`` that the options say, or None with the reason."""
+    name = getattr(args, LR_SCHEDULE, None)
+    if name is None:
+        return None, f"--{LR_SCHEDULE} not specified on command line"
+    if name not in VALID_LR_SCHEDULES:
+        return None, f"{name} is not supported LR schedule"
+    params: dict[str, Any] = {}
+    _OVERRIDES[name](args, params)
+    return {"type": name, "params": params}, None
+
+
+def get_lr_from_config(config: Mapping[str, Any]) -> tuple[float | None, str]:
+    """The rate that a section ``scheduler`` speaks of, or None with the reason."""
+    for key in ("type", "params"):
+        if key not in config:
+            return None, f"LR schedule {key} not defined in config"
+    name = config["type"]
+    if name == WARMUP_COSINE_LR:
+        return None, f"{name} scales the optimizer learning rate by a ratio, so its params define no lr"
+    if name not in _SPOKEN_OF:
+        return None, f"{name} is not a valid LR schedule"
+    return config["params"][_SPOKEN_OF[name]], ""
+
+
+def _override(args: argparse.Namespace, params: dict[str, Any], names: Sequence[str]) -> None:
+    params.update({name: getattr(args, name) for name in names if getattr(args, name, None) is not None})
+
+
+def override_lr_range_test_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
+    """Write what the options say of the range test over ``params``; so do the others of theirs."""
+    _override(args, params, _RANGE_TEST)
+
+
+def override_1cycle_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
+    _override(args, params, _ONE_CYCLE)
+
+
+def override_warmupLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:  # noqa: N802 (DeepSpeed's)
+    _override(args, params, _WARMUP)
+
+
+def override_warmupCosineLR_params(args: argparse.Namespace, params: dict[str, Any]) -> None:  # noqa: N802 (as above)
+    _override(args, params, _WARMUP_COSINE)
+
+
+def override_params(args: argparse.Namespace, params: dict[str, Any]) -> None:
+    for override in dict.fromkeys(_OVERRIDES.values()):
+        override(args, params)
+
+
+_OVERRIDES: Final[Mapping[str, Callable[[argparse.Namespace, dict[str, Any]], None]]] = {
+    LR_RANGE_TEST: override_lr_range_test_params,
+    ONE_CYCLE: override_1cycle_params,
+    WARMUP_LR: override_warmupLR_params,
+    WARMUP_DECAY_LR: override_warmupLR_params,
+    WARMUP_COSINE_LR: override_warmupCosineLR_params,
+}

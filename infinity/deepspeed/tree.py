@@ -193,7 +193,13 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.activation_checkpointing.checkpointing": _CHECKPOINTING,
     "runtime.base_optimizer": _OPTIMIZER | _of(f"{_OURS}.optimizer_kinds", "ZeROOptimizer"),
     "runtime.bf16_optimizer": _of(f"{_OURS}.optimizer_kinds", "BF16_Optimizer"),
-    "runtime.config": _CONFIG | _ZERO_CONFIG,
+    "runtime.config": _CONFIG
+    | _ZERO_CONFIG
+    | _of(
+        f"{_OURS}.constants",
+        "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
+        "TORCH_ADAM_PARAM ADAM_W_MODE ADAM_W_MODE_DEFAULT",
+    ),
     "runtime.config_utils": _of(f"{_OURS}.kinds", "get_scalar_param get_list_param get_dict_param"),
     "runtime.constants": _of(f"{_OURS}.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE"),
     "runtime.dataloader": _LOADERS,
@@ -207,7 +213,18 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.pipe": _PIPELINE,
     "runtime.pipe.engine": _of(_REFUSED, "PipelineEngine"),
     "runtime.pipe.module": _PIPELINE,
-    "runtime.lr_schedules": _SCHEDULES | _SCHEDULE_NAMES | _of(f"{_OURS}.schedule_names", "add_tuning_arguments"),
+    "runtime.lr_schedules": _SCHEDULES
+    | _SCHEDULE_NAMES
+    | _of(
+        f"{_OURS}.schedule_names",
+        "add_tuning_arguments get_config_from_args get_lr_from_config override_params override_lr_range_test_params "
+        "override_1cycle_params override_warmupLR_params override_warmupCosineLR_params",
+    ),
+    "runtime.precision_config": _of(
+        f"{_OURS}.precision_config_classes",
+        "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfloat16_config FP16 BFLOAT16 BFLOAT16_OLD "
+        "INITIAL_LOSS_SCALE SCALE_WINDOW DELAYED_SHIFT CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE",
+    ),
     "runtime.swap_tensor": _of(f"{_OURS}.constants", "MIN_SWAPPABLE_BYTES"),
     "runtime.utils": _of(
         f"{_OURS}.tensors",
@@ -256,6 +273,11 @@ TREE: Final[Mapping[str, Names]] = {
     | _GROUPS
     | _of(f"{_OURS}.loaders", "RepeatingLoader")
     | _of(f"{_OURS}.building", "instrument_w_nvtx"),
+    "utils.bwc": _of(
+        f"{_OURS}.model_parallel",
+        "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size bwc_tensor_model_parallel_group "
+        "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group",
+    ),
     "utils.groups": _GROUPS | _OWN_GROUPS,
     "utils.init_on_device": _ON_DEVICE,
     "utils.logging": _LOGS,

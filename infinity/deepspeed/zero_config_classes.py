@@ -46,16 +46,21 @@ def _words(value: object) -> object:
 Words = Annotated[list[str], BeforeValidator(_words)]
 
 
-class DeepSpeedConfigModel(BaseModel):
-    """What the classes have in common: "auto" is as good as nothing, fields can be assigned and are checked then."""
+class DialectModel(BaseModel):
+    """What all classes have in common: "auto" is as good as nothing, fields can be assigned and are checked then."""
 
     model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
-    place: ClassVar[str] = ""
-    """Where the section stands below ``zero_optimization``."""
 
     def __init__(self, strict: bool = False, **section: Any) -> None:
         """``strict``: "auto" is refused, too."""
         super().__init__(**{name: value for name, value in section.items() if strict or value != "auto"})
+
+
+class DeepSpeedConfigModel(DialectModel):
+    """What the classes of this section have in common: what ``initialize`` refuses they refuse."""
+
+    place: ClassVar[str] = ""
+    """Where the section stands below ``zero_optimization``."""
 
     @model_validator(mode="before")
     @classmethod

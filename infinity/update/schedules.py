@@ -107,6 +107,13 @@ def _check_optimizer(optimizer: object) -> None:
         raise TypeError(f"a schedule needs an optimizer, not a {type(optimizer).__name__}")
 
 
+def _positive(name: str, steps: int) -> int:
+    """A number of updates. Raises ConfigError unless it is one."""
+    if not isinstance(steps, int) or steps < 1:
+        raise ConfigError(f"scheduler.params.{name}", steps, "must be a number of updates, 1 or more")
+    return steps
+
+
 def _known(warmup_type: str) -> WarmupType:
     """The word, if it is one; "log" for any other, as DeepSpeed takes it, which is told."""
     if warmup_type not in ("log", "linear"):
@@ -142,17 +149,24 @@ class WarmupLR(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.warmup_min_lr, self.warmup_max_lr = warmup_min_lr, warmup_max_lr
-        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.warmup_num_steps = max(2, _positive("warmup_num_steps", warmup_num_steps))
         self.warmup_type = _known(warmup_type)
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
+    @property
+    def min_lrs(self) -> list[float]:
+        """Where each param group begins."""
+        return self._for_each_group(self.warmup_min_lr, "warmup_min_lr")
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """What each param group rises to."""
+        highest = self._own_rates() if self.warmup_max_lr is None else self.warmup_max_lr
+        return self._for_each_group(highest, "warmup_max_lr")
+
     def rates(self, iteration: int) -> list[float]:
         progress = self.progress(iteration) if iteration >= 0 else 0.0
-        lows = self._for_each_group(self.warmup_min_lr, "warmup_min_lr")
-        highs = self._for_each_group(
-            self._own_rates() if self.warmup_max_lr is None else self.warmup_max_lr, "warmup_max_lr"
-        )
-        return [low + (high - low) * progress for low, high in zip(lows, highs, strict=True)]
+        return [low + (high - low) * progress for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def progress(self, iteration: int) -> float:
         """The share of the way from the lower to the upper rate, for iterations from 0 on."""
@@ -205,7 +219,7 @@ class WarmupCosineLR(Schedule):
     ) -> None:
         self.total_num_steps = total_num_steps
         self.warmup_min_ratio = warmup_min_ratio
-        self.warmup_num_steps = max(2, warmup_num_steps)
+        self.warmup_num_steps = max(2, _positive("warmup_num_steps", warmup_num_steps))
         self.cos_min_ratio = cos_min_ratio
         self.warmup_type = _known(warmup_type)
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
@@ -213,6 +227,10 @@ class WarmupCosineLR(Schedule):
     def rates(self, iteration: int) -> list[float]:
         ratio = self.ratio(iteration) if iteration >= 0 else 0.0
         return [base_lr * ratio for base_lr in self._own_rates()]
+
+    def get_lr_ratio(self) -> float:
+        """The share of the own rate that is run at now; 0 before the first step."""
+        return self.ratio(self.last_batch_iteration) if self.last_batch_iteration >= 0 else 0.0
 
     def ratio(self, iteration: int) -> float:
         """The share of the own rate, for iterations from 0 on."""
@@ -238,7 +256,8 @@ class LRRangeTest(Schedule):
         last_batch_iteration: int = -1,
     ) -> None:
         self.min_lr = lr_range_test_min_lr
-        self.step_size, self.step_rate = lr_range_test_step_size, lr_range_test_step_rate
+        self.step_size = _positive("lr_range_test_step_size", lr_range_test_step_size)
+        self.step_rate = lr_range_test_step_rate
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
 
@@ -274,9 +293,13 @@ class OneCycle(Schedule):
     ) -> None:
         _check_optimizer(optimizer)
         first, stairs = cycle_first_step_size, cycle_first_stair_count
+        second = first if cycle_second_step_size is None else cycle_second_step_size
+        for name, steps, least in (("cycle_first_step_size", first, 1), ("cycle_second_step_size", second, 0)):
+            if steps < least:
+                raise ConfigError(f"scheduler.params.{name}", steps, f"must be a number of updates, {least} or more")
         self.cycle_min_lr, self.cycle_max_lr = cycle_min_lr, cycle_max_lr
         self.cycle_min_mom, self.cycle_max_mom = cycle_min_mom, cycle_max_mom
-        self.halves = (first, first if cycle_second_step_size is None else cycle_second_step_size)
+        self.halves = (first, second)
         self.stairs = (stairs, stairs if cycle_second_stair_count is None else cycle_second_stair_count)
         self.decay_step_size = decay_step_size
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
@@ -290,21 +313,40 @@ class OneCycle(Schedule):
         """Iterations of the whole cycle."""
         return sum(self.halves)
 
+    total_size = num_steps
+
+    @property
+    def step_ratio(self) -> float:
+        """The share of the cycle in which the rate rises."""
+        return self.halves[0] / self.num_steps
+
+    @property
+    def min_lrs(self) -> list[float]:
+        """Where each param group's cycle begins and ends."""
+        return self._for_each_group(self.cycle_min_lr, "cycle_min_lr")
+
+    @property
+    def max_lrs(self) -> list[float]:
+        """The height of each param group's cycle."""
+        return self._for_each_group(self.cycle_max_lr, "cycle_max_lr")
+
+    def get_mom(self) -> list[tuple[float, float]] | None:
+        """The betas of each param group at this iteration; None where momentum is not cycled."""
+        if not self.cycle_momentum:
+            return None
+        return [(momentum, SECOND_BETA) for momentum in self.momenta(self.last_batch_iteration)]
+
     def rates(self, iteration: int) -> list[float]:
-        lows = self._for_each_group(self.cycle_min_lr, "cycle_min_lr")
-        highs = self._for_each_group(self.cycle_max_lr, "cycle_max_lr")
         if iteration < self.num_steps:
             height = self.height(iteration)
-            return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
+            return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         decay = 1 + self.decay_lr_rate * self.decays(iteration)
-        return [low / decay for low in lows]
+        return [low / decay for low in self.min_lrs]
 
     def momenta(self, iteration: int) -> list[float]:
         """The first beta of each param group at ``iteration``."""
         lows = self._for_each_group(self.cycle_min_mom, "cycle_min_mom")
         highs = self._for_each_group(self.cycle_max_mom, "cycle_max_mom")
-        if iteration < 0:
-            return lows
         if iteration < self.num_steps:
             height = self.height(iteration)
             return [high - (high - low) * height for low, high in zip(lows, highs, strict=True)]
@@ -323,7 +365,7 @@ class OneCycle(Schedule):
             return along * stairs // half / stairs
         turns = (iteration + 1) / self.num_steps
         share = 1.0 + turns - math.floor(1 + turns)
-        peak = self.halves[0] / self.num_steps
+        peak = self.step_ratio
         return share / peak if share <= peak else (share - 1) / (peak - 1)
 
     def decays(self, iteration: int) -> float:
@@ -333,7 +375,9 @@ class OneCycle(Schedule):
     def _apply(self) -> None:
         super()._apply()
         if self.cycle_momentum:
-            momenta = self.momenta(self.last_batch_iteration)
+            iteration = self.last_batch_iteration
+            lows = self._for_each_group(self.cycle_min_mom, "cycle_min_mom")
+            momenta = lows if iteration < 0 else self.momenta(iteration)
             for group, momentum in zip(self.optimizer.param_groups, momenta, strict=True):
                 group["betas"] = (momentum, SECOND_BETA)
 

@@ -85,6 +85,7 @@ SWITCHES = tuple(
         ("save_muon_momentum_buffer_in_memory", "offload_optimizer.device says where all states lie"),
         ("log_trace_cache_warnings", "a changed order never invalidates the trace; io_report() shows what it cost"),
         ("override_module_apply", "Module.apply() works on staged parameters as it is"),
+        ("pipeline_loading_checkpoint", "each rank reads its own part of a checkpoint, a piece at a time"),
         ("stage3_allgather_sequential", "weights are all-gathered in place, not through a bucket"),
         ("offload_optimizer.pipeline_read", "reads always run ahead of the update"),
         ("offload_optimizer.pipeline_write", "writes always run behind the update"),
@@ -109,7 +110,6 @@ REFUSED = tuple(
     for name, why, remedy, accepts in (
         ("offload_optimizer.super_offload", "SuperOffload is not built", "write false", (False,)),
         ("offload_optimizer.cpuadam_cores_perc", "belongs to SuperOffload", "call torch.set_num_threads()", ()),
-        ("pipeline_loading_checkpoint", "there is no pipeline parallelism", "write false", (False,)),
         ("load_from_fp32_weights", "master weights are what checkpoints hold", "remove it", (True,)),
         ("elastic_checkpoint", "any checkpoint loads at any world size", "write false", (False,)),
         ("legacy_stage1", "there is one stage 1", "write false", (False,)),

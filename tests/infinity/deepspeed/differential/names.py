@@ -1,0 +1,156 @@
+"""Small names around the engine: sections as classes, schedules from options, model parallelism by any of its names."""
+
+# mypy: ignore-errors
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+import torch
+from deepspeed.runtime import config as runtime_config  # type: ignore[import-not-found]
+from deepspeed.runtime import lr_schedules, precision_config  # type: ignore[import-not-found]
+from deepspeed.utils import bwc  # type: ignore[import-not-found]
+
+from tests.infinity.deepspeed.differential.case import case, cases_over, raised
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.Adam(
+        [{"params": [torch.nn.Parameter(torch.ones(2))], "lr": 0.1}, {"params": [torch.nn.Parameter(torch.ones(2))]}],
+        lr=0.2,
+    )
+
+
+COUNTS = {
+    "warmup": ("WarmupLR", "warmup_num_steps", {}),
+    "warmup-of-decay": ("WarmupDecayLR", "warmup_num_steps", {"total_num_steps": 9}),
+    "warmup-of-cosine": ("WarmupCosineLR", "warmup_num_steps", {"total_num_steps": 9}),
+    "range": ("LRRangeTest", "lr_range_test_step_size", {}),
+    "up": ("OneCycle", "cycle_first_step_size", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
+    "down": ("OneCycle", "cycle_second_step_size", {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}),
+}
+
+
+@cases_over(COUNTS)
+def numbers_of_updates(_directory: Path, given: tuple[str, str, dict[str, Any]]) -> Any:
+    name, key, others = given
+    counts = (-3, 0, 1, 2) if name == "OneCycle" else (-3, 0, 1, 2.5, "5", None)
+    given = [{**others, key: count} for count in counts]
+    return [raised(lambda params=params: getattr(lr_schedules, name)(optimizer(), **params)) for params in given]
+
+
+@case()
+def what_schedules_show(_directory: Path) -> Any:
+    warmup = lr_schedules.WarmupLR(optimizer(), 0.01, [0.3, 0.4], 4)
+    cosine = lr_schedules.WarmupCosineLR(optimizer(), 9, warmup_num_steps=3)
+    cycle = lr_schedules.OneCycle(optimizer(), 0.01, 0.1, cycle_first_step_size=3, cycle_second_step_size=5)
+    still = lr_schedules.OneCycle(optimizer(), 0.01, 0.1, cycle_momentum=False)
+    seen = [cycle.get_mom()]
+    for _ in range(11):
+        cosine.step()
+        cycle.step()
+        seen.append((cosine.get_lr_ratio(), cycle.get_mom()))
+    shown = [warmup.min_lrs, warmup.max_lrs, cycle.min_lrs, cycle.max_lrs, cycle.step_ratio, cycle.total_size]
+    return seen, shown, still.get_mom()
+
+
+@case()
+def schedules_from_options(_directory: Path) -> Any:
+    parser = argparse.ArgumentParser()
+    lr_schedules.add_tuning_arguments(parser)
+    words = ["--lr_range_test_staircase", "--warmup_num_steps", "7", "--cycle_max_lr", "0.5"]
+    names = [*lr_schedules.VALID_LR_SCHEDULES, "Nothing"]
+    made = [lr_schedules.get_config_from_args(parser.parse_args([*words, "--lr_schedule", name])) for name in names]
+    return made, lr_schedules.get_config_from_args(parser.parse_args([]))
+
+
+@case()
+def options_over_parameters(_directory: Path) -> Any:
+    seen = {}
+    for name in ("lr_range_test", "1cycle", "warmupLR", "warmupCosineLR"):
+        params = {"warmup_num_steps": 3, "cycle_max_lr": 0.25}
+        given = argparse.Namespace(warmup_num_steps=7, lr_range_test_min_lr=0.125, cycle_max_lr=None)
+        getattr(lr_schedules, f"override_{name}_params")(given, params)
+        seen[name] = params
+    return seen
+
+
+@case()
+def rates_that_sections_speak_of(_directory: Path) -> Any:
+    sections = [
+        {},
+        {"type": "WarmupLR"},
+        {"type": "Nothing", "params": {}},
+        {"type": "LRRangeTest", "params": {"lr_range_test_min_lr": 0.5}},
+        {"type": "OneCycle", "params": {"cycle_max_lr": 0.75}},
+        {"type": "WarmupLR", "params": {"warmup_max_lr": 0.25}},
+        {"type": "WarmupDecayLR", "params": {"warmup_max_lr": 0.25}},
+        {"type": "WarmupCosineLR", "params": {}},
+    ]
+    return [lr_schedules.get_lr_from_config(section) for section in sections]
+
+
+@case()
+def names_of_optimizers(_directory: Path) -> Any:
+    kinds = ("ADAGRAD", "ADAM", "ADAMW", "LAMB", "LION", "MUON")
+    others = ("TORCH_ADAM_PARAM", "ADAM_W_MODE", "ADAM_W_MODE_DEFAULT")
+    return [getattr(runtime_config, name) for name in (*(f"{kind}_OPTIMIZER" for kind in kinds), *others)]
+
+
+FP16 = {
+    "nothing": {},
+    "empty": {"fp16": {}},
+    "on": {"fp16": {"enabled": True}},
+    "static": {"fp16": {"enabled": True, "loss_scale": 128}},
+    "own": {"fp16": {"enabled": True, "initial_scale_power": 10, "hysteresis": 4, "loss_scale_window": 7,
+                     "min_loss_scale": 2, "consecutive_hysteresis": True, "auto_cast": True}},
+    "auto": {"fp16": {"enabled": "auto", "hysteresis": "auto"}},
+}  # fmt: skip
+
+
+@cases_over(FP16)
+def section_fp16(_directory: Path, given: dict[str, Any]) -> Any:
+    section = precision_config.get_float16_config(given)
+    return section.model_dump(), section.initial_dynamic_scale(), section.dynamic_loss_scale_args()
+
+
+BF16 = {
+    "nothing": {},
+    "on": {"bf16": {"enabled": True, "check_grad_overflow": False}},
+    "old": {"bfloat16": {"enabled": True, "immediate_grad_update": True}},
+}
+
+
+@cases_over(BF16)
+def section_bf16(_directory: Path, given: dict[str, Any]) -> Any:
+    return precision_config.get_bfloat16_config(given).model_dump()
+
+
+@case()
+def sections_in_16_bits_that_are_refused(_directory: Path) -> Any:
+    return [
+        raised(lambda: precision_config.get_float16_config({"fp16": {"hysteresis": "x"}})),
+        raised(lambda: precision_config.get_float16_config({"fp16": {"nothing": 1}})),
+        raised(lambda: precision_config.get_float16_config({"fp16": {"loss_scale": -1}})),
+        raised(lambda: precision_config.get_bfloat16_config({"bf16": {"nothing": 1}})),
+    ]
+
+
+QUESTIONS = [
+    *(f"bwc_tensor_model_parallel_{what}" for what in ("rank", "world_size", "group")),
+    *(f"bwc_pipeline_parallel_{what}" for what in ("world_size", "group")),
+]
+KINDS = ("tensor_model_parallel", "slice_parallel", "model_parallel", "pipeline_model_parallel", "pipe_parallel")
+
+
+@cases_over({"all": KINDS} | {kind: (kind,) for kind in KINDS} | {"none": ()})
+def who_shares_the_model(_directory: Path, kinds: tuple[str, ...]) -> Any:
+    answers = {f"get_{kind}_{what}": f"{kind} {what}" for kind in kinds for what in ("rank", "world_size", "group")}
+    mpu = type("Mpu", (), {name: (lambda self, said=said: said) for name, said in answers.items()})()
+
+    def answer(name: str, *given: Any) -> Any:
+        failed = raised(lambda: getattr(bwc, name)(*given))
+        return getattr(bwc, name)(*given) if failed == "nothing" else failed
+
+    return [(answer(name), answer(name, mpu)) for name in QUESTIONS]
