@@ -16,6 +16,7 @@ from typing import IO, Final
 from tests.mutations.mutant import Mutant
 from tests.mutations.rooms import ROOT, Room
 
+CORE_TEST: Final = "csrc/tests/core_test.cpp"
 SLOT: Final = Path(__file__).parent / "slot"
 BUILD_TIMEOUT_S: Final = 900.0
 CORE_TEST_TIMEOUT_S: Final = 60.0
@@ -101,15 +102,18 @@ class SlotTree:
         """Whether a test fails with all of them in place, or hangs; it has to pass without.
 
         Raises ``SystemExit`` if it does not, or if what was made of the sources does not compile, or has no test."""
-        if self._room.compiled:
-            self._compile_original()
-        if self.run(test, cpu_limit_s)[0] != 0:
-            raise SystemExit(f"{self.log()}\n{test} fails as the sources are")
+        if test != CORE_TEST:
+            if self._room.compiled:
+                self._compile_original()
+            if self.run(test, cpu_limit_s)[0] != 0:
+                raise SystemExit(f"{self.log()}\n{test} fails as the sources are")
         with contextlib.ExitStack() as mutations:
             for mutant in mutants:
                 mutations.enter_context(self._mutated(mutant))
-            if self._room.compiled and not self._compile("_native"):
+            if self._room.compiled and not self._compile("core_test" if test == CORE_TEST else "_native"):
                 raise SystemExit(f"{mutants[0].path}: does not compile then")
+            if test == CORE_TEST:
+                return not self._core_test_passes()
             code, _ = self.run(test, cpu_limit_s)
         if code not in (0, 1, None):
             raise SystemExit(f"{self.log()}\n{test}: pytest ends with status {code}")
@@ -120,7 +124,7 @@ class SlotTree:
         if not self._compile("core_test"):
             return "stillborn", ""
         if not self._core_test_passes():
-            return "killed", "csrc/tests/core_test.cpp"
+            return "killed", CORE_TEST
         if not self._compile("core_test", "_native"):
             return "stillborn", ""
         return (
