@@ -11,15 +11,16 @@ _PIPELINE: Final = ("pipeline_model_parallel", "pipe_parallel")
 
 def _said(mpu: Any, kinds: Sequence[str], what: str) -> Any:
     """Raises AttributeError if it has none of the methods."""
-    names = [f"get_{kind}_{what}" for kind in kinds]
-    method = next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
-    if method is None:
-        raise AttributeError(f"{type(mpu).__name__} has none of {', '.join(names)}")
+    if (method := _method(mpu, kinds, what)) is None:
+        names = ", ".join(f"get_{kind}_{what}" for kind in kinds)
+        raise AttributeError(f"{type(mpu).__name__} has none of {names}")
     return method()
 
 
-def _says(mpu: Any, kinds: Sequence[str], what: str) -> bool:
-    return any(hasattr(mpu, f"get_{kind}_{what}") for kind in kinds)
+def _method(mpu: Any, kinds: Sequence[str], what: str) -> Any:
+    """The first that ``mpu`` has, or None."""
+    names = (f"get_{kind}_{what}" for kind in kinds)
+    return next((getattr(mpu, name) for name in names if hasattr(mpu, name)), None)
 
 
 def bwc_tensor_model_parallel_rank(mpu: Any = None) -> Any:
@@ -39,13 +40,14 @@ def bwc_tensor_model_parallel_group(mpu: Any = None) -> Any:
 
 def bwc_pipeline_parallel_world_size(mpu: Any = None) -> Any:
     """How many ranks the layers are dealt out to; 1 where ``mpu`` does not say."""
-    return _said(mpu, _PIPELINE, "world_size") if _says(mpu, _PIPELINE, "world_size") else 1
+    method = _method(mpu, _PIPELINE, "world_size")
+    return 1 if method is None else method()
 
 
 def bwc_pipeline_parallel_group(mpu: Any = None) -> Any:
     """The process group of those ranks; None without ``mpu``. Raises AssertionError if that has none."""
     if mpu is None:
         return None
-    if not _says(mpu, _PIPELINE, "group"):
+    if (method := _method(mpu, _PIPELINE, "group")) is None:
         raise AssertionError("mpu does not support pipeline parallel group")
-    return _said(mpu, _PIPELINE, "group")
+    return method()

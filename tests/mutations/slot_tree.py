@@ -102,11 +102,10 @@ class SlotTree:
         """Whether a test fails with all of them in place, or hangs; it has to pass without.
 
         Raises ``SystemExit`` if it does not, or if what was made of the sources does not compile, or has no test."""
-        if test != CORE_TEST:
-            if self._room.compiled:
-                self._compile_original()
-            if self.run(test, cpu_limit_s)[0] != 0:
-                raise SystemExit(f"{self.log()}\n{test} fails as the sources are")
+        if self._room.compiled:
+            self._compile_original()
+        if not (self._core_test_passes() if test == CORE_TEST else self.run(test, cpu_limit_s)[0] == 0):
+            raise SystemExit(f"{'' if test == CORE_TEST else self.log()}\n{test} fails as the sources are")
         with contextlib.ExitStack() as mutations:
             for mutant in mutants:
                 mutations.enter_context(self._mutated(mutant))
