@@ -41,6 +41,11 @@ class WeightChanges:
         """Raises WeightsError, before anything changes, for what an update would break."""
         self._check_params(self._sharded.params)
 
+    def check_written(self) -> None:
+        """Raises WeightsError for what was written and is not kept, while nothing is updated: early updates cannot be
+        taken back for a write to a group that comes last."""
+        self._written.check(self._sharded.params)
+
     def make_ready(self, group: ParamGroup) -> None:
         """The group's weights are about to change in the store. Raises WeightsError for what that would break."""
         self._check_params(group.params)

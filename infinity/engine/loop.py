@@ -125,6 +125,7 @@ class TrainingLoop:
             is_last = self.is_boundary() and may_be_last and not reducer.puts_off
             reducer.in_backward = self._in_backward if is_last else None
             if reducer.in_backward is not None:
+                self.runtime.changes.check_written()
                 reducer.in_backward.begin()
             yield
             reducer.finish()
@@ -370,14 +371,19 @@ class TrainingLoop:
         self.phases.go(StepPhase.IDLE)
 
     def _abort(self, phase: StepPhase, error: BaseException) -> None:
-        half_applied = self.update is not None and self.update.is_half_applied
+        update = self.update
+        refused = isinstance(error, (WeightsError, EngineStateError))
+        if refused and phase is StepPhase.OPTIMIZER and update is not None and update.goes_on:
+            self.phases.go(StepPhase.IDLE)  # what backward has updated stays: step() may be repeated
+            return
+        half_applied = update is not None and update.is_half_applied
         if half_applied or isinstance(error, DaemonLostError):
             self.phases.go(StepPhase.FAILED)
             _log.error("the engine has failed in %s, its state is half a step ahead: destroy() it", phase.name)
             return
         self.runtime.abandon_pass()
-        if phase is StepPhase.OPTIMIZER and self.update is not None:
-            self.update.cancel()
+        if phase is StepPhase.OPTIMIZER and update is not None:
+            update.cancel()
         else:
             self._begin_anew()
             self.phases.in_training_pass = False

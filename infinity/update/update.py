@@ -81,6 +81,8 @@ class Update:
         self._num_due = 0
         self._is_running = False
         """Whether ``begin`` was called and ``finish`` not yet."""
+        self._is_applied = False
+        """Whether the running step is more than begun: ``apply`` was called."""
         self.num_updated = 0
         """Chunks that the step has begun to change."""
         self._is_torn = False
@@ -224,6 +226,7 @@ class Update:
         """Step what is stepped whole. The rest is due from then on, and done now of ``chunks``, or of all."""
         if self._terms is None:
             raise AssertionError("an update is applied outside a step, or in one that is skipped")
+        self._is_applied = True
         if self._whole is not None:
             self._apply_whole(self._whole, self._terms)
         for sub_group, work in self._works:
@@ -242,7 +245,7 @@ class Update:
         """The step is over, whatever is due of it. Raises LossScaleError where no smaller scale is left."""
         outcome = Outcome.SKIPPED if self._terms is None else Outcome.APPLIED
         self.scale.update(overflow=outcome is Outcome.SKIPPED)
-        self._is_running = False
+        self._is_running = self._is_applied = False
         self._forget_early()
         self._gradients.clear()
         self._clip_once = None
@@ -253,7 +256,7 @@ class Update:
         """The running step has failed, and nothing that it would change has: nothing is due of it."""
         if self._is_running:
             self._store.forget_due()
-            self._num_due, self._is_running = 0, False
+            self._num_due, self._is_running, self._is_applied = 0, False, False
             self._forget_early()
 
     def _forget_early(self) -> None:
@@ -265,6 +268,11 @@ class Update:
     def is_half_applied(self) -> bool:
         """Whether an error now leaves weights that belong to no step: some of the running one, or half a chunk."""
         return self._is_torn or (self._is_running and self.num_updated > 0)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the running step began inside backward, and nothing was done of it since."""
+        return self.is_early and not self._is_torn and not self._is_applied
 
     def take_seconds(self) -> float:
         """Wall-clock seconds that sub-groups were stepped in since the last call."""

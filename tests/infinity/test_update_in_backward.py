@@ -193,13 +193,61 @@ def test_a_kept_view_does_not_miss_an_update(tmp_path: Path) -> None:
         assert kept[0].any()
 
 
-def test_options_that_change_after_backward_are_refused(tmp_path: Path) -> None:
+def write_to_what_stays(engine: Engine) -> None:
+    """To a bias of the group that backward comes to last, and that is on the device between steps."""
+    with torch.no_grad():
+        engine.module.get_parameter("layers.0.bias").add_(1.0)
+
+
+def test_a_write_that_is_not_kept_is_refused_before_anything_is_updated(tmp_path: Path) -> None:
+    with engine_of(tmp_path, early=False) as engine:
+        train(engine, 2)
+        expected = engine.full_state_dict()
     with engine_of(tmp_path) as engine:
-        engine.backward(engine(*batch(0)))
-        assert engine.optimizer is not None
-        engine.optimizer.param_groups[0]["lr"] = 0.5
-        with pytest.raises(EngineStateError, match="after step"):
+        train(engine, 1)
+        loss = engine(*batch(1))
+        write_to_what_stays(engine)
+        with pytest.raises(WeightsError, match=r"layers\.0\.bias .*changed in place"):
+            engine.backward(loss)
+        engine.backward(engine(*batch(1)))
+        engine.step()
+        assert same(engine.full_state_dict(), expected)
+
+
+def change_the_rate(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    engine.optimizer.param_groups[0]["lr"] = 0.5
+
+
+def give_the_rate_back(engine: Engine) -> None:
+    assert engine.optimizer is not None
+    engine.optimizer.param_groups[0]["lr"] = 0.01
+
+
+@pytest.mark.parametrize(
+    ("change", "words", "remedy"),
+    [
+        pytest.param(write_to_what_stays, r"layers\.0\.bias .*changed in place", lambda _: None, id="a write"),
+        pytest.param(change_the_rate, "after step", give_the_rate_back, id="an option"),
+    ],
+)
+def test_a_step_that_is_refused_may_be_called_again(
+    change: Callable[[Engine], None], words: str, remedy: Callable[[Engine], None], tmp_path: Path
+) -> None:
+    with engine_of(tmp_path, early=False) as engine:
+        train(engine, 3)
+        expected = engine.full_state_dict()
+    with engine_of(tmp_path) as engine:
+        train(engine, 1)
+        engine.backward(engine(*batch(1)))
+        change(engine)
+        with pytest.raises((WeightsError, EngineStateError), match=words):
             engine.step()
+        remedy(engine)
+        engine.step()
+        engine.backward(engine(*batch(2)))
+        engine.step()
+        assert same(engine.full_state_dict(), expected)
 
 
 def test_a_gradient_after_the_update_is_refused(tmp_path: Path) -> None:
