@@ -100,7 +100,6 @@ ABSENT: Final[Mapping[str, str]] = {
     "ops.adam.ZenFlowSelectiveAdamW_stage3": _OPTIMIZERS,
     "ops.adam.ZenFlowCPUAdam": _OPTIMIZERS,
     "utils.groups": "all ranks share the model: torch.distributed's own group is the data-parallel one",
-    "utils.zero_to_torch": _OWN_CHECKPOINTS,
     "runtime.zero.stage3": "the engine's optimizer is infinity's: use engine.optimizer and deepspeed.zero",
     "runtime.zero.stage_1_and_2": "the engine's optimizer is infinity's: use engine.optimizer and deepspeed.zero",
     "runtime.zero.parameter_offload": "hooks are infinity's: weights come with every use, see deepspeed.zero",

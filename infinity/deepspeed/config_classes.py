@@ -12,6 +12,7 @@ from typing import Any, Final
 import torch.distributed as dist
 
 from infinity.config import parse_config
+from infinity.config.batch import BATCH_KEYS, resolve_batch
 from infinity.config.complaints import Complaints
 from infinity.config.load import load
 from infinity.config.old_names import modernise
@@ -131,6 +132,18 @@ class DeepSpeedConfig(View):
         values |= {"grad_accum_dtype": parsed.data_types.grad_accum_dtype, "world_size": world_size}
         values |= {"global_rank": dist.get_rank() if is_distributed else 0, "_param_dict": config}
         super().__init__(values)
+
+    @asserted
+    def _configure_train_batch_size(self) -> None:
+        """Fill in those of the three batch settings that were set to None. Raises ConfigError where they contradict
+        each other, or are not positive."""
+        given = {key: getattr(self, key) for key in BATCH_KEYS}
+        for key, value in given.items():
+            if value is not None and value <= 0:
+                raise ConfigError(key, value, "must be greater than 0")
+        train, micro, accumulation = given.values()
+        sizes = resolve_batch(train=train, micro=micro, accumulation=accumulation, world_size=self.world_size)
+        vars(self).update(zip(BATCH_KEYS, sizes, strict=True))
 
 
 def aio_of(raw: Mapping[str, Any]) -> dict[str, Any]:

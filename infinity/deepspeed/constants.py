@@ -21,6 +21,8 @@ ZERO_STAGE: Final = "zero_stage"
 LOSS_SCALER: Final = "loss_scaler"
 MIN_SWAPPABLE_BYTES: Final = 1 << 20
 """Smaller tensors DeepSpeed leaves in memory; here a chunk holds many."""
+partitioned_param_data_shape: Final = [0]
+"""The shape of what DeepSpeed leaves of a sharded weight; here a sharded weight keeps its own shape, without memory."""
 FP32_FLAT_GROUPS: Final = "fp32_flat_groups"
 BASE_OPTIMIZER_STATE: Final = "base_optimizer_state"
 GROUP_PADDINGS: Final = "group_paddings"

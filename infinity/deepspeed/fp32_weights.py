@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Final
 
 import torch
 from torch import nn
@@ -18,7 +19,15 @@ from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.deepspeed.asserted import asserted
 from infinity.files.shards import WHOLE_BYTES, parse_size
-from infinity.plan.precision import DTYPES
+
+OUTPUT_DTYPE_NAMES: Final[Mapping[str, torch.dtype]] = {
+    "float32": torch.float32,
+    "fp32": torch.float32,
+    "float16": torch.float16,
+    "fp16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "bf16": torch.bfloat16,
+}
 
 
 @asserted
@@ -69,14 +78,17 @@ def convert_zero_checkpoint_to_state_dict(
     Args:
         checkpoint_dir: what was given to ``save_checkpoint``.
         output_dir: made where it is not there.
-        dtype: of floating-point tensors, torch's or its name.
+        dtype: of floating-point tensors, torch's or its name: fp32, fp16, bf16 or the long ones.
         max_shard_size: bytes, or a text like "5GB", of one file; None: one file.
         safe_serialization: safetensors, else files of ``torch.save``.
         tag: which of the checkpoints; by default the one that ``latest`` names.
         exclude_frozen_parameters: leave out what was not trained.
+
+    Raises:
+        ValueError: another dtype.
+        CheckpointError: it is not there, not whole or damaged.
     """
-    if not isinstance(dtype, torch.dtype):
-        dtype = DTYPES.get(dtype) or getattr(torch, dtype.removeprefix("torch."))
+    dtype = _output_dtype(dtype)
     max_bytes = WHOLE_BYTES if max_shard_size is None else parse_size("max_shard_size", max_shard_size)
     with _opened(checkpoint_dir, tag) as checkpoint:
         weights = ExportedWeights(checkpoint, dtype, exclude_frozen=exclude_frozen_parameters)
@@ -101,6 +113,34 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         tag,
         exclude_frozen_parameters,
     )
+
+
+def to_torch_tensor(
+    state_dict: Mapping[str, torch.Tensor], return_empty_tensor: bool = False, dtype: torch.dtype | str | None = None
+) -> dict[str, torch.Tensor]:
+    """Contiguous tensors under the same names, one under several staying one; floating-point ones in ``dtype``.
+
+    Args:
+        state_dict: name -> tensor.
+        return_empty_tensor: of shape and dtype alone, whatever is in them.
+        dtype: as in ``convert_zero_checkpoint_to_state_dict``; None: each its own. Raises ValueError for others.
+    """
+    asked = None if dtype is None else _output_dtype(dtype)
+    made: dict[int, torch.Tensor] = {}
+    for tensor in state_dict.values():
+        if id(tensor) not in made:
+            own = asked if asked is not None and tensor.dtype.is_floating_point else tensor.dtype
+            empty = return_empty_tensor
+            made[id(tensor)] = torch.empty(tensor.shape, dtype=own) if empty else tensor.contiguous().to(own)
+    return {name: made[id(tensor)] for name, tensor in state_dict.items()}
+
+
+def _output_dtype(dtype: torch.dtype | str) -> torch.dtype:
+    found = OUTPUT_DTYPE_NAMES.get(dtype.removeprefix("torch.").lower()) if isinstance(dtype, str) else dtype
+    if found is None or found not in OUTPUT_DTYPE_NAMES.values():
+        names = ", ".join(sorted(OUTPUT_DTYPE_NAMES))
+        raise ValueError(f"Unsupported output dtype {dtype!r}: write one of {names}")
+    return found
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
 Item = TypeVar("Item")
 Norm = torch.Tensor | float
@@ -115,6 +116,19 @@ def mask_nan_or_inf_with_val_inplace(
 ) -> None:
     """Write ``val`` where the tensor is not finite."""
     input.masked_fill_(~torch.isfinite(input), val)
+
+
+def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
+    """How many of the parameters the running backward gives a gradient to, tied ones once.
+
+    Raises RuntimeError outside of a backward.
+    """
+    if torch._C._current_graph_task_id() == -1:
+        raise RuntimeError("count_used_parameters_in_backward must be called during backward execution")
+    trained = (param for param in parameters if isinstance(param, torch.Tensor) and param.requires_grad)
+    with torch.enable_grad():  # without it torch gives leaves no node
+        nodes = {_get_grad_fn_or_grad_acc(param) for param in trained}
+    return sum(torch._C._will_engine_execute_node(node) for node in nodes)
 
 
 def is_model_parallel_parameter(p: torch.Tensor) -> bool:

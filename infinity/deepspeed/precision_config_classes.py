@@ -6,11 +6,11 @@ The engine itself reads ``infinity.config``: what it refuses there may stand her
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Annotated, Any, Final
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
-from infinity.deepspeed.zero_config_classes import DialectModel
+from infinity.deepspeed.config_model import DeepSpeedConfigModel
 
 FP16: Final = "fp16"
 BFLOAT16: Final = "bf16"
@@ -22,12 +22,18 @@ CONSECUTIVE_HYSTERESIS: Final = "consecutive_hysteresis"
 MIN_LOSS_SCALE: Final = "min_scale"
 
 
-class DeepSpeedFP16Config(DialectModel):
+def _number(value: object) -> object:
+    if isinstance(value, bool):
+        raise ValueError("loss_scale must be a number, not bool")
+    return value
+
+
+class DeepSpeedFP16Config(DeepSpeedConfigModel):
     """The section ``fp16``."""
 
     enabled: bool = False
     auto_cast: bool = False
-    loss_scale: float = Field(default=0.0, ge=0)
+    loss_scale: Annotated[float, BeforeValidator(_number)] = Field(default=0.0, ge=0, allow_inf_nan=False)
     """0: dynamic."""
     initial_scale_power: int = Field(default=16, ge=0)
     loss_scale_window: int = Field(default=1000, ge=0)
@@ -51,7 +57,7 @@ class DeepSpeedFP16Config(DialectModel):
         }
 
 
-class DeepSpeedBF16Config(DialectModel):
+class DeepSpeedBF16Config(DeepSpeedConfigModel):
     """The section ``bf16``."""
 
     enabled: bool = False

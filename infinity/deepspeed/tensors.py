@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -31,11 +30,6 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = "cpu") 
     if isinstance(item, dict):
         return type(item)({name: clone_tensors_for_torch_save(each, device) for name, each in item.items()})
     return item
-
-
-def get_model_ckpt_name_for_rank(base_folder: str, mp_rank_str: str) -> str:
-    """Where DeepSpeed's own checkpoints, which ``infinity import-deepspeed`` reads, have a rank's model."""
-    return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
 
 
 def move_to_device(item: Any, device: torch.device | str, criterion_func: Callable[[Any], bool] | None = None) -> Any:

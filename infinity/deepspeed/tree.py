@@ -97,8 +97,9 @@ _LEAVES = _of(
 _FP32_WEIGHTS = _of(
     f"{_OURS}.fp32_weights",
     "get_fp32_state_dict_from_zero_checkpoint load_state_dict_from_zero_checkpoint "
-    "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict",
-)
+    "convert_zero_checkpoint_to_fp32_state_dict convert_zero_checkpoint_to_state_dict to_torch_tensor "
+    "OUTPUT_DTYPE_NAMES",
+) | _of(f"{_OURS}.checkpoint_files", "get_checkpoint_files get_optim_files get_model_state_files get_model_state_file")
 _CHECKPOINTING = _of(
     "infinity.checkpointing",
     "checkpoint configure is_configured reset set_num_layers partition_activations_in_checkpoint",
@@ -152,7 +153,8 @@ TREE: Final[Mapping[str, Names]] = {
     | _of(f"{_OURS}.delivery", "install")
     | _of(
         f"{_OURS}.version",
-        "version git_hash git_branch __version__ __version_major__ __version_minor__ __version_patch__",
+        "version git_hash git_branch __git_hash__ __git_branch__ __version__ __version_major__ __version_minor__ "
+        "__version_patch__",
     ),
     "accelerator": _ACCELERATOR | _of(f"{_OURS}.accelerators", "DeepSpeedAccelerator is_current_accelerator_supported"),
     "accelerator.real_accelerator": _ACCELERATOR,
@@ -162,7 +164,8 @@ TREE: Final[Mapping[str, Names]] = {
         "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE GROUP_PADDINGS PARTITION_COUNT "
         "PARAM_SHAPES ZERO_STAGE LOSS_SCALER",
     ),
-    "checkpoint.utils": _of(f"{_OURS}.tensors", "clone_tensors_for_torch_save get_model_ckpt_name_for_rank"),
+    "checkpoint.utils": _of(f"{_OURS}.tensors", "clone_tensors_for_torch_save")
+    | _of(f"{_OURS}.checkpoint_files", "get_model_ckpt_name_for_rank"),
     "comm": _COMM,
     "comm.comm": _COMM,
     "constants": _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"),
@@ -200,7 +203,8 @@ TREE: Final[Mapping[str, Names]] = {
         "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
         "TORCH_ADAM_PARAM ADAM_W_MODE ADAM_W_MODE_DEFAULT",
     ),
-    "runtime.config_utils": _of(f"{_OURS}.kinds", "get_scalar_param get_list_param get_dict_param"),
+    "runtime.config_utils": _of(f"{_OURS}.kinds", "get_scalar_param get_list_param get_dict_param")
+    | _of(f"{_OURS}.config_model", "DeepSpeedConfigModel get_config_default"),
     "runtime.constants": _of(f"{_OURS}.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE"),
     "runtime.dataloader": _LOADERS,
     "runtime.engine": _ENGINE | _CALLABLES | _LOADERS | _of(f"{_OURS}.constants", "MEMORY_OPT_ALLREDUCE_SIZE"),
@@ -235,7 +239,7 @@ TREE: Final[Mapping[str, Names]] = {
         f"{_OURS}.numbers",
         "prefix_sum_inc partition_uniform partition_balanced get_only_unique_item get_global_norm get_weight_norm "
         "get_flattened_grad_norm clip_tensors_by_global_norm align_dense_tensors is_model_parallel_parameter "
-        "noop_decorator noop_context CheckOverflow mask_nan_or_inf_with_val_inplace",
+        "noop_decorator noop_context CheckOverflow count_used_parameters_in_backward mask_nan_or_inf_with_val_inplace",
     )
     | _of(_REFUSED, "PartitionedTensor"),
     "runtime.zero": _PARAMETERS | _TILING | _GENERATION,
@@ -256,6 +260,8 @@ TREE: Final[Mapping[str, Names]] = {
     | _UNREGISTER
     | _CONSTRUCTORS
     | _ACCELERATOR
+    | _of(f"{_OURS}.handles", "MultipleAllGatherHandles")
+    | _of(f"{_OURS}.constants", "partitioned_param_data_shape")
     | _of(f"{_OURS}.building", "is_zero_param"),
     "runtime.zero.stage3": _ZERO_3_NEEDS
     | _GENERATION
@@ -286,11 +292,13 @@ TREE: Final[Mapping[str, Names]] = {
     "utils.torch": _of(f"{_OURS}.building", "required_torch_version"),
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": _FP32_WEIGHTS,
+    "utils.zero_to_torch": _of(f"{_OURS}.conversion", "main"),
 }
 RUNNABLE: Final[Mapping[str, tuple[str, ...]]] = {
     "env_report": ("infinity", "doctor"),
     "launcher.runner": ("infinity", "deepspeed"),
     "utils.zero_to_fp32": (f"{_OURS}.recovery",),
+    "utils.zero_to_torch": (f"{_OURS}.conversion",),
 }
 """What ``python -m`` runs for a place: a module of ours, and words before the user's."""
 ALIASES: Final[Mapping[str, str]] = {

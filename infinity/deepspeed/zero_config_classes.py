@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from infinity.config import parse_config
 from infinity.config.complaints import Complaints
 from infinity.config.old_names import modernise
 from infinity.config.section import Count, Fraction, Positive
 from infinity.config.sections import ZeroOptimization
+from infinity.deepspeed.config_model import DeepSpeedConfigModel
 
 PREFIX: Final = "stage3_"
 """Fields lack it: ``stage3_max_live_parameters`` is ``max_live_parameters``, and either can be written."""
@@ -46,17 +47,7 @@ def _words(value: object) -> object:
 Words = Annotated[list[str], BeforeValidator(_words)]
 
 
-class DialectModel(BaseModel):
-    """What all classes have in common: "auto" is as good as nothing, fields can be assigned and are checked then."""
-
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, populate_by_name=True)
-
-    def __init__(self, strict: bool = False, **section: Any) -> None:
-        """``strict``: "auto" is refused, too."""
-        super().__init__(**{name: value for name, value in section.items() if strict or value != "auto"})
-
-
-class DeepSpeedConfigModel(DialectModel):
+class ZeroSection(DeepSpeedConfigModel):
     """What the classes of this section have in common: what ``initialize`` refuses they refuse."""
 
     place: ClassVar[str] = ""
@@ -90,7 +81,7 @@ class DeepSpeedConfigModel(DialectModel):
         return value is None or (field is not None and type(value) is type(field.default) and value == field.default)
 
 
-class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroOffloadParamConfig(ZeroSection):
     """The section ``offload_param``."""
 
     place = "offload_param"
@@ -102,7 +93,7 @@ class DeepSpeedZeroOffloadParamConfig(DeepSpeedConfigModel):
     pin_memory: bool = True
 
 
-class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroOffloadOptimizerConfig(ZeroSection):
     """The section ``offload_optimizer``."""
 
     place = "offload_optimizer"
@@ -123,7 +114,7 @@ class DeepSpeedZeroOffloadOptimizerConfig(DeepSpeedConfigModel):
         return self.pipeline_read or self.pipeline_write
 
 
-class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroLeafModuleConfig(ZeroSection):
     """The section ``leaf_module``: classes, names and ends of names, each word once."""
 
     place = "leaf_module"
@@ -132,7 +123,7 @@ class DeepSpeedZeroLeafModuleConfig(DeepSpeedConfigModel):
     name_suffixes: Words = Field(default_factory=DEFAULT_LEAF_MODULE_NAME_SUFFIXES.copy)
 
 
-class DeepSpeedZeroConfig(DeepSpeedConfigModel):
+class DeepSpeedZeroConfig(ZeroSection):
     """The section ``zero_optimization``: its keys without ``stage3_``, old names under today's."""
 
     stage: Annotated[int, Field(ge=0, le=3), BeforeValidator(lambda value: int(value))] = _same("stage")
@@ -195,7 +186,7 @@ class DeepSpeedZeroConfig(DeepSpeedConfigModel):
 
 def _raw(value: Any) -> Any:
     """The value as the JSON would have it."""
-    if isinstance(value, DeepSpeedConfigModel):
+    if isinstance(value, ZeroSection):
         return {name: _raw(getattr(value, name)) for name in value.model_fields_set}
     if isinstance(value, Path):
         return str(value)

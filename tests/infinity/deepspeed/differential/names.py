@@ -9,8 +9,11 @@ from typing import Any
 
 import torch
 from deepspeed.runtime import config as runtime_config  # type: ignore[import-not-found]
-from deepspeed.runtime import lr_schedules, precision_config  # type: ignore[import-not-found]
-from deepspeed.utils import bwc  # type: ignore[import-not-found]
+from deepspeed.runtime import config_utils, lr_schedules, precision_config  # type: ignore[import-not-found]
+from deepspeed.runtime import utils as runtime_utils  # type: ignore[import-not-found]
+from deepspeed.runtime.zero import partition_parameters  # type: ignore[import-not-found]
+from deepspeed.utils import bwc, zero_to_fp32  # type: ignore[import-not-found]
+from pydantic import Field
 
 from tests.infinity.deepspeed.differential.case import case, cases_over, raised
 
@@ -154,3 +157,135 @@ def who_shares_the_model(_directory: Path, kinds: tuple[str, ...]) -> Any:
         return getattr(bwc, name)(*given) if failed == "nothing" else failed
 
     return [(answer(name), answer(name, mpu)) for name in QUESTIONS]
+
+
+@case()
+def numbers_in_16_bits_that_are_refused(_directory: Path) -> Any:
+    given = (True, "nan", float("inf"), -float("inf"), float("nan"), -1, "x", 0, 64, 2.5, "128")
+    return [raised(lambda value=value: precision_config.DeepSpeedFP16Config(loss_scale=value)) for value in given]
+
+
+class Inner(config_utils.DeepSpeedConfigModel):
+    depth: int = 2
+    shade: str = "grey"
+
+
+class Own(config_utils.DeepSpeedConfigModel):
+    width: int = 4
+    replace_method: str = "none"
+    inner: Inner = Inner()
+    breadth: int = Field(
+        0, json_schema_extra={"deprecated": True, "new_param": "width", "new_param_fn": lambda value: value * 2}
+    )
+    low: int = Field(0, json_schema_extra={"deprecated": True, "new_param": "inner.depth"})
+    gone: int = Field(0, json_schema_extra={"deprecated": True, "deprecated_msg": "it did nothing"})
+    kept: int = Field(0, json_schema_extra={"deprecated": True, "new_param": "width", "set_new_param": False})
+
+
+OWN = {
+    "nothing": {},
+    "auto": {"width": "auto", "replace_method": "auto"},
+    "given": {"width": 7, "inner": {"depth": 3}},
+    "old": {"breadth": 5},
+    "old below": {"low": 9},
+    "old alone": {"gone": 1, "kept": 8},
+    "both": {"breadth": 5, "width": 3},
+    "both below": {"low": 9, "inner": {"depth": 3}},
+    "unknown": {"height": 1},
+    "wrong": {"width": "broad"},
+    "wrong below": {"inner": {"depth": "deep"}},
+}
+
+
+@cases_over(OWN)
+def sections_of_ones_own(_directory: Path, given: dict[str, Any]) -> Any:
+    failed = raised(lambda: Own(**given))
+    if failed != "nothing":
+        return failed
+    section = Own(**given)
+    shown = {name: getattr(section, name, "gone") for name in ("width", "replace_method", "breadth", "low", "kept")}
+    refused = [raised(lambda name=name: setattr(section, name, "x")) for name in ("width", "height")]
+    section.width = 11
+    return shown, section.inner.depth, refused, section.width, raised(lambda: Own(strict=True, width="auto"))
+
+
+@case()
+def defaults_of_sections(_directory: Path) -> Any:
+    asked = ("width", "inner", "height")
+    return [raised(lambda name=name: config_utils.get_config_default(Own, name)) for name in asked]
+
+
+BATCHES = [(train, micro, steps) for train in (None, 0, 8) for micro in (None, 0, 2, 3) for steps in (None, 0, 2, 4)]
+
+
+@case()
+def batch_sizes_that_are_filled_in(_directory: Path) -> Any:
+    names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+    seen = []
+    for given in BATCHES:
+        config = runtime_config.DeepSpeedConfig({"train_batch_size": 4})
+        for name, value in zip(names, given, strict=True):
+            setattr(config, name, value)
+        failed = raised(config._configure_train_batch_size)
+        seen.append([getattr(config, name) for name in names] if failed == "nothing" else "refused")
+    return seen
+
+
+@case()
+def files_of_checkpoints(directory: Path) -> Any:
+    found = [raised(lambda: zero_to_fp32.get_optim_files(str(directory)))]
+    for number in (10, 9, 1):
+        (directory / f"bf16_zero_pp_rank_{number}_mp_rank_00_optim_states.pt").touch()
+        (directory / f"zero_pp_rank_{number}_mp_rank_00_model_states.pt").touch()
+    (directory / "zero_pp_rank_0_mp_rank_00_model_states.pt").touch()
+    lists = zero_to_fp32.get_optim_files(str(directory)), zero_to_fp32.get_model_state_files(str(directory))
+    found += [[Path(path).name for path in each] for each in lists]
+    found += [Path(zero_to_fp32.get_model_state_file(str(directory), 3)).name]
+    return found, raised(lambda: zero_to_fp32.get_model_state_file(str(directory), 2))
+
+
+@case()
+def weights_in_another_dtype(_directory: Path) -> Any:
+    whole = torch.arange(6.0).reshape(2, 3)
+    state = {"a": whole, "tied": whole, "across": whole.t(), "count": torch.arange(3)}
+    seen = []
+    for dtype in (None, "fp16", "torch.bfloat16", "BF16", torch.float32):
+        made = zero_to_fp32.to_torch_tensor(state, dtype=dtype)
+        empty = zero_to_fp32.to_torch_tensor(state, return_empty_tensor=True, dtype=dtype)
+        seen.append([
+            [(name, str(each.dtype), list(each.shape), each.is_contiguous()) for name, each in of.items()]
+            + [of["a"] is of["tied"]]
+            for of in (made, empty)
+        ])  # fmt: skip
+        seen.append({name: each.tolist() for name, each in made.items()})
+    return seen, [raised(lambda d=d: zero_to_fp32.to_torch_tensor(state, dtype=d)) for d in ("int8", torch.int8)]
+
+
+@case()
+def parameters_that_a_backward_uses(_directory: Path) -> Any:
+    used = [torch.nn.Parameter(torch.ones(2)) for _ in range(3)]
+    frozen = torch.nn.Parameter(torch.ones(2), requires_grad=False)
+    unused = torch.nn.Parameter(torch.ones(2))
+    counts = []
+
+    def count(_gradient: torch.Tensor) -> None:
+        counts.append(runtime_utils.count_used_parameters_in_backward([*used, used[0], frozen, unused]))
+
+    for tail in (used, used[:2]):
+        inputs = torch.ones(2, requires_grad=True)
+        middle = inputs * used[0]
+        middle.register_hook(count)
+        loss = middle.sum()
+        for each in tail:
+            loss = loss + (middle * each).sum()
+        loss.backward()
+    return counts, raised(lambda: runtime_utils.count_used_parameters_in_backward(used))
+
+
+@case()
+def handles_that_are_waited_for_as_one(_directory: Path) -> Any:
+    seen = []
+    handles = [type("Handle", (), {"wait": lambda self, **how: seen.append(how)})() for _ in range(2)]
+    partition_parameters.MultipleAllGatherHandles(handles).wait()
+    partition_parameters.MultipleAllGatherHandles(handles).wait(handle_dependency=False)
+    return seen, partition_parameters.partitioned_param_data_shape
