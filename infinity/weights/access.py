@@ -363,6 +363,13 @@ def _set_data(param: nn.Parameter, value: torch.Tensor) -> None:
         known_owner_of(param).set_data(param, value)
 
 
+def watch_data(data: Any) -> None:
+    """``data`` is torch's descriptor from now on: torch asks by it."""
+    setattr(torch.Tensor, "data", data)
+    for asked in (ShardedAlias, ShardedParameter):
+        asked.answers |= {data.__get__: _alias, data.__set__: _set_data}
+
+
 ShardedAlias.answers = {
     _DATA.__get__: _alias,
     _DATA.__set__: _set_data,

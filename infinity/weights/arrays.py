@@ -2,10 +2,10 @@
 
 A tensor and its views share a count of writes, but ``tensor.numpy()`` hands out their memory itself, and asks no class:
 ``param.data[0].numpy()``, a view that was made in forward or inside ``no_grad``, all look at the weights. So torch's
-methods are wrapped, once for the process. An array of weights that are here can be written to where that is kept;
-elsewhere it is read-only, and numpy refuses. A storage, an address and another tensor over the memory (``set_``) have
-no such flag. Whichever it is, the parameter remembers what its weights are, and so finds what was written. Other
-tensors' cost a look-up by their storage.
+methods are wrapped, once for the process, and the setter of ``data``. An array of weights that are here can be written
+to where that is kept; elsewhere it is read-only, and numpy refuses. A storage, an address and another tensor over the
+memory (``set_``, ``data =``) have no such flag. Whichever it is, the parameter remembers what its weights are, and so
+finds what was written. Other tensors' cost a look-up by their storage.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from weakref import WeakSet
 import torch
 
 from infinity.weights import placeholder
-from infinity.weights.access import param_behind, raw
+from infinity.weights.access import param_behind, raw, watch_data
 from infinity.weights.owners import known_owner_of, refuse_memory
 from infinity.weights.param import ShardedParam
 
 _tensor: Any = torch.Tensor
 _torchs_numpy: Any = torch.Tensor.numpy
 _torchs_dlpack: Any = torch.Tensor.__dlpack__
+_torchs_data: Any = torch._C.TensorBase.data
 REACHES: Final = ("untyped_storage", "storage", "data_ptr", "set_")
 """Methods that reach past their tensor, or one they are given, into its memory."""
 
@@ -56,6 +57,7 @@ def _wrap() -> None:
     _tensor.numpy, _tensor.__dlpack__ = _numpy, _dlpack
     for name in REACHES:
         setattr(_tensor, name, _reaching(getattr(_tensor, name)))
+    watch_data(property(_torchs_data.__get__, _give, _torchs_data.__delete__, _torchs_data.__doc__))
 
 
 def _numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
@@ -96,6 +98,16 @@ def _reaching(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return torchs(tensor, *args, **kwargs)
 
     return reach
+
+
+def _give(taking: torch.Tensor, given: Any) -> None:
+    """``taking.data = given``: another tensor over the same memory, with a count of writes of its own."""
+    if isinstance(given, torch.Tensor) and given.is_cpu and (found := _lender_of(given)) is not None:
+        with raw():
+            is_another = placeholder.identity_of(taking) != placeholder.identity_of(given)
+        if is_another:
+            found[1].lend_memory()
+    _torchs_data.__set__(taking, given)
 
 
 def _lender_of(tensor: torch.Tensor) -> tuple[Lender, ShardedParam] | None:

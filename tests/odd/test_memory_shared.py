@@ -110,7 +110,15 @@ def over_storage(storage: Any, param: Any) -> Any:
     return torch.empty(0, dtype=param.dtype).set_(storage)
 
 
+def over_data(param: Any, given: Any) -> Any:
+    other = torch.empty(0, dtype=param.dtype)
+    other.data = given
+    return other
+
+
 MEMORIES: dict[str, Any] = {
+    "a_tensor_of_its_data": lambda p: over_data(p, p.data),
+    "a_tensor_of_a_rows_data": lambda p: over_data(p, p.data[0] if p.dim() > 1 else p.detach()),
     "a_storage": lambda p: over_storage(p.untyped_storage(), p),
     "a_storage_of_data": lambda p: over_storage(p.data.untyped_storage(), p),
     "a_typed_storage": lambda p: over_storage(p.data.storage(), p),
@@ -132,6 +140,8 @@ way("dlpack", WAYS["dlpack"], while_gathered_to_be_read)
 for _use in (in_forward, while_gathered, while_gathered_to_be_read, while_gathered_before_initialize):
     way("a_storage", MEMORIES["a_storage"], _use)
     way("a_storage_that_is_copied_to", write_storage, _use)
+    way("a_tensor_of_its_data", MEMORIES["a_tensor_of_its_data"], _use)
+    way("a_tensor_of_a_rows_data", MEMORIES["a_tensor_of_a_rows_data"], _use)
 way("an_address", MEMORIES["an_address"], while_gathered)
 way("an_address", MEMORIES["an_address"], while_gathered_to_be_read)
 

@@ -83,6 +83,24 @@ def test_dlpack_hands_out_weights_only_where_writes_are_kept(lender: Lender, wei
     assert lender.asked == [weights.sharded]
 
 
+def test_it_is_known_when_another_tensor_takes_the_memory_over(weights: Weights) -> None:
+    """By itself it leaves no trace: the other tensor counts its own writes, and may be gone before anybody looks."""
+    param, kept = weights.sharded.param, torch.zeros(6)
+    kept.data = torch.ones(6)
+    param.data = param.data  # nobody else has it
+    assert [weights.sharded.is_lent] == [False]
+    with torch.no_grad():
+        between = torch.empty(0)
+        between.data = param.data[2:]
+        other = torch.empty(0)
+        other.data = between
+    assert weights.sharded.is_lent
+    assert not weights.sharded.is_written()
+    other.add_(1)
+    del other, between
+    assert weights.sharded.is_written()
+
+
 def test_what_is_elsewhere_has_no_memory_to_hand_out(weights: Weights) -> None:
     elsewhere = NotedOwner().make()
     with pytest.raises(WeightsError, match="__dlpack__ would reach into memory"):
