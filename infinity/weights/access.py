@@ -365,7 +365,8 @@ def _set_data(param: nn.Parameter, value: torch.Tensor) -> None:
 
 def watch_data(data: Any) -> None:
     """``data`` is torch's descriptor from now on: torch asks by it."""
-    setattr(torch.Tensor, "data", data)
+    tensors: Any = torch.Tensor
+    tensors.data = data
     for asked in (ShardedAlias, ShardedParameter):
         asked.answers |= {data.__get__: _alias, data.__set__: _set_data}
 

@@ -69,6 +69,25 @@ def a_custom_function_saves_a_weight(world: Any) -> None:
     trains(world, Rule(lambda net, x: SavesForBackward.apply(x, net.a.weight)))
 
 
+@cases(must="equal")
+def tensors_are_made_of_a_weights_kind(world: Any) -> None:
+    """As scripts older than ``new_zeros`` make their hidden states, from a weight that is in memory or is not."""
+
+    class Old(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            bias: Any = self.weight.new([0.25, 0.5] * (WIDTH // 2))
+            return super().forward(x) + bias * self.weight.new_tensor(2.0)
+
+    def rule(net: Any, x: Tensor) -> Tensor:
+        weight: Any = next(net.parameters())
+        hidden = weight.new(ROWS, WIDTH).zero_() + weight.new_tensor(0.5) + weight.data.new_tensor([0.5] * WIDTH)
+        return torch.as_tensor(net.old(torch.tanh(net.a(x) + hidden)))
+
+    net = Rule(rule)
+    net.old = Old(WIDTH, WIDTH)
+    trains(world, net)
+
+
 @cases
 def a_tensor_hook_uses_a_weight_in_backward(world: Any) -> None:
     def rule(net: Any, x: Tensor) -> Tensor:
