@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping
 from typing import NoReturn
 
@@ -54,7 +55,11 @@ class Refusals:
         )
 
     def refuse_views(self, param: ShardedParam) -> None:
-        """Raises WeightsError if anybody keeps a view of the weights, which are about to change."""
+        """Raises WeightsError if anybody keeps a view of the weights, which are about to change. An error that was
+        caught in backward leaves views in circles of objects that nobody has: those are collected first."""
+        if not param.has_outliving_views():
+            return
+        gc.collect()
         if param.has_outliving_views():
             self.refuse(
                 param.param,
