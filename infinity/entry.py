@@ -41,6 +41,7 @@ from infinity.update.optimizer import (
     sharded_from_torch,
 )
 from infinity.update.stored_state import retire
+from infinity.weights import shard_copies
 from infinity.weights.admission import refuse_owned, refuse_without_values
 from infinity.weights.heap import return_freed
 from infinity.weights.sharded_model import Layout
@@ -97,8 +98,10 @@ def initialize(
             sharded_optimizer = _optimizer(model, parsed, model_parameters, optimizer)
             refuse_storage(sharded_optimizer, parsed.io_daemon)
         schedule = choose_schedule(parsed.scheduler, lr_scheduler, optimizer=sharded_optimizer, passed=optimizer)
-        # from here on a refusal costs what Init staged; what is wrong with the configuration alone is known by now
         areas = _staging_areas(model)
+        for area in areas:
+            shard_copies.check(area)
+        # from here on a refusal costs what Init staged; what is wrong with the configuration alone is known by now
         for area in areas:
             cleanup.callback(area.close)
             _check_same_ranks(area, collectives)

@@ -28,7 +28,7 @@ from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
 from infinity.update.norms import norms_of
 from infinity.update.reducer import Reducer
-from infinity.weights import access, owners
+from infinity.weights import access, owners, shard_copies
 from infinity.weights.autocast import CastOnce
 from infinity.weights.buffers import note_mixed_dtypes
 from infinity.weights.ended import Ended
@@ -178,6 +178,7 @@ class Runtime(owners.Owner):
         in_backward = self._phases.phase is StepPhase.BACKWARD  # where checkpointing calls modules again
         if not in_backward and (module is self.module or not self._phases.in_training_pass):
             self.structure.check()
+            shard_copies.check(self)
         with self._lock:
             self._num_calls += 1
             if not self._phases.in_training_pass and not in_backward and self._num_calls == 1:
@@ -257,7 +258,7 @@ class Runtime(owners.Owner):
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         self.refuse_over("ds_tensor")
-        return self.io.read_own(self._param_of[id(param)], ObjectKind.WEIGHT).to(param.dtype)
+        return shard_copies.hand_out(self, param, self.io.read_own(self._param_of[id(param)], ObjectKind.WEIGHT))
 
     def together(self, work: Callable[[], owners.Result], what: str) -> owners.Result:
         return self.collectives.together(work, what)

@@ -10,7 +10,7 @@ import torch
 
 from infinity.errors import WorldError
 from infinity.tiers.collectives import Collectives
-from infinity.weights import owners
+from infinity.weights import owners, shard_copies
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
@@ -38,7 +38,9 @@ class Written:
         self._group_of = group_of
 
     def check(self, params: Iterable[ShardedParam]) -> None:
-        """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view."""
+        """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view, or in
+        a copy of its shard."""
+        shard_copies.check(self._owner)
         written = [param for param in params if param.is_written()]
         if written and self._owner.shards_weights:
             self.refuse(written[0])

@@ -368,7 +368,7 @@ def watch_data(data: Any) -> None:
     tensors: Any = torch.Tensor
     tensors.data = data
     for asked in (ShardedAlias, ShardedParameter):
-        asked.answers |= {data.__get__: _alias, data.__set__: _set_data}
+        asked.answers = {**asked.answers, data.__get__: _alias, data.__set__: _set_data}
 
 
 ShardedAlias.answers = {

@@ -18,7 +18,7 @@ from weakref import WeakSet
 
 import torch
 
-from infinity.weights import placeholder
+from infinity.weights import placeholder, shard_copies
 from infinity.weights.access import param_behind, raw, watch_data
 from infinity.weights.owners import known_owner_of, refuse_memory
 from infinity.weights.param import ShardedParam
@@ -49,11 +49,12 @@ _lenders: WeakSet[Lender] = WeakSet()
 def watch(lender: Lender) -> None:
     """Its weights are looked for behind arrays from now on."""
     _lenders.add(lender)
-    _wrap()
+    watch_methods()
 
 
 @cache
-def _wrap() -> None:
+def watch_methods() -> None:
+    """Torch's methods that reach into memory ask here first, for the life of the process."""
     _tensor.numpy, _tensor.__dlpack__ = _numpy, _dlpack
     for name in REACHES:
         setattr(_tensor, name, _reaching(getattr(_tensor, name)))
@@ -92,6 +93,8 @@ def _reaching(torchs: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(torchs)
     def reach(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            if torchs.__name__ == "set_":
+                shard_copies.check_given(tensor)
             for reached in (tensor, *args):
                 if isinstance(reached, torch.Tensor) and reached.is_cpu and (found := _lender_of(reached)) is not None:
                     found[1].lend_memory()
@@ -102,6 +105,7 @@ def _reaching(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 def _give(taking: torch.Tensor, given: Any) -> None:
     """``taking.data = given``: another tensor over the same memory, with a count of writes of its own."""
+    shard_copies.check_given(taking)
     if isinstance(given, torch.Tensor) and given.is_cpu and (found := _lender_of(given)) is not None:
         with raw():
             is_another = placeholder.identity_of(taking) != placeholder.identity_of(given)

@@ -21,7 +21,7 @@ from infinity.tiers.base import ChunkLayout, ShardStore, leased
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.tiers.memory import MemoryStore
-from infinity.weights import access, owners, placeholder
+from infinity.weights import access, arrays, owners, placeholder, shard_copies
 from infinity.weights.ds_names import end_loan, lend
 from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.weights.mapped_files import page_out_mapped_weights
@@ -107,6 +107,7 @@ class StagingArea(owners.Owner):
     @contextmanager
     def borrow(self, params: Sequence[nn.Parameter]) -> Iterator[None]:
         """What the operation writes is kept: a staged parameter is still being made."""
+        shard_copies.check(self)
         lent = [self.staged(param) for param in params]
         try:
             for staged in lent:
@@ -140,7 +141,8 @@ class StagingArea(owners.Owner):
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         staged = self.staged(param)
         numel = max(0, min(staged.shard_numel, staged.numel - staged.start))
-        return staged.read(staged.start, numel)
+        arrays.watch_methods()
+        return shard_copies.hand_out(self, param, staged.read(staged.start, numel))
 
     def is_persistent(self, param: nn.Parameter) -> bool:
         return False
