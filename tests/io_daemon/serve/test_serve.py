@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 
@@ -200,12 +200,20 @@ def test_status_in_three_shapes(daemon: ServedDaemon, capsys: pytest.CaptureFixt
     with daemon.attached(num_frames=4, job="demo", rank=5) as client:
         for chunk in client.register(specs(8)):
             write_chunk(client, chunk, WEIGHT)
-        assert main(["status", "--socket", daemon.socket, "--json"]) == 0
-        status = json.loads(capsys.readouterr().out)
-        (tenant,) = status["tenants"]
+
+        def status() -> Any:
+            assert main(["status", "--socket", daemon.socket, "--json"]) == 0
+            return json.loads(capsys.readouterr().out)
+
+        (tenant,) = status()["tenants"]
         assert (tenant["job"], tenant["rank"], tenant["pid"], tenant["num_chunks"]) == ("demo", 5, os.getpid(), 8)
-        assert tenant["total"]["bytes_written"][0] > 0
-        assert status["devices"][0]["bytes_written"] == sum(tenant["total"]["bytes_written"])
+
+        def is_written() -> bool:  # a write in flight is the device's already, and not yet the tenant's
+            now = status()
+            written = sum(now["tenants"][0]["total"]["bytes_written"])
+            return bool(written > 0 and now["devices"][0]["bytes_written"] == written)
+
+        eventually(is_written, "the device has written what the tenant has")
         assert main(["status", "--socket", daemon.socket]) == 0
         text = capsys.readouterr().out
         assert "demo rank 5" in text
