@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from hashlib import sha256
 from itertools import zip_longest
@@ -101,10 +101,11 @@ def initialize(
         areas = _staging_areas(model)
         for area in areas:
             shard_copies.check(area)
-        # from here on a refusal costs what Init staged; what is wrong with the configuration alone is known by now
-        for area in areas:
-            cleanup.callback(area.close)
             _check_same_ranks(area, collectives)
+        ending = _ending(areas, model, collectives)
+        # from here on a refusal costs what Init staged; what is wrong with the configuration alone is known by now
+        for area in ending:
+            cleanup.callback(area.close)
         environment = read_environment()
         place = NodePlace.find(collectives, environment)
         device = _device(environment.local_rank if environment.launched else place.local_rank)
@@ -116,7 +117,7 @@ def initialize(
         layout = Layout.of(model, parsed, collectives.world_size, trains=sharded_optimizer is not None)
         _check_same_model(layout, collectives)
         optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params, layout.names)
-        connection = next((area.connection for area in areas if area.connection is not None), None)
+        connection = next((area.connection for area in ending if area.connection is not None), None)
         if connection is None and parsed.needs_daemon:
             connection = DaemonConnection(parsed, environment, collectives, place)
             cleanup.callback(connection.close)
@@ -145,7 +146,7 @@ def initialize(
             kind=engine_class,
         )
         cleanup.callback(engine.destroy)
-        for area in areas:
+        for area in ending:
             area.close_store()
         return_freed()
         engine.lr_scheduler = schedule
@@ -245,6 +246,15 @@ def _check_same_model(layout: Layout, collectives: Collectives) -> None:
 def _staging_areas(model: nn.Module) -> list[StagingArea]:
     staged = (staged_param(param) for param in model.parameters())
     return list(dict.fromkeys(s.area for s in staged if s is not None))
+
+
+def _ending(areas: Sequence[StagingArea], model: nn.Module, collectives: Collectives) -> list[StagingArea]:
+    """Those of ``areas`` where nothing but ``model`` is staged. A rank may have dropped what another one still has."""
+    if not areas:
+        return []
+    others = [area.has_others(model.parameters()) for area in areas]
+    told = collectives.gather_objects(others, "tell who else is staged by Init")
+    return [area for area, *stays in zip(areas, *told, strict=True) if not any(stays)]
 
 
 def _observers(config: Config, model: nn.Module, device: torch.device, collectives: Collectives) -> Observers:

@@ -24,6 +24,8 @@ from infinity.weights.admission import admit_kind
 from infinity.weights.init_arguments import placed, refuse_foreign
 from infinity.weights.staging import StagingArea, staged_param
 
+_open: Final[list[Init]] = []
+"""The contexts that are open, the innermost last, which has what is registered."""
 WITHOUT_CONFIG: Final = {"zero_optimization": {"stage": 3}}
 
 
@@ -104,12 +106,14 @@ class Init:
             collectives.close()
             raise
         self._hook = register_module_parameter_registration_hook(self._registered)
+        _open.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if not self._enabled:
             return
         self._hook.remove()
+        _open.remove(self)
         if self._area is None:
             raise AssertionError("left before it was entered")
         self._area.is_building = False
@@ -119,7 +123,7 @@ class Init:
             self._area.close()
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if not self._enabled or param is None or staged_param(param) is not None or param.device.type == "meta":
+        if param is None or _open[-1] is not self or staged_param(param) is not None or param.device.type == "meta":
             return
         key = f"{type(module).__name__}.{name}"
         admit_kind(key, param)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Final, NoReturn
 
@@ -61,6 +61,11 @@ class StagingArea(owners.Owner):
         # a model may go without an engine: its parameters are all that refers to the area
         self._end = weakref.finalize(self, _end, self.store, self.collectives, self.connection)
         self._end.atexit = False
+
+    def has_others(self, params: Iterable[nn.Parameter]) -> bool:
+        """Whether a model beside that of ``params`` is staged here, or may yet be."""
+        own = {id(param) for param in params}
+        return self.is_building or any(s.area is self and id(p) not in own for p, s in list(_staged.items()))
 
     def close_store(self) -> None:
         """Remove the staged shards. The connection stays: the engine goes on with it."""
