@@ -13,12 +13,13 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.disk import disk_errors
-from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.manifest import MANIFEST, pieces_name
 from infinity.checkpoint.sealed import read_sealed
 from infinity.config import Config, read_environment
 from infinity.deepspeed.asserted import asserted, asserting
 from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of
 from infinity.deepspeed.distributed import get_world_group
+from infinity.deepspeed.logs import logger
 from infinity.deepspeed.monitors import MonitorMaster
 from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO, data_types
 from infinity.deepspeed.raw_config import section_of
@@ -317,8 +318,19 @@ class DeepSpeedEngine(Engine):
             script = Path(save_dir) / RECOVERY_SCRIPT
             with disk_errors(script, "written"):
                 script.write_text(Path(__file__).with_name("recovery.py").read_text())
-                script.chmod(0o755)
+            self._change_recovery_script_permissions(script)
         return saved
+
+    def _change_recovery_script_permissions(self, dst: str | os.PathLike[str]) -> None:
+        """Make a script executable; where the file system does not allow it, that is logged and nothing else."""
+        try:
+            Path(dst).chmod(Path(dst).stat().st_mode | 0o111)
+        except OSError as error:
+            logger.info("%s cannot be made executable (%s): run it by python", dst, error)
+
+    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int = 0) -> str:
+        """The file of a checkpoint that this rank's states go to. Experts have none of their own."""
+        return os.path.join(checkpoints_path, str(tag), pieces_name(self.global_rank))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
         """Go on as ``infinity.Engine.load_checkpoint`` does."""

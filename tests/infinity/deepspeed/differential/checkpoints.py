@@ -284,3 +284,29 @@ def trained_on_after_saving(directory: Path, stage: int) -> Any:
     losses += train(engine, 2)
     engine.load_checkpoint(str(directory))
     return losses, train(engine, 2), {name: value.sum() for name, value in weights(engine).items()}
+
+
+@cases_over(ALL)
+def states_are_no_files_of_experts(directory: Path, stage: int) -> Any:
+    """What scripts replace to see that no states are loaded."""
+    engine = start(stack(), config(stage))
+    train(engine, 1)
+    engine.save_checkpoint(str(directory), tag="mine")
+    name = engine._get_optimizer_ckpt_name(str(directory), "mine", 0)
+    asked = []
+    engine._get_optimizer_ckpt_name = lambda *args: asked.append(args)
+    engine.load_checkpoint(str(directory), load_optimizer_states=False)
+    return Path(name).parent.relative_to(directory), asked
+
+
+@case()
+def scripts_are_made_executable(directory: Path) -> Any:
+    engine = start(stack(), config(1))
+    script = directory / "script.py"
+    script.write_text("")
+    script.chmod(0o640)
+    seen = [bool(script.stat().st_mode & 0o100)]
+    engine._change_recovery_script_permissions(str(script))
+    seen += [bool(script.stat().st_mode & 0o100)]
+    engine._change_recovery_script_permissions(str(directory / "none.py"))
+    return seen
