@@ -15,6 +15,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.deepspeed.hooks import DeepSpeedZeRoOffload
+from infinity.deepspeed.shown_state import ShownState
 from infinity.engine import Engine
 from infinity.errors import EngineStateError
 from infinity.update.optimizer import ShardedOptimizer
@@ -29,8 +30,8 @@ _RATES: Final = "optimizer.param_groups have the learning rates, and engine.get_
 ABSENT: Final[Mapping[str, str]] = {
     name: why
     for names, why in (
-        ("fp32_partitioned_groups_flat fp16_partitioned_groups_flat fp32_groups_flat", _STATES),
-        ("single_partition_of_fp32_groups bit16_groups_flat fp16_groups_flat get_full_hp_param", _STATES),
+        ("fp16_partitioned_groups_flat fp32_groups_flat bit16_groups_flat fp16_groups_flat", _STATES),
+        ("get_full_hp_param", _STATES),
         ("params_in_partition params_not_in_partition partition_count fp16_partitioned_groups", _STATES),
         ("averaged_gradients get_fp32_grad_for_param get_fp32_grad_partitions all_grad_tensors", _GRADIENTS),
         ("reduce_gradients get_grads_to_reduce", "gradients are reduced while engine.backward() goes on"),
@@ -49,6 +50,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     _engine: weakref.ref[Engine]
     _config: Config
+    state: ShownState  # type: ignore[assignment]
     custom_loss_scaler = False
     external_loss_scale = None
 
@@ -161,6 +163,11 @@ class DeepSpeedZeroOptimizer(ZeROOptimizer):
         return self._config.zero_optimization.stage == 2
 
     @property
+    def single_partition_of_fp32_groups(self) -> list[torch.Tensor]:
+        """This rank's part of each group's fp32 weights, 1-D: copies, of which a write is refused."""
+        return self.state.masters()
+
+    @property
     def cpu_offload(self) -> bool:
         """Whether states lie in host memory or on NVMe."""
         return self._config.zero_optimization.offload_optimizer.device != "none"
@@ -171,6 +178,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
 
     parameter_offload: DeepSpeedZeRoOffload
     """What scripts take hooks off through."""
+
+    @property
+    def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
+        """This rank's part of each group's fp32 weights, 1-D: copies, of which a write is refused."""
+        return self.state.masters()
 
     @property
     def persistent_parameters(self) -> list[nn.Parameter]:
@@ -186,6 +198,8 @@ def speak(optimizer: ShardedOptimizer, engine: Engine, config: Config) -> None:
     elif config.fp16.enabled or config.bf16.enabled:
         kind = FP16_Optimizer if config.fp16.enabled else BF16_Optimizer
     optimizer.__class__ = kind
-    vars(optimizer).update(_engine=weakref.ref(engine), _config=config)
+    vars(optimizer).update(_engine=weakref.ref(engine), _config=config, state=ShownState(optimizer, engine))
+    if optimizer.taken_over is not None:
+        optimizer.taken_over.state = optimizer.state
     if kind is DeepSpeedZeroOptimizer_Stage3:
         vars(optimizer)["parameter_offload"] = DeepSpeedZeRoOffload(engine.module)

@@ -258,7 +258,7 @@ class Runtime(owners.Owner):
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         self.refuse_over("ds_tensor")
-        return shard_copies.hand_out(self, param, self.io.read_own(self._param_of[id(param)], ObjectKind.WEIGHT))
+        return shard_copies.hand_out(self, param, self.io.own_weights(self._param_of[id(param)]), "ds_tensor")
 
     def together(self, work: Callable[[], owners.Result], what: str) -> owners.Result:
         return self.collectives.together(work, what)

@@ -47,6 +47,8 @@ class UpdateRule:
     """The dtype of the parameters and gradients of a call."""
     run: Callable[[Call, History, Options], History]
     """Step the pieces in place; the history after it."""
+    numbers: tuple[str, ...] = ()
+    """What each number of a history is, such as ``step``."""
     whole_groups: frozenset[int] = frozenset()
     """The param groups whose parameters are stepped as wholes, each by itself."""
     unsigned: frozenset[str] = frozenset()

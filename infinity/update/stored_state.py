@@ -17,18 +17,27 @@ REMEDY = (
 )
 
 
-class StoredState(dict[Any, Any]):
-    """Refuses to be read, changed, copied or saved: what is done to it would be done to nothing."""
+def _refuse(_state: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
+    raise EngineStateError(f"the optimizer's state is in the engine's store, not in optimizer.state: {REMEDY}")
 
-    def _refuse(self, *_args: Any, **_kwargs: Any) -> NoReturn:
-        raise EngineStateError(f"the optimizer's state is in the engine's store, not in optimizer.state: {REMEDY}")
 
-    __getitem__ = __setitem__ = __delitem__ = __iter__ = __len__ = __contains__ = __bool__ = _refuse
-    keys = values = items = get = pop = popitem = setdefault = update = clear = copy = _refuse
-    __copy__ = __deepcopy__ = __reduce_ex__ = __eq__ = __or__ = __ior__ = _refuse
+_refused: Any = _refuse
+
+
+class FixedState(dict[Any, Any]):
+    """Refuses to be changed, copied or saved: what is done to it would be done to nothing."""
+
+    __setitem__ = __delitem__ = pop = popitem = setdefault = update = clear = copy = _refused
+    __copy__ = __deepcopy__ = __reduce_ex__ = __eq__ = __or__ = __ior__ = _refused
 
     def __repr__(self) -> str:
         return "<in the engine's store>"
+
+
+class StoredState(FixedState):
+    """Refuses to be read, too."""
+
+    __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = keys = values = items = get = _refused
 
 
 def retire(optimizer: torch.optim.Optimizer) -> None:
@@ -52,7 +61,7 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
 
 def take_back(optimizer: torch.optim.Optimizer) -> None:
     """Before another engine takes it over: what ``retire`` did is undone."""
-    if isinstance(optimizer.state, StoredState):
+    if isinstance(optimizer.state, FixedState):
         optimizer.state = defaultdict(dict)
         for name, method in optimizer.__dict__.pop(_BEFORE).items():
             if method is None:

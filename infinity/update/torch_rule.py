@@ -54,6 +54,7 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype, prefers_fused: bool = F
         options=frozenset(optimizer.defaults),
         dtype=dtype,
         run=_Run(stand_in, births, tuple(states), numbers, from_zeros),
+        numbers=tuple(numbers),
         whole_groups=frozenset(i for i, options in enumerate(groups) if watched[way_of(options)].is_whole),
         unsigned=frozenset(states).difference(*(kept.states.keys() - kept.unsigned for kept in found)),
         from_zeros=from_zeros,

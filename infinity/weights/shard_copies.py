@@ -1,8 +1,9 @@
-"""What ``param.ds_tensor`` hands out: a copy of this rank's shard, which the store does not follow.
+"""Copies of this rank's shards, as ``param.ds_tensor`` and ``optimizer.state`` give them; the store follows none.
 
-With DeepSpeed it is the shard itself, and scripts write to it. Here that would be lost in silence. Torch does not tell
-of every write (a collective, an array, another tensor over the memory), so the memory of a copy knows what was handed
-out. It is looked at whenever the parameter's owner looks for writes, and once more when its last user lets go of it.
+With DeepSpeed they are the shards themselves, and scripts write to them. Here that would be lost in silence. Torch does
+not tell of every write (a collective, an array, another tensor over the memory), so the memory of a copy knows what was
+handed out. It is looked at whenever the parameter's owner looks for writes, and once more when its last user lets go of
+it.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from infinity.weights.owners import Owner, owner_of
 from io_daemon._native import checksum
 
 _REMEDY = (
-    "change the weights inside infinity.zero.GatheredParameters(param, modifier_rank=0), or with "
-    "deepspeed.utils.safe_set_full_fp32_param; to compute with them, .clone() it first"
+    "change weights inside infinity.zero.GatheredParameters(param, modifier_rank=0), or these and states with "
+    "safe_set_full_fp32_param and safe_set_full_optimizer_state; to compute with them, .clone() it first"
 )
 
 
@@ -29,6 +30,7 @@ class _Memory(np.ndarray[Any, Any]):
     """The bytes of one copy. Views that numpy makes of it are none."""
 
     param: nn.Parameter | None = None
+    through: str = ""
     handed_out: int = 0
 
     def is_written(self) -> bool:
@@ -37,25 +39,29 @@ class _Memory(np.ndarray[Any, Any]):
 
     def __del__(self) -> None:
         if not sys.is_finalizing() and self.param is not None and self.is_written():
-            _written.append(ref(self.param))
+            _written.append((ref(self.param), self.through))
 
 
 _memories: WeakValueDictionary[int, _Memory] = WeakValueDictionary()
 """The memory of every copy that somebody has, by the identity of its storage."""
-_written: list[ref[nn.Parameter]] = []
-"""The parameters whose copies were written to and are gone."""
+_written: list[tuple[ref[nn.Parameter], str]] = []
+"""The parameters whose copies were written to and are gone, and where these came from."""
 
 
-def hand_out(owner: Owner, param: nn.Parameter, shard: torch.Tensor) -> torch.Tensor:
-    """A copy of ``shard``, 1-D, in the parameter's dtype, on the CPU; of a model on the meta device there. Raises as
-    ``check``."""
+def hand_out(owner: Owner, param: nn.Parameter, values: torch.Tensor, through: str) -> torch.Tensor:
+    """A copy of ``values``, 1-D, on the CPU; of a model on the meta device there. Raises as ``check``.
+
+    Args:
+        param: whose values they are, or the first one's.
+        through: where the user gets them.
+    """
     check(owner)
-    if shard.is_meta or not shard.numel():
-        return shard.to(param.dtype)
-    memory = np.empty(shard.numel() * param.element_size(), dtype=np.uint8).view(_Memory)
-    copy = torch.frombuffer(memory, dtype=param.dtype)
-    copy.copy_(shard)
-    memory.param, memory.handed_out = param, checksum(memory)
+    if values.is_meta or not values.numel():
+        return values
+    memory = np.empty(values.nbytes, dtype=np.uint8).view(_Memory)
+    copy = torch.frombuffer(memory, dtype=values.dtype)
+    copy.copy_(values)
+    memory.param, memory.through, memory.handed_out = param, through, checksum(memory)
     _memories[placeholder.identity_of(copy)] = memory
     return copy
 
@@ -64,19 +70,19 @@ def check(owner: Owner) -> None:
     """Raises WeightsError if somebody has written to a copy of a shard that ``owner`` has. That is told once."""
     if not _memories and not _written:
         return
-    written: list[nn.Parameter] = []
-    for gone in list(_written):
+    written: list[tuple[nn.Parameter, str]] = []
+    for gone, through in list(_written):
         param = gone()
         if param is not None and owner_of(param) is owner:
-            written.append(param)
+            written.append((param, through))
         if param is None or owner_of(param) in (owner, None):
-            _written.remove(gone)
+            _written.remove((gone, through))
     for memory in list(_memories.values()):
         if memory.param is not None and owner_of(memory.param) is owner and memory.is_written():
             memory.handed_out = checksum(memory)
-            written.append(memory.param)
+            written.append((memory.param, memory.through))
     if written:
-        _refuse(owner, written[0])
+        _refuse(owner, *written[0])
 
 
 def check_given(taking: torch.Tensor) -> None:
@@ -86,8 +92,8 @@ def check_given(taking: torch.Tensor) -> None:
         return
     owner = owner_of(memory.param)
     if owner is not None:
-        _refuse(owner, memory.param)
+        _refuse(owner, memory.param, memory.through)
 
 
-def _refuse(owner: Owner, param: nn.Parameter) -> NoReturn:
-    owner.refuse(param, "was changed through ds_tensor, which is a copy of this rank's shard", _REMEDY)
+def _refuse(owner: Owner, param: nn.Parameter, through: str) -> NoReturn:
+    owner.refuse(param, f"was changed through {through}, which is a copy of this rank's shard", _REMEDY)

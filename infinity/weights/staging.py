@@ -65,7 +65,7 @@ class StagingArea(owners.Owner):
     def has_others(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether a model beside that of ``params`` is staged here, or may yet be."""
         own = {id(param) for param in params}
-        return self.is_building or any(s.area is self and id(p) not in own for p, s in list(_staged.items()))
+        return self.is_building or any(s.area is self and id(p) not in own for p, s in _all_staged())
 
     def close_store(self) -> None:
         """Remove the staged shards. The connection stays: the engine goes on with it."""
@@ -147,7 +147,7 @@ class StagingArea(owners.Owner):
         staged = self.staged(param)
         numel = max(0, min(staged.shard_numel, staged.numel - staged.start))
         arrays.watch_methods()
-        return shard_copies.hand_out(self, param, staged.read(staged.start, numel))
+        return shard_copies.hand_out(self, param, staged.read(staged.start, numel), "ds_tensor")
 
     def is_persistent(self, param: nn.Parameter) -> bool:
         return False
@@ -385,6 +385,10 @@ class StagedParam:
 
 _staged: WeakIdKeyDictionary = WeakIdKeyDictionary()
 """The StagedParam of an nn.Parameter: how ``initialize`` finds what ``Init`` left."""
+
+
+def _all_staged() -> list[tuple[nn.Parameter, StagedParam]]:
+    return list(_staged.items())  # type: ignore[no-untyped-call]
 
 
 def staged_param(param: nn.Parameter) -> StagedParam | None:

@@ -80,6 +80,10 @@ class StateIO:
         """[numel of this rank's part], fp32 on the CPU; of a model on the meta device there."""
         return self._read_range(param, kind, *self.own_range(param)).float()
 
+    def own_weights(self, param: ShardedParam) -> torch.Tensor:
+        """[numel of this rank's part], in the weights' dtype on the CPU; of a model on the meta device there."""
+        return self.read_own(param, ObjectKind.WEIGHT).to(param.dtype)
+
     def _stored(self, param: int, kind: ObjectKind) -> ObjectKind:
         """What the store has of the kind: weights may be there as their masters alone."""
         is_rounded = kind is ObjectKind.WEIGHT and kind not in self._dtypes[param]

@@ -247,3 +247,51 @@ def names(_directory: Path) -> Any:
         "safe_set_local_optimizer_state",
     ]
     return [callable(getattr(utils, name)) for name in wanted]
+
+
+def _masters(engine: Any) -> Any:
+    stage_3 = engine.zero_optimization_stage() == 3
+    return getattr(engine.optimizer, "fp32_partitioned_groups_flat" if stage_3 else "single_partition_of_fp32_groups")
+
+
+@cases_over({key: PLACES[key] for key in ("1", "2", "3")}, relative=2e-6, absolute=2e-7)
+def masters_and_states_at_hand(_directory: Path, given: dict[str, Any]) -> Any:
+    engine = start(stack(), given)
+    train(engine, 3)
+    masters, kept = _masters(engine), engine.optimizer.optimizer.state
+    found = kept[masters[0]]
+    total = dict.fromkeys(("exp_avg", "exp_avg_sq"), 0.0)
+    for each in kept.values():
+        for name in total:
+            total[name] += each[name].double().abs().sum().item()
+    facts = [
+        len(masters),
+        [(each.dim(), str(each.dtype)) for each in masters],
+        len(kept) > 0,
+        engine.optimizer.state is kept,
+    ]
+    steps = {float(each["step"]) for each in kept.values()}
+    return (
+        facts,
+        steps,
+        sorted(found),
+        {name: found[name].dim() for name in total},
+        total,
+        [each.double().abs().sum().item() for each in masters],
+    )
+
+
+@case(ranks=2, relative=2e-6)
+def masters_and_states_of_two(_directory: Path) -> Any:
+    """Of both ranks together: each has what it steps."""
+    found = []
+    for stage in (1, 2, 3):
+        engine = start(stack(), config(stage))
+        train(engine, 2)
+        masters, kept = _masters(engine), engine.optimizer.optimizer.state
+        own = [each.double().abs().sum() for each in masters]
+        own += [each["exp_avg"].double().abs().sum() for each in kept.values()]
+        total = torch.stack([sum(own[: len(masters)]), sum(own[len(masters) :])])
+        comm.all_reduce(total)
+        found.append([total.tolist(), {float(each["step"]) for each in kept.values()}])
+    return found

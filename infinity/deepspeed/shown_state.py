@@ -1,0 +1,117 @@
+"""Masters and states where DeepSpeed's optimizers have them: this rank's part of each, read from the engine's store.
+
+Scripts compare and log them. What they get are copies, and a write to one is refused by the parameter's name as soon as
+anything stands on it (``weights/shard_copies.py``); the names that write are ``safe_set_full_fp32_param`` and the like.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
+
+from infinity.engine import Engine
+from infinity.engine.runtime import Runtime
+from infinity.errors import EngineStateError
+from infinity.update.optimizer import ShardedOptimizer
+from infinity.update.stored_state import FixedState
+from infinity.weights import shard_copies
+
+
+class ShownState(FixedState):
+    """``optimizer.state``: for each parameter that was stepped its states by name, to be read. It cannot be changed."""
+
+    def __init__(self, optimizer: ShardedOptimizer, engine: Engine) -> None:
+        super().__init__()
+        self._optimizer, self._engine = weakref.ref(optimizer), weakref.ref(engine)
+        self._groups = WeakIdKeyDictionary()
+        """The param group of a flat part that was handed out."""
+
+    def masters(self) -> list[torch.Tensor]:
+        """For each param group this rank's part of the fp32 weights, 1-D; a key of the states of all of them."""
+        parts = []
+        for number, params in enumerate(self._params()):
+            parts.append(self._flat(params, None, "the fp32 partition of its group"))
+            self._groups[parts[-1]] = number
+        return parts
+
+    def __getitem__(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
+        if key in self._groups:
+            params = self._params()[self._groups[key]]
+        else:
+            params = [param for group in self._params() for param in group if param is key]
+        if not params or not all(self._history(param) for param in params):
+            raise KeyError(key)
+        rule, runtime = self._of().rule, self._runtime()
+        shown = {label: self._flat(params, label, f"optimizer.state[…][{label!r}]") for label in rule.states}
+        if key not in self._groups and not runtime.sharded.policy.shards_states:
+            shown = {label: runtime.sharded_param(key).unflattened(values) for label, values in shown.items()}
+        for label, value in zip(rule.numbers, self._history(params[0]) or (), strict=True):
+            told = f"optimizer.state[…][{label!r}]"
+            shown[label] = shard_copies.hand_out(runtime, params[0], torch.tensor([value]), told).view(())
+        return shown
+
+    def __iter__(self) -> Iterator[nn.Parameter]:
+        return (param for group in self._params() for param in group if self._history(param))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __bool__(self) -> bool:
+        return len(self) > 0
+
+    def __contains__(self, key: object) -> bool:
+        return any(param is key for param in self)
+
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The states of a parameter, or ``default``."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def keys(self) -> KeysView[Any]:  # type: ignore[override]
+        """The parameters."""
+        return KeysView(self)
+
+    def values(self) -> ValuesView[Any]:  # type: ignore[override]
+        """The states of each."""
+        return ValuesView(self)
+
+    def items(self) -> ItemsView[Any, Any]:  # type: ignore[override]
+        """Both."""
+        return ItemsView(self)
+
+    def _of(self) -> ShardedOptimizer:
+        optimizer = self._optimizer()
+        if optimizer is None:
+            raise EngineStateError("the state's optimizer is gone")
+        return optimizer
+
+    def _params(self) -> list[list[nn.Parameter]]:
+        return [list(group["params"]) for group in self._of().param_groups]
+
+    def _runtime(self) -> Runtime:
+        engine = self._engine()
+        if engine is None:
+            raise EngineStateError("the state's engine is gone")
+        engine._runtime.refuse_over("reading the optimizer's state")
+        return engine._runtime
+
+    def _history(self, param: nn.Parameter) -> tuple[float, ...] | None:
+        """What was counted of the parameter; None before its first step."""
+        runtime, engine = self._runtime(), self._engine()
+        update = engine._loop.update if engine is not None else None
+        return None if update is None else update.histories[runtime.sharded_param(param).index]
+
+    def _flat(self, params: Sequence[nn.Parameter], state: str | None, through: str) -> torch.Tensor:
+        """This rank's part of ``state`` of the parameters, of the masters if it is None, in one copy."""
+        runtime = self._runtime()
+        kind = runtime.states.kind(state)
+        parts = [runtime.states.read(runtime.sharded_param(param), kind, whole=False) for param in params]
+        flat = torch.cat([torch.empty(0), *(part for part in parts if part is not None)])
+        return shard_copies.hand_out(runtime, params[0], flat, through)

@@ -1,0 +1,115 @@
+"""Masters and states that DeepSpeed's optimizers show are the store's, and a write to them is refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from infinity import deepspeed
+from infinity.errors import EngineStateError, WeightsError
+from infinity.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+
+
+def train(engine: Any, steps: int) -> None:
+    for step in range(steps):
+        rows = torch.randn(2, 6, generator=torch.Generator().manual_seed(step))
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+
+
+@pytest.fixture(params=[0, 2, 3])
+def engine(request: pytest.FixtureRequest) -> Iterator[Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.1}]
+    optimizer = torch.optim.AdamW(groups)
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": request.param}}
+    made = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)[0]
+    yield made
+    made.destroy()
+
+
+def masters(engine: Any) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = engine.optimizer.state.masters()
+    return found
+
+
+def test_before_the_first_step_there_is_none(engine: Any) -> None:
+    state = engine.optimizer.state
+    assert (len(state), bool(state), list(state), list(state.items())) == (0, False, [], [])
+    weight = engine.module[0].weight
+    assert weight not in state
+    assert state.get(weight) is None
+    with pytest.raises(KeyError):
+        state[weight]
+
+
+def test_it_is_the_stores(engine: Any) -> None:
+    train(engine, 3)
+    state = engine.optimizer.optimizer.state
+    assert state is engine.optimizer.state
+    params = list(engine.module.parameters())
+    assert [id(param) for param in state] == [id(param) for param in params]
+    for param, shown in state.items():
+        assert float(shown["step"]) == 3
+        for label in ("exp_avg", "exp_avg_sq"):
+            part = safe_get_local_optimizer_state(param, label)
+            assert part is not None
+            assert torch.equal(shown[label].flatten(), part)
+            assert shown[label].shape == (param.shape if engine.zero_optimization_stage() == 0 else part.shape)
+    flat = masters(engine)
+    expected: Any = [[safe_get_local_fp32_param(param) for param in group] for group in (params[:2], params[2:])]
+    assert all(torch.equal(part, torch.cat(own)) for part, own in zip(flat, expected, strict=True))
+    assert torch.equal(
+        state[flat[1]]["exp_avg"], torch.cat([state[param]["exp_avg"].flatten() for param in params[2:]])
+    )
+
+
+WRITES: dict[str, Callable[[Any], Any]] = {
+    "masters": lambda engine: masters(engine)[1].zero_(),
+    "a_state": lambda engine: engine.optimizer.state[engine.module[2].weight]["exp_avg"].zero_(),
+    "a_count": lambda engine: engine.optimizer.state[engine.module[2].weight]["step"].fill_(7),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_refused(write: str, engine: Any) -> None:
+    train(engine, 2)
+    before = engine.full_state_dict()
+    WRITES[write](engine)
+    with pytest.raises(WeightsError, match=r"2\.weight .*which is a copy.*safe_set_full_optimizer_state"):
+        train(engine, 1)
+    after = engine.full_state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+CHANGES: dict[str, Callable[[Any, Any], Any]] = {
+    "put": lambda state, key: state.__setitem__(key, {}),
+    "taken": lambda state, key: state.__delitem__(key),
+    "cleared": lambda state, _: state.clear(),
+    "updated": lambda state, key: state.update({key: {}}),
+    "popped": lambda state, key: state.pop(key),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_it_cannot_be_changed(change: str, engine: Any) -> None:
+    train(engine, 1)
+    with pytest.raises(EngineStateError, match="safe_set_full_optimizer_state"):
+        CHANGES[change](engine.optimizer.state, engine.module[0].weight)
+
+
+def test_the_optimizer_may_serve_another_engine(engine: Any) -> None:
+    train(engine, 1)
+    optimizer = engine.basic_optimizer
+    engine.destroy()
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 1}}
+    other = deepspeed.initialize(model=engine.module, optimizer=optimizer, config=settings)[0]
+    assert len(optimizer.state) == 0
+    train(other, 1)
+    assert len(optimizer.state) == 4
+    other.destroy()
