@@ -6,7 +6,7 @@ import difflib
 import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from infinity.config.activation_checkpoints import check_activation_checkpoints
 from infinity.config.batch import BATCH_KEYS, SAMPLES_MAX, BatchSizes, resolve_batch
@@ -111,6 +111,13 @@ def _log_subsumed(paths: tuple[str, ...]) -> None:
         _log.info("%s needs no setting: %s", path, BY_PATH[path].note)
 
 
+SWITCHES: Final = frozenset(
+    [name for name, field in Config.model_fields.items() if field.annotation is bool]
+    + [path for path, key in BY_PATH.items() if key.shape == "boolean" and "." not in path]
+)
+"""Switches at the top level, which DeepSpeed takes as numbers, too."""
+
+
 class _Given(NamedTuple):
     values: dict[str, Any]
     """By dotted path: what reaches the sections or is subsumed."""
@@ -128,6 +135,8 @@ def _given(raw: Raw, complaints: Complaints, *, before_trainer: bool) -> _Given:
         key = BY_PATH[path]
         if value is None:
             continue
+        if path in SWITCHES and type(value) is int and value in (0, 1):
+            value = bool(value)
         if _is_auto(value) and key.auto != "value":
             if key.auto == "default":
                 auto.add(path)

@@ -15,6 +15,7 @@ from infinity.errors import (
     LossScaleError,
     WeightsError,
 )
+from io_daemon.errors import Portable
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -36,9 +37,21 @@ _ALSO: Final[Mapping[type[Exception], tuple[type[Exception], ...]]] = {
 
 def _asserted(kind: type[Exception], *others: type[Exception]) -> type[Exception]:
     """A class of the same name, which is the one that is documented."""
-    return type(
-        kind.__name__, (kind, AssertionError, *others), {"__doc__": kind.__doc__, "__module__": kind.__module__}
-    )
+    described = {"__doc__": kind.__doc__, "__module__": kind.__module__, "__reduce__": _reduced}
+    return type(kind.__name__, (kind, AssertionError, *others), described)
+
+
+def _reduced(error: Any) -> tuple[Any, ...]:
+    """In another process it is an AssertionError, too."""
+    _, given = Portable.__reduce__(error)
+    return _again, given
+
+
+def _again(kind: type[Exception], args: tuple[Any, ...], fields: dict[str, Any]) -> Exception:
+    error = _KINDS[kind].__new__(_KINDS[kind])
+    error.args = args
+    vars(error).update(fields)
+    return error
 
 
 _KINDS: Final = {kind: _asserted(kind, *others) for kind, others in _ALSO.items()}
@@ -50,12 +63,9 @@ def asserting() -> Iterator[None]:
     try:
         yield
     except tuple(_KINDS) as error:
-        kind = _KINDS.get(type(error))
-        if kind is None:
+        if type(error) not in _KINDS:
             raise
-        raised = kind.__new__(kind)
-        raised.args = error.args
-        vars(raised).update(vars(error))
+        raised = _again(type(error), error.args, vars(error))
         raise raised.with_traceback(error.__traceback__) from error.__cause__
 
 

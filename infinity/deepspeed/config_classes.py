@@ -94,7 +94,9 @@ class DeepSpeedConfig(View):
         complaints = Complaints()
         given = load(config, complaints)
         complaints.raise_all()
-        parsed = parse_config({"gradient_clipping": CLIPPING, **given}, world_size=world_size, check_paths=False)
+        parsed = parse_config(
+            {"gradient_clipping": CLIPPING, **_without_norm(given)}, world_size=world_size, check_paths=False
+        )
         raw = modernise(given, Complaints()).raw
         sections = {field: getattr(parsed, field) for field in type(parsed).model_fields}
         values = {field: value for field, value in sections.items() if field not in ("subsumed", "old_names")}
@@ -155,3 +157,13 @@ def immediate(raw: Mapping[str, Any]) -> bool:
     """``bf16.immediate_grad_update``, by default true: gradients are added up in the backward that makes them."""
     section = raw.get("bf16")
     return bool(section.get("immediate_grad_update", True)) if isinstance(section, Mapping) else True
+
+
+def _without_norm(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``initialize`` alone refuses among the optimizer's parameters is left out."""
+    section = section_of(given, "optimizer")
+    params = section_of(section, "params")
+    if "max_grad_norm" not in params:
+        return dict(given)
+    others = {name: value for name, value in params.items() if name != "max_grad_norm"}
+    return {**given, "optimizer": {**section, "params": others}}

@@ -307,6 +307,8 @@ class OneCycle(Schedule):
         if cycle_momentum and not self.cycle_momentum:
             _log.warning("cycle_momentum is off: %s has no betas", type(optimizer).__name__)
         super().__init__(optimizer, last_batch_iteration=last_batch_iteration)
+        if self.cycle_momentum:
+            self._for_each_group(self.cycle_max_mom, "cycle_max_mom")  # whose number counts from the first step on
 
     @property
     def num_steps(self) -> int:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,29 @@ def handles_that_are_waited_for_as_one(_directory: Path) -> Any:
     partition_parameters.MultipleAllGatherHandles(handles).wait()
     partition_parameters.MultipleAllGatherHandles(handles).wait(handle_dependency=False)
     return seen, partition_parameters.partitioned_param_data_shape
+
+
+@case()
+def cycles_of_another_number_of_groups(_directory: Path) -> Any:
+    given = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
+    names = ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom")
+    return [
+        raised(lambda name=name: lr_schedules.OneCycle(optimizer(), **{**given, name: [0.1] * 3})) for name in names
+    ]
+
+
+@case()
+def norms_among_an_optimizers_parameters(directory: Path) -> Any:
+    params = {"lr": 0.5, "max_grad_norm": 1.0}
+    given = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": params}}
+    (directory / "config.json").write_text(json.dumps(given))
+    made = runtime_config.DeepSpeedConfig(str(directory / "config.json"))
+    return made.optimizer_name, made.optimizer_params, made.train_batch_size
+
+
+@cases_over({"0": 0, "1": 1})
+def switches_as_numbers(_directory: Path, value: int) -> Any:
+    names = ("prescale_gradients", "wall_clock_breakdown", "memory_breakdown", "dump_state")
+    given = dict.fromkeys((*names, "zero_allow_untested_optimizer"), value)
+    made = runtime_config.DeepSpeedConfig({"train_batch_size": 1, **given})
+    return [bool(getattr(made, name)) for name in names]
