@@ -73,7 +73,6 @@ ABSENT: Final[Mapping[str, str]] = {
     "io": _IO,
     "runtime.swap_tensor": _IO,
     "runtime.data_pipeline": "data is the caller's: use a sampler of torch's",
-    "runtime.utils.PartitionedTensor": _PIPELINE,
     **dict.fromkeys(("comm.configure", "comm.comm.configure"), "write the section comms_logger into the configuration"),
     "comm.initialize_mesh_device": _SEQUENCE,
     "comm.comm.initialize_mesh_device": _SEQUENCE,

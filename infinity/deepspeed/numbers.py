@@ -13,6 +13,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
+from infinity.deepspeed.experts import is_moe_param
+
 Item = TypeVar("Item")
 Norm = torch.Tensor | float
 
@@ -54,6 +56,11 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
                 longer[end] = found
         best = longer
     return [*best[num_items][2], num_items]
+
+
+def ceil_div(a: int, b: int) -> int:
+    """``a / b``, rounded up."""
+    return -(-a // b)
 
 
 def get_only_unique_item(items: Iterable[Item]) -> Item:
@@ -155,6 +162,13 @@ class CheckOverflow:
     ) -> None:
         self.params = [param for group in param_groups or () for param in group]
 
+    def check_using_norm(self, norm_group: Iterable[Norm], reduce_overflow: bool = True) -> bool:
+        """Whether any of the norms is of gradients that are not finite; with ``reduce_overflow``, and where parameters
+        are of experts, on any rank. DeepSpeed's norm of such gradients is -1. Collective."""
+        norms = [float(norm) for norm in norm_group]
+        is_shared = reduce_overflow or any(is_moe_param(param) for param in self.params)
+        return _anywhere(any(norm == -1 or not math.isfinite(norm) for norm in norms), is_shared=is_shared)
+
     def check(self, param_groups: Any = None) -> bool:
         """Whether any gradient of the groups is not finite, on any rank."""
         groups = [self.params] if param_groups is None else param_groups
@@ -166,14 +180,19 @@ class CheckOverflow:
 
     def has_overflow(self, params: Iterable[nn.Parameter], has_moe_params: bool | None = None) -> bool:
         """Whether any gradient is not finite, on any rank. Collective."""
-        found = torch.tensor(float(self.has_overflow_serial(params)))
-        if dist.is_initialized():
-            dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        return bool(found)
+        return _anywhere(self.has_overflow_serial(params))
 
     @staticmethod
     def _has_inf_or_nan(x: torch.Tensor, i: int | None = None) -> bool:
         return not bool(torch.isfinite(x).all())
+
+
+def _anywhere(found: bool, *, is_shared: bool = True) -> bool:
+    """Whether it was found on any rank; not ``is_shared``: on this one."""
+    flag = torch.tensor(float(found))
+    if is_shared and dist.is_initialized():
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag)
 
 
 def _each(parameters: nn.Parameter | Iterable[nn.Parameter]) -> Iterable[nn.Parameter]:

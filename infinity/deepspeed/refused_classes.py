@@ -49,7 +49,13 @@ class MoE(nn.Module, metaclass=Refused):
     PLACE = "moe.layer.MoE"
 
 
-class PartitionedTensor(metaclass=Refused):
-    """A tensor whose parts lie on the ranks of a group."""
+class DeepSpeedCheckpoint(metaclass=Refused):
+    """A directory that DeepSpeed has saved, by stages and parts of tensors."""
 
-    PLACE = "runtime.utils.PartitionedTensor"
+    PLACE = "checkpoint.DeepSpeedCheckpoint"
+
+
+class ZeROCheckpoint(metaclass=Refused):
+    """The same, by shards of optimizer states."""
+
+    PLACE = "checkpoint.ZeROCheckpoint"

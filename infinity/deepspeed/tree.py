@@ -122,6 +122,21 @@ _COLLECTIVES = _of(
     "monitored_barrier recv reduce reduce_scatter scatter send get_rank get_world_size is_initialized is_available "
     "get_global_rank all_gather_into_tensor reduce_scatter_tensor",
 )
+_CHECKPOINT_KEYS = _of(
+    f"{_OURS}.constants",
+    "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE GROUP_PADDINGS PARTITION_COUNT "
+    "PARAM_SHAPES ZERO_STAGE LOSS_SCALER UNIVERSAL_CHECKPOINT_INFO CHECKPOINT_PARALLEL_DIMS CHECKPOINT_PP_DEGREE "
+    "CHECKPOINT_TP_DEGREE AUTOEP_LAYERS_KEY",
+)
+_INDEXED_DATASETS = _of(
+    f"{_OURS}.indexed_dataset", "MMapIndexedDataset MMapIndexedDatasetBuilder index_file_path data_file_path"
+)
+_EXPERT_GROUPS = _of(
+    f"{_OURS}.expert_groups",
+    "_ensure_divisibility _get_expert_parallel_ranks _create_expert_and_data_parallel _get_expert_parallel_group "
+    "_get_expert_parallel_group_ranks _get_expert_data_parallel_group _get_expert_data_parallel_group_ranks "
+    "_get_max_expert_size _get_max_expert_parallel_group",
+)
 _REFUSED: Final = f"{_OURS}.refused_classes"
 """May be asked for, and not be made."""
 _PIPELINE = _of(_REFUSED, "PipelineModule LayerSpec TiedLayerSpec")
@@ -158,12 +173,14 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "accelerator": _ACCELERATOR | _of(f"{_OURS}.accelerators", "DeepSpeedAccelerator is_current_accelerator_supported"),
     "accelerator.real_accelerator": _ACCELERATOR,
-    "checkpoint": {},
-    "checkpoint.constants": _of(
-        f"{_OURS}.constants",
-        "OPTIMIZER_STATE_DICT FP32_GROUPS FP32_FLAT_GROUPS BASE_OPTIMIZER_STATE GROUP_PADDINGS PARTITION_COUNT "
-        "PARAM_SHAPES ZERO_STAGE LOSS_SCALER",
-    ),
+    "checkpoint": _of(f"{_OURS}.reshaping", "model_3d_desc get_model_3d_descriptor merge_state reshape_meg_2d_parallel")
+    | _of(f"{_OURS}.checkpoint_files", "get_model_ckpt_name_for_rank")
+    | _of(_REFUSED, "DeepSpeedCheckpoint ZeROCheckpoint")
+    | _CHECKPOINT_KEYS,
+    "checkpoint.constants": _CHECKPOINT_KEYS,
+    "checkpoint.reshape_3d_utils": _of(f"{_OURS}.reshaping", "model_3d_desc get_model_3d_descriptor"),
+    "checkpoint.reshape_meg_2d": _of(f"{_OURS}.reshaping", "meg_2d_parallel_map reshape_meg_2d_parallel"),
+    "checkpoint.reshape_utils": _of(f"{_OURS}.reshaping", "merge_state partition_data"),
     "checkpoint.utils": _of(f"{_OURS}.tensors", "clone_tensors_for_torch_save")
     | _of(f"{_OURS}.checkpoint_files", "get_model_ckpt_name_for_rank"),
     "comm": _COMM,
@@ -171,6 +188,9 @@ TREE: Final[Mapping[str, Names]] = {
     "constants": _of(f"{_OURS}.constants", "TORCH_DISTRIBUTED_DEFAULT_PORT default_pg_timeout"),
     "env_report": {},
     "git_version_info": _of(f"{_OURS}.version", "version git_hash git_branch torch_info") | _OPS,
+    "inference": {},
+    "inference.v2": {},
+    "inference.v2.inference_utils": _of(f"{_OURS}.numbers", "ceil_div"),
     "launcher": {},
     "launcher.launch": {},
     "launcher.runner": _of(f"{_OURS}.constants", "DEEPSPEED_ENVIRONMENT_NAME DLTS_HOSTFILE"),
@@ -207,6 +227,9 @@ TREE: Final[Mapping[str, Names]] = {
     | _of(f"{_OURS}.config_model", "DeepSpeedConfigModel get_config_default"),
     "runtime.constants": _of(f"{_OURS}.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE"),
     "runtime.dataloader": _LOADERS,
+    "runtime.data_pipeline": {},
+    "runtime.data_pipeline.data_sampling": {},
+    "runtime.data_pipeline.data_sampling.indexed_dataset": _INDEXED_DATASETS,
     "runtime.engine": _ENGINE | _CALLABLES | _LOADERS | _of(f"{_OURS}.constants", "MEMORY_OPT_ALLREDUCE_SIZE"),
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": _of(f"{_OURS}.optimizer_kinds", "FP16_Optimizer"),
@@ -241,7 +264,7 @@ TREE: Final[Mapping[str, Names]] = {
         "get_flattened_grad_norm clip_tensors_by_global_norm align_dense_tensors is_model_parallel_parameter "
         "noop_decorator noop_context CheckOverflow count_used_parameters_in_backward mask_nan_or_inf_with_val_inplace",
     )
-    | _of(_REFUSED, "PartitionedTensor"),
+    | _of(f"{_OURS}.partitioned_tensor", "PartitionedTensor"),
     "runtime.zero": _PARAMETERS | _TILING | _GENERATION,
     "runtime.zero.config": _ZERO_CONFIG
     | _OFFLOAD_CONFIG
@@ -284,11 +307,15 @@ TREE: Final[Mapping[str, Names]] = {
         "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size bwc_tensor_model_parallel_group "
         "bwc_pipeline_parallel_world_size bwc_pipeline_parallel_group",
     ),
-    "utils.groups": _GROUPS | _OWN_GROUPS,
+    "utils.debug": _of(f"{_OURS}.debugging", "printflock"),
+    "utils.groups": _GROUPS | _OWN_GROUPS | _EXPERT_GROUPS,
     "utils.init_on_device": _ON_DEVICE,
     "utils.logging": _LOGS,
     "utils.nvtx": _of(f"{_OURS}.building", "instrument_w_nvtx"),
+    "utils.pin_memory": _of(f"{_OURS}.page_locked", "NativePinnedMemory"),
+    "utils.static_cache": _of(f"{_OURS}.static_cache", "DeepSpeedStaticCache DeepSpeedStaticLayer"),
     "utils.tensor_fragment": _STATE_ACCESS,
+    "utils.timer": _of(f"{_OURS}.throughput", "ThroughputTimer"),
     "utils.torch": _of(f"{_OURS}.building", "required_torch_version"),
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": _FP32_WEIGHTS,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import logging
 import os
@@ -11,10 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed.accelerators import get_accelerator
 from infinity.deepspeed.linear_layers import LinearFunctionForZeroStage3, LinearModuleForZeroStage3, zero3_linear_wrap
+from infinity.deepspeed.page_locked import NativePinnedMemory
 from infinity.deepspeed.tensors import see_memory_usage
 
 
@@ -89,3 +92,24 @@ def test_the_optimizer_says_how_its_loss_scale_moves() -> None:
     _, fixed, *_ = deepspeed.initialize(model=nn.Linear(4, 4), config=config(fp16={"enabled": True, "loss_scale": 16}))
     assert not fixed.dynamic_loss_scale
     assert fixed.loss_scaler.loss_scale == 16
+
+
+def test_memory_that_was_pinned_is_known_by_its_views_until_it_is_given_back() -> None:
+    pins = NativePinnedMemory()
+    source = torch.arange(6.0).reshape(2, 3)
+    pinned, flat = pins.pin(source), pins.pin(source, make_copy=False, match_shape=False)
+    empty = pins.pin_empty(torch.empty(1, dtype=torch.bfloat16), (4, 2))
+    assert torch.equal(pinned, source)
+    assert (flat.shape, empty.shape, empty.dtype) == ((6,), (4, 2), torch.bfloat16)
+    assert all(pins.is_pinned(each) for each in (pinned, pinned[1:], pinned.t(), flat, empty))
+    others = (source, torch.empty(2, device="meta"), FakeTensorMode().from_tensor(source))
+    assert not any(pins.is_pinned(each) for each in others)
+    view = pinned[1:]
+    assert pins.unpin(pinned)
+    assert not pins.unpin(source)
+    assert not pins.is_pinned(pinned)
+    assert not pins.is_pinned(view)
+    assert torch.equal(view, source[1:]), "its values stay"
+    del flat, empty
+    gc.collect()
+    assert not pins._ends, "what nobody has any more is given back"

@@ -206,11 +206,6 @@ DECIDED: Final[tuple[Decision, ...]] = (
         (": raises ['TypeError'], not as ['RuntimeError']",),
     ),
     Decision(
-        "PartitionedTensor belongs to pipeline parallelism",
-        ("parts.partitioned_tensors",),
-        ("raised: io_daemon.errors.ConfigError: deepspeed.runtime.utils.PartitionedTensor = *",),
-    ),
-    Decision(
         _STAGE_0,
         ("precision.bf16[0]",),
         (f"[0][*]:{_NUMBER}",),

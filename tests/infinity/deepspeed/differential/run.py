@@ -30,7 +30,7 @@ from tests.infinity.deepspeed.differential.case import CASES, Case, plain
 
 TOPICS: Final = (
     "configuration", "schedules", "starting", "training", "backwards", "precision", "buffers", "parameters", "state",
-    "leaves", "checkpoints", "parts", "collectives", "found", "names",
+    "leaves", "checkpoints", "parts", "collectives", "found", "names", "tools",
     "idioms",
 )  # fmt: skip
 TIMEOUT_S: Final = 60
