@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import importlib
+import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,9 @@ from infinity.config import read_environment
 from infinity.deepspeed import op_builders
 from infinity.errors import ConfigError
 from io_daemon.disk.kernel_text import read_text
+
+nvtx: Any = importlib.import_module("nvtx") if importlib.util.find_spec("nvtx") else None
+"""The package whose ranges have domains; none where it is not installed."""
 
 
 class DeepSpeedAccelerator:
@@ -229,13 +234,11 @@ class DeepSpeedAccelerator:
         """Whether torch's compiler can use Triton on the device."""
         return self._name == "cuda"
 
-    def range_push(self, msg: str) -> Any:
-        """Begin a range of the profiler."""
-        return None if self._name != "cuda" else torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
+        """Begin a range of the device's profiler, where it has one."""
 
-    def range_pop(self) -> Any:
+    def range_pop(self, domain: str | None = None) -> Any:
         """End it."""
-        return None if self._name != "cuda" else torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
 
     def lazy_call(self, callback: Any) -> None:
         """Call it, once the device is there: now."""
@@ -257,10 +260,39 @@ class DeepSpeedAccelerator:
         return self.get_op_builder(class_name)()
 
 
+class CUDA_Accelerator(DeepSpeedAccelerator):  # noqa: N801
+    """NVIDIA's and AMD's devices, with ranges of the former's profiler."""
+
+    supports_nvtx_domain = True
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+        self._nvtx_domains: dict[str, Any] = {}
+
+    def range_push(self, msg: str, domain: str | None = None, category: str | None = None) -> Any:
+        """Begin a range; in ``domain`` where the package nvtx is there."""
+        if nvtx is not None and domain is not None:
+            return self._domain(domain).push_range(message=msg, category=category)
+        return torch.cuda.nvtx.range_push(msg)  # type: ignore[no-untyped-call]
+
+    def range_pop(self, domain: str | None = None) -> Any:
+        """End it."""
+        if nvtx is not None and domain is not None:
+            return self._domain(domain).pop_range()
+        return torch.cuda.nvtx.range_pop()  # type: ignore[no-untyped-call]
+
+    def _domain(self, name: str) -> Any:
+        if name not in self._nvtx_domains:
+            self._nvtx_domains[name] = nvtx.get_domain(name)
+        return self._nvtx_domains[name]
+
+
 @functools.cache
 def get_accelerator() -> DeepSpeedAccelerator:
     """The accelerator that torch finds on this machine, else the CPU."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is not None and found.type == "cuda":
+        return CUDA_Accelerator()
     return DeepSpeedAccelerator("cpu" if found is None else found.type)
 
 

@@ -65,17 +65,6 @@ def split_tensor_along_last_dim(
     return [part.contiguous() for part in parts] if contiguous_split_chunks else list(parts)
 
 
-def instrument_w_nvtx(func: Call) -> Call:
-    """``func`` inside a range of torch's profiler by its name."""
-
-    @functools.wraps(func)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(func.__qualname__):
-            return func(*args, **kwargs)
-
-    return wrapped  # type: ignore[return-value]
-
-
 def required_torch_version(min_version: float | None = None, max_version: float | None = None) -> bool:
     """Whether torch's version lies between two, given as numbers such as 2.6; both ends belong to it."""
     major, minor = (int(part) for part in torch.__version__.split(".")[:2])

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -17,7 +17,7 @@ from types import CodeType, ModuleType
 from typing import Any, Final
 
 from infinity.deepspeed.absent import refusal
-from infinity.deepspeed.tree import ALIASES, RUNNABLE, TREE
+from infinity.deepspeed.tree import ALIASES, RUNNABLE, SETTABLE, TREE
 
 OWN: Final = "infinity.deepspeed"
 _roots: list[str] = []
@@ -84,15 +84,41 @@ def _is_own(fullname: str) -> bool:
     return (Path(__file__).parent / f"{fullname.removeprefix(OWN)[1:]}.py").exists()
 
 
+class _Settable(ModuleType):
+    """A module some of whose names are a module of ours', for reading and for setting."""
+
+    _homes: Mapping[str, str]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in self._homes:
+            home, attribute = _home(self._homes[name])
+            setattr(home, attribute, value)
+        else:
+            super().__setattr__(name, value)
+
+    def __delattr__(self, name: str) -> None:
+        if name in self._homes:
+            home, attribute = _home(self._homes[name])
+            delattr(home, attribute)
+        else:
+            super().__delattr__(name)
+
+
+def _home(of: str) -> tuple[ModuleType, str]:
+    module, _, attribute = of.partition(":")
+    return importlib.import_module(module), attribute
+
+
 def _fill(module: ModuleType, root: str, place: str) -> None:
-    names = TREE[place]
+    names, settable = TREE[place], SETTABLE.get(place, {})
     below = {other.rpartition(".")[2] for other in TREE if other and other.rpartition(".")[0] == place}
     aliases = {alias.rpartition(".")[2]: target for alias, target in ALIASES.items() if _above(alias) == place}
 
     def get(name: str) -> Any:
+        if name in settable:
+            return getattr(*_home(settable[name]))
         if name in names:
-            home, _, attribute = names[name].partition(":")
-            found: Any = getattr(importlib.import_module(home), attribute)
+            found: Any = getattr(*_home(names[name]))
         elif name in below:
             found = importlib.import_module(f"{module.__name__}.{name}")
         elif name in aliases:
@@ -105,12 +131,15 @@ def _fill(module: ModuleType, root: str, place: str) -> None:
         return found
 
     def known() -> list[str]:
-        return sorted({*vars(module), *names, *below, *aliases})
+        return sorted({*vars(module), *names, *settable, *below, *aliases})
 
     vars(module).update(__getattr__=get, __dir__=known, __all__=sorted(names))
     for name in names:
         if name.startswith("__"):
             get(name)
+    if settable:
+        vars(module)["_homes"] = settable
+        module.__class__ = _Settable
 
 
 def _above(place: str) -> str:

@@ -172,6 +172,7 @@ TREE: Final[Mapping[str, Names]] = {
         "__version_patch__",
     ),
     "accelerator": _ACCELERATOR | _of(f"{_OURS}.accelerators", "DeepSpeedAccelerator is_current_accelerator_supported"),
+    "accelerator.cuda_accelerator": _of(f"{_OURS}.accelerators", "CUDA_Accelerator"),
     "accelerator.real_accelerator": _ACCELERATOR,
     "checkpoint": _of(f"{_OURS}.reshaping", "model_3d_desc get_model_3d_descriptor merge_state reshape_meg_2d_parallel")
     | _of(f"{_OURS}.checkpoint_files", "get_model_ckpt_name_for_rank")
@@ -301,7 +302,7 @@ TREE: Final[Mapping[str, Names]] = {
     | _MODULES
     | _GROUPS
     | _of(f"{_OURS}.loaders", "RepeatingLoader")
-    | _of(f"{_OURS}.building", "instrument_w_nvtx"),
+    | _of(f"{_OURS}.ranges", "instrument_w_nvtx"),
     "utils.bwc": _of(
         f"{_OURS}.model_parallel",
         "bwc_tensor_model_parallel_rank bwc_tensor_model_parallel_world_size bwc_tensor_model_parallel_group "
@@ -311,7 +312,7 @@ TREE: Final[Mapping[str, Names]] = {
     "utils.groups": _GROUPS | _OWN_GROUPS | _EXPERT_GROUPS,
     "utils.init_on_device": _ON_DEVICE,
     "utils.logging": _LOGS,
-    "utils.nvtx": _of(f"{_OURS}.building", "instrument_w_nvtx"),
+    "utils.nvtx": _of(f"{_OURS}.ranges", "instrument_w_nvtx"),
     "utils.pin_memory": _of(f"{_OURS}.page_locked", "NativePinnedMemory"),
     "utils.static_cache": _of(f"{_OURS}.static_cache", "DeepSpeedStaticCache DeepSpeedStaticLayer"),
     "utils.tensor_fragment": _STATE_ACCESS,
@@ -321,6 +322,12 @@ TREE: Final[Mapping[str, Names]] = {
     "utils.zero_to_fp32": _FP32_WEIGHTS,
     "utils.zero_to_torch": _of(f"{_OURS}.conversion", "main"),
 }
+SETTABLE: Final[Mapping[str, Names]] = {
+    "accelerator.cuda_accelerator": _of(f"{_OURS}.accelerators", "nvtx"),
+    "utils.debug": _of(f"{_OURS}.debugging", "fcntl"),
+    "utils.nvtx": _of(f"{_OURS}.ranges", "enable_nvtx is_compiling get_accelerator DEEPSPEED_NVTX_DOMAIN"),
+}
+"""Names that scripts assign to: what is set is what their module of ours reads."""
 RUNNABLE: Final[Mapping[str, tuple[str, ...]]] = {
     "env_report": ("infinity", "doctor"),
     "launcher.runner": ("infinity", "deepspeed"),

@@ -116,6 +116,7 @@ class DsNames(nn.Parameter):
         param_list: Sequence[nn.Parameter] | None = None,
         hierarchy: int = 0,
         has_been_updated: bool = False,
+        free_data: bool = True,
     ) -> None:
         """The counterpart of ``all_gather``: what rank 0 has changed since is kept, on all ranks. Collective.
 
@@ -123,6 +124,7 @@ class DsNames(nn.Parameter):
             param_list: the parameters; by default this one.
             hierarchy: taken for the dialect's sake.
             has_been_updated: taken for the dialect's sake, changes are noticed.
+            free_data: taken for the dialect's sake: who reads the weights finds them, be they in memory or not.
         """
         for param in _these(self, param_list):
             if param in _held:

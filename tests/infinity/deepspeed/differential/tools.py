@@ -7,17 +7,19 @@ import itertools
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import deepspeed  # type: ignore[import-not-found]
 import numpy
 import torch
+from deepspeed.accelerator import cuda_accelerator
 from deepspeed.checkpoint import get_model_3d_descriptor, merge_state, model_3d_desc
 from deepspeed.inference.v2.inference_utils import ceil_div
 from deepspeed.runtime import lr_schedules
 from deepspeed.runtime import utils as runtime_utils
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset
-from deepspeed.utils import debug, groups
+from deepspeed.utils import debug, groups, nvtx
 from deepspeed.utils.static_cache import DeepSpeedStaticCache, DeepSpeedStaticLayer
 from deepspeed.utils.timer import ThroughputTimer
 
@@ -228,3 +230,67 @@ def gradients_of_experts(_directory: Path) -> Any:
     found = [check.check(), check.check_using_norm([float("inf") if rank else 1.0], reduce_overflow=False)]
     found += [check.check_using_norm([-1.0 if rank else 1.0]), check.check_using_norm([2.0])]
     return refused_too, ranks, norm, plain.grad, found, groups._get_max_expert_size()
+
+
+class _Recorder:
+    """An accelerator that keeps what it was told."""
+
+    def __init__(self, has_domains: bool) -> None:
+        self.told = []
+        self.supports_nvtx_domain = has_domains
+
+    def range_push(self, *given: Any, **named: Any) -> None:
+        self.told.append(("push", given, named))
+
+    def range_pop(self, *given: Any, **named: Any) -> None:
+        self.told.append(("pop", given, named))
+
+
+@case()
+def ranges_around_functions(_directory: Path) -> Any:
+    @nvtx.instrument_w_nvtx
+    def double(number: int) -> int:
+        return 2 * number
+
+    seen = []
+    for has_domains, enabled, compiling in itertools.product((False, True), repeat=3):
+        recorder = _Recorder(has_domains)
+        with (
+            mock.patch.object(nvtx, "get_accelerator", lambda recorder=recorder: recorder),
+            mock.patch.object(nvtx, "enable_nvtx", enabled),
+            mock.patch.object(nvtx, "is_compiling", lambda compiling=compiling: compiling),
+        ):
+            seen.append((double(3), recorder.told))
+    return seen, nvtx.enable_nvtx, nvtx.DEEPSPEED_NVTX_DOMAIN
+
+
+@case()
+def ranges_of_a_gpus_profiler(_directory: Path) -> Any:
+    told = []
+
+    def domain(name: str) -> Any:
+        told.append(name)
+        push = lambda **named: told.append(sorted(named.items(), key=str)) or 7  # noqa: E731
+        return SimpleNamespace(push_range=push, pop_range=lambda: told.append("pop") or 8)
+
+    accelerator = object.__new__(cuda_accelerator.CUDA_Accelerator)
+    accelerator._nvtx_domains = {}
+    pushed = mock.patch.object(torch.cuda.nvtx, "range_push", lambda message: told.append(message) or 5)
+    popped = mock.patch.object(torch.cuda.nvtx, "range_pop", return_value=6)
+    returned = []
+    with pushed, popped:
+        for package in (SimpleNamespace(get_domain=domain), None):
+            with mock.patch.object(cuda_accelerator, "nvtx", package):
+                for where in ({"domain": "d"}, {}):
+                    returned += [accelerator.range_push("m", **where), accelerator.range_pop(**where)]
+                returned += [accelerator.range_push("n", domain="d", category="c")]
+    return told, returned, sorted(accelerator._nvtx_domains), accelerator.supports_nvtx_domain
+
+
+@case()
+def a_lock_that_is_somebody_elses(_directory: Path) -> Any:
+    locked = []
+    lock = SimpleNamespace(LOCK_EX=2, LOCK_UN=8, flock=lambda _file, how: locked.append(how))
+    with mock.patch.object(debug, "fcntl", lock):
+        debug.printflock("a")
+    return locked[0]
