@@ -16,4 +16,14 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
     A model larger than memory generates without: its weights come with every use.
     """
     with GatheredParameters(model.parameters()):
-        yield model
+        hooks = getattr(model.optimizer, "parameter_offload", None)
+        if hooks is None:
+            yield model
+            return
+        for hook in hooks.forward_hooks:
+            hook.remove()
+        hooks.forward_hooks = []
+        try:
+            yield model
+        finally:
+            hooks._register_deepspeed_module(hooks.module)

@@ -24,7 +24,7 @@ from infinity.errors import ConfigError
 MAGIC: Final = b"MMIDIDX\x00\x00"
 VERSION: Final = 1
 HEADER: Final = struct.Struct("<9sQBQQ")
-DTYPES: Final = {
+DTYPES: Final[dict[int, numpy.dtype[Any]]] = {
     1: numpy.dtype("uint8"),
     2: numpy.dtype("int8"),
     3: numpy.dtype("int16"),

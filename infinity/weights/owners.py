@@ -163,5 +163,5 @@ def refuse_write(owner: Owner, param: nn.Parameter, others: Sequence[str] = ()) 
         param,
         f"was changed in place{too}, which sharded weights do not keep",
         "change it inside infinity.zero.GatheredParameters(param, modifier_rank=0), before infinity.initialize(), or "
-        "make the change part of forward's arithmetic",
+        "make the change part of forward's arithmetic instead of an in-place modification",
     )

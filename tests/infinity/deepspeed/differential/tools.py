@@ -19,11 +19,13 @@ from deepspeed.runtime import lr_schedules
 from deepspeed.runtime import utils as runtime_utils
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset
+from deepspeed.runtime.zero import unwrap_model_for_generation
 from deepspeed.utils import debug, groups, nvtx
 from deepspeed.utils.static_cache import DeepSpeedStaticCache, DeepSpeedStaticLayer
 from deepspeed.utils.timer import ThroughputTimer
 
 from tests.infinity.deepspeed.differential.case import case, cases_over, raised
+from tests.infinity.deepspeed.differential.nets import batches, config, stack, start, train
 
 
 @case()
@@ -294,3 +296,23 @@ def a_lock_that_is_somebody_elses(_directory: Path) -> Any:
     with mock.patch.object(debug, "fcntl", lock):
         debug.printflock("a")
     return locked[0]
+
+
+@case()
+def hooks_around_generation(_directory: Path) -> Any:
+    engine = start(stack(), config(3))
+    hooks, seen = engine.optimizer.parameter_offload, []
+
+    def look() -> None:
+        seen.append((bool(hooks.forward_hooks), hooks.get_param_coordinator().is_invalid_trace()))
+
+    for number in range(2):
+        train(engine, 2)
+        seen.append(bool(hooks.forward_hooks))
+        look()
+        with unwrap_model_for_generation(engine) as model:
+            seen.append(bool(hooks.forward_hooks))
+            out = model.module(*batches(1)[0])
+            seen.append((number, out.shape))
+        look()
+    return seen
