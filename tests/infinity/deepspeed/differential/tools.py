@@ -316,3 +316,19 @@ def hooks_around_generation(_directory: Path) -> Any:
             seen.append((number, out.shape))
         look()
     return seen
+
+
+@case()
+def a_write_that_nobody_is_to_keep(_directory: Path) -> Any:
+    engine = start(stack(), config(3, zero={"enable_sanity_checks": True}))
+    param = next(engine.module.parameters())
+    gathered, told = deepspeed.zero.GatheredParameters([param]), "nothing"
+    gathered.__enter__()
+    with torch.no_grad():
+        param.fill_(7.0)
+    seen = param.flatten()[0].item()
+    try:
+        gathered.__exit__(None, None, None)
+    except RuntimeError as error:
+        told = "in-place modification" in str(error)
+    return seen, told
