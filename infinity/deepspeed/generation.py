@@ -20,9 +20,7 @@ def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
         if hooks is None:
             yield model
             return
-        for hook in hooks.forward_hooks:
-            hook.remove()
-        hooks.forward_hooks = []
+        hooks.remove()
         try:
             yield model
         finally:

@@ -33,6 +33,12 @@ class DeepSpeedZeRoOffload:
             self._coordinator.has_trace = False
             self.forward_hooks = [module.register_forward_hook(self._coordinator.note)]
 
+    def remove(self) -> None:
+        """Take them off the model."""
+        for hook in self.forward_hooks:
+            hook.remove()
+        self.forward_hooks = []
+
     def get_param_coordinator(self) -> Coordinator:
         """Whom scripts ask whether a forward has gone by."""
         return self._coordinator

@@ -1,179 +1,205 @@
-"""Megatron's memory-mapped data sets: ``x.bin`` holds all samples behind each other, ``x.idx`` says where they lie.
+"""Datasets of tokens in Megatron's mapped files: ``NAME.bin`` has the items, ``NAME.idx`` where each of them lies.
 
-The index is, little-endian: nine bytes of magic, the version 1 (uint64), the code of the dtype (uint8), the number of
-samples and of document bounds (uint64 each); then each sample's elements (int32), its first byte (int64), and the
-documents' bounds as numbers of samples (int64).
+An index holds a magic word, a version, the code of a dtype, two counts, and three arrays: how many numbers each item
+has (int32), where it begins in bytes (int64), and with which item each document begins (int64).
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import struct
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
-import numpy
+import numpy as np
 import torch
-from numpy.typing import DTypeLike, NDArray
+from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from infinity.deepspeed.asserted import asserted
 from infinity.errors import ConfigError
 
 MAGIC: Final = b"MMIDIDX\x00\x00"
-VERSION: Final = 1
 HEADER: Final = struct.Struct("<9sQBQQ")
-DTYPES: Final[dict[int, numpy.dtype[Any]]] = {
-    1: numpy.dtype("uint8"),
-    2: numpy.dtype("int8"),
-    3: numpy.dtype("int16"),
-    4: numpy.dtype("int32"),
-    5: numpy.dtype("int64"),
-    6: numpy.dtype("uint16"),
-    7: numpy.dtype("uint32"),
-    8: numpy.dtype("uint64"),
+VERSION: Final = 1
+dtypes: Final = {
+    1: (np.uint8, torch.uint8),
+    2: (np.int8, torch.int8),
+    3: (np.int16, torch.int16),
+    4: (np.int32, torch.int32),
+    5: (np.int64, torch.int64),
+    6: (np.uint16, None),
+    7: (np.uint32, None),
+    8: (np.uint64, None),
 }
-"""Each by its code."""
+"""The dtypes that items may have, numpy's and torch's, by the code that an index has for them."""
 
 
-def index_file_path(prefix_path: str | os.PathLike[str]) -> str:
+def index_file_path(prefix_path: str) -> str:
     """The file of the index."""
-    return f"{os.fspath(prefix_path)}.idx"
+    return f"{prefix_path}.idx"
 
 
-def data_file_path(prefix_path: str | os.PathLike[str]) -> str:
-    """The file of the samples."""
-    return f"{os.fspath(prefix_path)}.bin"
+def data_file_path(prefix_path: str) -> str:
+    """The file of the items."""
+    return f"{prefix_path}.bin"
 
 
-class MMapIndexedDataset(Dataset[NDArray[Any]]):
-    """Samples as numpy arrays that lie in the page cache, and cannot be written to.
+class MMapIndexedDataset(Dataset[Any]):
+    """Items of a file that is mapped, not read: arrays [tokens of the item] that cannot be written to.
 
     Args:
-        path: without ``.idx`` and ``.bin``.
-        skip_warmup: taken for the dialect's sake: nothing is read before it is used.
+        path: of both files, without their endings.
+        skip_warmup: taken for the dialect's sake: pages are read when they are looked at.
 
     Raises:
-        ConfigError: the index is none, or of samples that the data file does not hold.
+        ConfigError: the index is none, or the data is shorter than it says. OSError: a file cannot be read.
     """
 
-    def __init__(self, path: str | os.PathLike[str], skip_warmup: bool = False) -> None:
-        self._path = os.fspath(path)
-        index = Path(index_file_path(path)).read_bytes()
-        if len(index) < HEADER.size or HEADER.unpack_from(index)[:2] != (MAGIC, VERSION):
-            raise ConfigError("path", index_file_path(path), "is no index of a memory-mapped data set, of version 1")
-        _, _, code, num_samples, num_bounds = HEADER.unpack_from(index)
-        size = HEADER.size + num_samples * 12 + num_bounds * 8
-        if code not in DTYPES or len(index) < size:
-            raise ConfigError("path", index_file_path(path), "is cut off, or of an unknown dtype: build it anew")
-        self.dtype: numpy.dtype[Any] = DTYPES[code]
-        self.sizes = numpy.frombuffer(index, "<i4", num_samples, HEADER.size)
-        self._starts = numpy.frombuffer(index, "<i8", num_samples, HEADER.size + num_samples * 4)
-        self._doc_idx = numpy.frombuffer(index, "<i8", num_bounds, HEADER.size + num_samples * 12)
-        num_bytes = os.path.getsize(data_file_path(path))
-        if num_samples and int((self._starts + self.sizes.astype("i8") * self.dtype.itemsize).max()) > num_bytes:
-            raise ConfigError("path", data_file_path(path), "is shorter than its index says: build both anew")
-        self._data = numpy.memmap(data_file_path(path), mode="r") if num_bytes else numpy.empty(0, "u1")
+    @asserted
+    def __init__(self, path: str, skip_warmup: bool = False) -> None:
+        self._path = str(path)
+        index = Path(index_file_path(self._path))
+        found = index.read_bytes()
+        header = HEADER.unpack_from(found) if len(found) >= HEADER.size else (b"", 0, 0, 0, 0)
+        magic, version, code, num_items, num_documents = header
+        if magic != MAGIC or version != VERSION or code not in dtypes:
+            raise ConfigError("path", str(index), "is no index of a mapped dataset: build one with this module")
+        expected = HEADER.size + 12 * num_items + 8 * num_documents
+        if len(found) != expected:
+            raise ConfigError("path", str(index), f"has {len(found)} bytes instead of {expected}: build it anew")
+        self._dtype = np.dtype(dtypes[code][0])
+        self._sizes = np.frombuffer(found, np.int32, num_items, HEADER.size)
+        self._starts = np.frombuffer(found, np.int64, num_items, HEADER.size + 4 * num_items)
+        self._doc_idx = np.frombuffer(found, np.int64, num_documents, HEADER.size + 12 * num_items)
+        data = Path(data_file_path(self._path))
+        needed = int((self._starts + self._sizes.astype(np.int64) * self._dtype.itemsize).max()) if num_items else 0
+        if data.stat().st_size < needed:
+            raise ConfigError(
+                "path", str(data), f"has {data.stat().st_size} bytes, and its index speaks of {needed}: build both anew"
+            )
+        self._bytes: NDArray[np.uint8] = np.memmap(data, mode="r") if needed else np.empty(0, np.uint8)
 
-    def __getstate__(self) -> str:
-        return self._path
-
-    def __setstate__(self, state: str) -> None:
-        self.__init__(state)  # type: ignore[misc]
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._path,)
 
     def __len__(self) -> int:
-        return len(self.sizes)
+        return len(self._sizes)
 
     def __getitem__(self, idx: int | slice) -> Any:
-        """A sample; of a slice without a step the list of them."""
-        if not isinstance(idx, slice):
-            return self.get(idx)
-        start, stop, step = idx.indices(len(self))
-        if step != 1:
-            raise ConfigError("idx", idx, "slices of an indexed data set have no step")
-        return [self.get(number) for number in range(start, stop)]
+        if isinstance(idx, slice):
+            numbers = range(*idx.indices(len(self)))
+            if numbers.step != 1:
+                raise ValueError("slices of an indexed dataset must be contiguous")
+            return [self.get(number) for number in numbers]
+        return self.get(idx)
 
     def get(self, idx: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """A sample from element ``offset`` on, by default to its end."""
-        length = int(self.sizes[idx]) - offset if length is None else length
-        return numpy.frombuffer(self._data, self.dtype, length, int(self._starts[idx]) + offset * self.dtype.itemsize)
-
-    def size(self, index: int) -> int:
-        """Elements of a sample."""
-        return int(self.sizes[index])
+        """``length`` numbers of an item from ``offset`` on, by default all."""
+        size = int(self._sizes[idx])
+        length = size - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > size:
+            raise IndexError(f"item {idx} has {size} numbers: there are no {length} from {offset} on")
+        start = int(self._starts[idx]) + offset * self._dtype.itemsize
+        return self._bytes[start : start + length * self._dtype.itemsize].view(np.ndarray).view(self._dtype)
 
     @property
-    def doc_idx(self) -> NDArray[Any]:
-        """The number of samples before each document, and of all."""
+    def dtype(self) -> Any:
+        """The items' dtype, numpy's."""
+        return self._dtype.type
+
+    @property
+    def sizes(self) -> NDArray[np.int32]:
+        """How many numbers each item has."""
+        return self._sizes
+
+    def size(self, index: int) -> int:
+        """How many numbers one item has."""
+        return int(self._sizes[index])
+
+    @property
+    def doc_idx(self) -> NDArray[np.int64]:
+        """The item with which each document begins, and the number of items."""
         return self._doc_idx
 
-    def get_doc_idx(self) -> NDArray[Any]:
+    def get_doc_idx(self) -> NDArray[np.int64]:
         """``doc_idx``."""
         return self._doc_idx
 
-    def set_doc_idx(self, doc_idx_: NDArray[Any]) -> None:
-        """Let it say something else, in memory alone."""
+    def set_doc_idx(self, doc_idx_: NDArray[np.int64]) -> None:
+        """Other documents from now on, in this object alone."""
         self._doc_idx = doc_idx_
 
     @property
     def supports_prefetch(self) -> bool:
-        """False: the kernel reads ahead."""
+        """Whether a loader is to name items before it asks for them."""
         return False
 
     @staticmethod
-    def exists(path: str | os.PathLike[str]) -> bool:
+    def exists(path: str) -> bool:
         """Whether both files are there."""
-        return os.path.exists(index_file_path(path)) and os.path.exists(data_file_path(path))
+        return Path(index_file_path(path)).exists() and Path(data_file_path(path)).exists()
 
 
 class MMapIndexedDatasetBuilder:
-    """Writes samples to ``out_file``, and with ``finalize`` their index."""
+    """Writes such files: items one after the other, then the index.
 
-    def __init__(self, out_file: str | os.PathLike[str], dtype: DTypeLike | torch.dtype = numpy.int64) -> None:
-        if isinstance(dtype, torch.dtype):
-            dtype = torch.empty(0, dtype=dtype).numpy().dtype
-        self._dtype = numpy.dtype(dtype)
-        if self._dtype not in DTYPES.values():
-            raise ConfigError("dtype", str(dtype), f"one of {', '.join(map(str, DTYPES.values()))}")
-        self._file = open(out_file, "wb")  # noqa: SIM115 (finalize closes it)
+    Args:
+        out_file: the file of the items; ``data_file_path`` names it.
+        dtype: what the items are stored in, numpy's or torch's.
+    """
+
+    @asserted
+    def __init__(self, out_file: str, dtype: Any = np.int64) -> None:
+        self._code = next((code for code, known in dtypes.items() if dtype in known), 0)
+        if not self._code:
+            names = ", ".join(known[0].__name__ for known in dtypes.values())
+            raise ConfigError("dtype", dtype, f"must be one of {names}")
+        self._dtype = np.dtype(dtypes[self._code][0])
+        self._file = Path(out_file).open("wb")  # noqa: SIM115 (finalize closes it)
         self._sizes: list[int] = []
         self._doc_idx = [0]
 
     def add_item(self, tensor: torch.Tensor) -> None:
-        """Append a sample."""
+        """Write one item, of any integer dtype that its values fit."""
         self.add_item_numpy(tensor.numpy())
 
     def add_items(self, arr_list: Iterable[NDArray[Any]]) -> None:
-        """Append several."""
+        """Write one item for each array."""
         for array in arr_list:
             self.add_item_numpy(array)
 
     def add_item_numpy(self, np_array: NDArray[Any]) -> None:
-        """Append a sample."""
-        self._file.write(np_array.astype(self._dtype).tobytes())
-        self._sizes.append(np_array.size)
+        """Write one item. Raises ValueError for values that its dtype does not hold."""
+        stored = np_array.astype(self._dtype)
+        if not np.array_equal(stored, np_array):
+            raise ValueError(f"the item has values that {self._dtype} does not hold: give the builder a wider dtype")
+        self._file.write(stored.tobytes())
+        self._sizes.append(stored.size)
 
     def end_document(self) -> None:
-        """The samples since the last call are a document."""
+        """The next item begins another document."""
         self._doc_idx.append(len(self._sizes))
 
-    def merge_file_(self, another_file: str | os.PathLike[str]) -> None:
-        """Append all samples and documents of another data set. Raises ConfigError if its dtype is another."""
+    @asserted
+    def merge_file_(self, another_file: str) -> None:
+        """Append the items and documents of another dataset, named without ending."""
         other = MMapIndexedDataset(another_file)
-        if other.dtype != self._dtype:
-            raise ConfigError("another_file", os.fspath(another_file), f"is of {other.dtype}, not of {self._dtype}")
-        self._doc_idx.extend((len(self._sizes) + other.doc_idx)[1:].tolist())
-        self._sizes.extend(other.sizes.tolist())
-        with open(data_file_path(another_file), "rb") as file:
-            shutil.copyfileobj(file, self._file)
+        if other.dtype is not self._dtype.type:
+            raise ConfigError(
+                "another_file", another_file, f"holds {other.dtype.__name__}, and this one {self._dtype}: convert it"
+            )
+        self._doc_idx += [len(self._sizes) + int(first) for first in other.doc_idx[1:]]
+        self._sizes += other.sizes.tolist()
+        with Path(data_file_path(another_file)).open("rb") as data:
+            shutil.copyfileobj(data, self._file)
 
-    def finalize(self, index_file: str | os.PathLike[str]) -> None:
-        """Close the data file and write its index."""
+    def finalize(self, index_file: str) -> None:
+        """End the file of the items, and write that of the index."""
         self._file.close()
-        ends = numpy.cumsum(numpy.array(self._sizes, "<i8") * self._dtype.itemsize)
-        starts = numpy.concatenate([numpy.zeros(1, "<i8"), ends])[: len(self._sizes)]
-        code = next(code for code, dtype in DTYPES.items() if dtype == self._dtype)
-        header = HEADER.pack(MAGIC, VERSION, code, len(self._sizes), len(self._doc_idx))
-        sizes, bounds = numpy.array(self._sizes, "<i4"), numpy.array(self._doc_idx, "<i8")
-        Path(index_file).write_bytes(header + sizes.tobytes() + starts.astype("<i8").tobytes() + bounds.tobytes())
+        sizes = np.array(self._sizes, dtype=np.int32)
+        starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(sizes)] * self._dtype.itemsize
+        header = HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(self._doc_idx))
+        documents = np.array(self._doc_idx, dtype=np.int64)
+        Path(index_file).write_bytes(header + sizes.tobytes() + starts.astype(np.int64).tobytes() + documents.tobytes())

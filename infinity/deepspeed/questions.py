@@ -136,7 +136,7 @@ ABSENT: Final[Mapping[str, str]] = {
     "set_data_post_process_func": "data is the caller's: use collate_fn",
     "register_compile_pass": "DeepCompile is not built: use engine.compile()",
     **dict.fromkeys(
-        ("timers", "tput_timer", "engine_timers", "get_wall_clock_timers"),
+        ("timers", "engine_timers", "get_wall_clock_timers"),
         "engine.io_report() holds the times of a step, and timers.throughput logs samples a second",
     ),
     "flops_profiler": "write the section flops_profiler into the configuration: torch's counter counts",

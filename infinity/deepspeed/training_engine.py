@@ -23,6 +23,7 @@ from infinity.deepspeed.logs import logger
 from infinity.deepspeed.monitors import MonitorMaster
 from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO, data_types
 from infinity.deepspeed.raw_config import section_of
+from infinity.deepspeed.throughput import ThroughputTimer
 from infinity.deepspeed.users_backward import UsersBackward
 from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.engine import Engine
@@ -52,6 +53,8 @@ class DeepSpeedEngine(Engine):
         self._raw = raw
         self._num_micro_steps = 0
         self._users_backward = UsersBackward(self._loop)
+        timed = self.settings.timers.throughput.model_copy(update={"synchronized": False})  # it would slow every step
+        self.tput_timer = ThroughputTimer(timed, batch_size=self.train_batch_size())
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loaded_checkpoint_mp_world_size: int | None = None
 
@@ -174,6 +177,7 @@ class DeepSpeedEngine(Engine):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; a backward that reaches its outputs is seen, whoever runs it."""
         self._users_backward.settle()
+        self.tput_timer.start()
         outputs = super().forward(*args, **kwargs)
         self._users_backward.watch(outputs)
         return outputs
@@ -199,8 +203,10 @@ class DeepSpeedEngine(Engine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch, as ``infinity.Engine.step`` does."""
         self._users_backward.settle()
+        is_boundary = self.is_gradient_accumulation_boundary()
         super().step(lr_kwargs)
         self._num_micro_steps += 1
+        self.tput_timer.stop(global_step=is_boundary)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop what the running step has accumulated."""
@@ -260,6 +266,9 @@ class DeepSpeedEngine(Engine):
         self._users_backward.settle()
         if keep_weights and self._loop.phases.phase is StepPhase.IDLE:
             hand_back(self._runtime, self._loop.config)
+        hooks = getattr(self.optimizer, "parameter_offload", None)
+        if hooks is not None:
+            hooks.remove()
         super().destroy()
 
     def holds(self, model: nn.Module) -> bool:

@@ -129,7 +129,7 @@ _CHECKPOINT_KEYS = _of(
     "CHECKPOINT_TP_DEGREE AUTOEP_LAYERS_KEY",
 )
 _INDEXED_DATASETS = _of(
-    f"{_OURS}.indexed_dataset", "MMapIndexedDataset MMapIndexedDatasetBuilder index_file_path data_file_path"
+    f"{_OURS}.indexed_dataset", "MMapIndexedDataset MMapIndexedDatasetBuilder index_file_path data_file_path dtypes"
 )
 _EXPERT_GROUPS = _of(
     f"{_OURS}.expert_groups",

@@ -113,3 +113,11 @@ def test_memory_that_was_pinned_is_known_by_its_views_until_it_is_given_back() -
     del flat, empty
     gc.collect()
     assert not pins._ends, "what nobody has any more is given back"
+
+
+def test_an_engine_that_ends_leaves_no_hook_on_the_model() -> None:
+    model = nn.Sequential(nn.Linear(4, 4))
+    engine, *_ = deepspeed.initialize(model=model, config=config())
+    assert model._forward_hooks
+    engine.destroy()
+    assert not model._forward_hooks

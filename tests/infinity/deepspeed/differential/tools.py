@@ -69,7 +69,7 @@ def memory_mapped_samples(directory: Path) -> Any:
     for prefix in (*prefixes, str(directory / "both")):
         found = indexed_dataset.MMapIndexedDataset(prefix, skip_warmup=True)
         read = [found[number].tolist() for number in range(len(found))]
-        parts = [each.tolist() for each in found[1:3]], found.get(2, offset=1, length=3).tolist()
+        parts = [each.tolist() for each in found[1:3]], found.get(len(found) - 2, offset=1, length=3).tolist()
         shown = found.sizes.tolist(), found.size(0), found.doc_idx.tolist(), str(numpy.dtype(found.dtype))
         files = [list((directory / f"{prefix}{end}").read_bytes()) for end in (".idx", ".bin")]
         seen.append((read, parts, shown, files, raised(lambda found=found: found[0:3:2])))
@@ -332,3 +332,16 @@ def a_write_that_nobody_is_to_keep(_directory: Path) -> Any:
     except RuntimeError as error:
         told = "in-place modification" in str(error)
     return seen, told
+
+
+@cases_over({"0": 0, "3": 3})
+def an_engines_timer(_directory: Path, stage: int) -> Any:
+    engine = start(stack(), config(stage, gradient_accumulation_steps=2))
+    timer = engine.tput_timer
+    facts = [(timer.batch_size, timer.start_step, timer.initialized, timer.started, timer.global_step_count)]
+    train(engine, 6)
+    facts += [(timer.initialized, timer.started, timer.micro_step_count, timer.global_step_count)]
+    engine.eval()
+    with torch.no_grad():
+        engine(*batches(1)[0])
+    return [*facts, timer.started, timer.micro_step_count]
