@@ -34,7 +34,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._update: Callable[[], None] | None = None
         self._drop_gradients: Callable[[], None] | None = None
         super().__init__(list(param_groups), defaults)
-        self.state = StoredState()  # type: ignore[assignment]
+        self.state = self._unread = StoredState()  # type: ignore[assignment]
         self.rule = rule
         self.scale: LossScale = FixedLossScale()
         self.overflow = False
@@ -104,7 +104,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             numbers = list(range(first, first + len(group["params"])))
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
             first += len(numbers)
-        return {"state": self.state, "param_groups": groups}
+        return {"state": self._unread, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """The groups' hyper-parameters of what ``state_dict()`` of this optimizer gave.
@@ -112,7 +112,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         Raises:
             EngineStateError: it has another state than the store has now; nothing has changed.
         """
-        if state_dict.get("state") is not self.state:
+        if state_dict.get("state") is not self._unread:
             raise EngineStateError(
                 "load_state_dict() of an optimizer whose state is in the engine's store: load what "
                 "engine.save_checkpoint() wrote with engine.load_checkpoint(), or write single states with "

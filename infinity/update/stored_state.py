@@ -49,14 +49,20 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
             "state are the engine's: call engine.step(), or step() of the optimizer that initialize() returned"
         )
 
+    def state_dict(state: Any) -> NoReturn:
+        _refuse(state)
+
     def add_param_group(_self: Any, group: dict[str, Any]) -> NoReturn:
         refuse_group(group)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule made before warns
     optimizer.state = StoredState()  # type: ignore[assignment]
-    optimizer.__dict__[_BEFORE] = {name: optimizer.__dict__.get(name) for name in ("step", "add_param_group")}
+    optimizer.__dict__[_BEFORE] = {
+        name: optimizer.__dict__.get(name) for name in ("step", "add_param_group", "state_dict")
+    }
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
+    optimizer.state_dict = MethodType(state_dict, optimizer)  # type: ignore[method-assign]
 
 
 def take_back(optimizer: torch.optim.Optimizer) -> None:

@@ -123,7 +123,8 @@ class Init:
             self._area.close()
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
-        if param is None or _open[-1] is not self or staged_param(param) is not None or param.device.type == "meta":
+        innermost = _open[-1] if _open else None
+        if param is None or innermost is not self or staged_param(param) is not None or param.device.type == "meta":
             return
         key = f"{type(module).__name__}.{name}"
         admit_kind(key, param)

@@ -113,3 +113,13 @@ def test_the_optimizer_may_serve_another_engine(engine: Any) -> None:
     train(other, 1)
     assert len(optimizer.state) == 4
     other.destroy()
+
+
+def test_a_state_dict_of_it_is_refused_as_ever(engine: Any) -> None:
+    train(engine, 1)
+    given = engine.optimizer.state_dict()
+    with pytest.raises(EngineStateError, match="save_checkpoint"):
+        given["state"][0]
+    with pytest.raises(EngineStateError, match="save_checkpoint"):
+        engine.optimizer.optimizer.state_dict()
+    engine.optimizer.load_state_dict(given)

@@ -48,7 +48,10 @@ def settings(*directories: Path, **changes: Any) -> IoSettings:
 
 
 def measure(*directories: Path, **changes: Any) -> IoResult:
+    """Once more, and for longer, if the machine was busy elsewhere in all of the measured time."""
     result = run_io(settings(*directories, **changes))
+    if result.read is None and result.write is None:
+        result = run_io(settings(*directories, **{**changes, "runtime_s": 3.0}))
     for directory in directories:
         assert list(directory.iterdir()) == []
     return result
