@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import fcntl
+import fcntl as locks
 from pathlib import Path
+from typing import Any
+
+fcntl: Any = locks
+"""What locks files; scripts set it to None where there are no locks."""
 
 
 def printflock(*msgs: object) -> None:
-    """Print while no other rank of this node prints by this function."""
+    """Print while no other rank of this node prints by this function; without ``fcntl``, just print."""
+    if fcntl is None:
+        print(*msgs, flush=True)
+        return
     with Path(__file__).open() as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         print(*msgs, flush=True)

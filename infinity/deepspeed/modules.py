@@ -85,13 +85,15 @@ def _is_own(fullname: str) -> bool:
 
 
 class _Settable(ModuleType):
-    """A module some of whose names are a module of ours', for reading and for setting."""
+    """A module some of whose names are a module of ours', for reading and for setting; deleted, they are as before."""
 
     _homes: Mapping[str, str]
+    _before: dict[str, Any]
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name in self._homes:
             home, attribute = _home(self._homes[name])
+            self._before.setdefault(name, getattr(home, attribute))
             setattr(home, attribute, value)
         else:
             super().__setattr__(name, value)
@@ -99,7 +101,7 @@ class _Settable(ModuleType):
     def __delattr__(self, name: str) -> None:
         if name in self._homes:
             home, attribute = _home(self._homes[name])
-            delattr(home, attribute)
+            setattr(home, attribute, self._before.pop(name, getattr(home, attribute)))
         else:
             super().__delattr__(name)
 
@@ -138,7 +140,7 @@ def _fill(module: ModuleType, root: str, place: str) -> None:
         if name.startswith("__"):
             get(name)
     if settable:
-        vars(module)["_homes"] = settable
+        vars(module).update(_homes=settable, _before={})
         module.__class__ = _Settable
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib
 from collections.abc import Container
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -134,3 +136,19 @@ def test_names_of_constructors_can_be_assigned_and_put_back(monkeypatch: pytest.
         patched.setattr(module, "_orig_torch_arange", len)
         assert importlib.import_module(f"{ROOT}.runtime.zero.partition_parameters")._orig_torch_arange is len
     assert module._orig_torch_arange is before
+
+
+@pytest.mark.parametrize("create", [False, True])
+def test_what_a_script_sets_is_read_until_it_takes_it_back(create: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    debug: Any = importlib.import_module(f"{ROOT}.utils.debug")
+    with mock.patch.object(debug, "fcntl", None, create=create):
+        assert (debug.fcntl,) == (None,)
+        debug.printflock("without", "locks")
+    assert debug.fcntl is fcntl
+    debug.printflock("with them")
+    assert capsys.readouterr().out == "without locks\nwith them\n"
+    with (
+        mock.patch.object(debug.fcntl, "flock", side_effect=OSError("no locks")),
+        pytest.raises(OSError, match="no locks"),
+    ):
+        debug.printflock("never")
