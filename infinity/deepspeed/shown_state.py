@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from infinity.engine import Engine
 from infinity.engine.runtime import Runtime
 from infinity.errors import EngineStateError
+from infinity.states import StepPhase
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.stored_state import FixedState
 from infinity.weights import shard_copies
@@ -44,8 +45,12 @@ class ShownState(FixedState):
             params = self._params()[self._groups[key]]
         else:
             params = [param for group in self._params() for param in group if param is key]
-        if not params or not all(self._history(param) for param in params):
+        if not params or any(self._history(param) is None for param in params):
             raise KeyError(key)
+        if len({self._history(param) for param in params}) > 1:
+            raise EngineStateError(
+                "parameters of the group were stepped different numbers of times: read optimizer.state[param] of each"
+            )
         rule, runtime = self._of().rule, self._runtime()
         shown = {label: self._flat(params, label, f"optimizer.state[…][{label!r}]") for label in rule.states}
         if key not in self._groups and not runtime.sharded.policy.shards_states:
@@ -56,7 +61,7 @@ class ShownState(FixedState):
         return shown
 
     def __iter__(self) -> Iterator[nn.Parameter]:
-        return (param for group in self._params() for param in group if self._history(param))
+        return (param for group in self._params() for param in group if self._history(param) is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
@@ -100,6 +105,7 @@ class ShownState(FixedState):
         if engine is None:
             raise EngineStateError("the state's engine is gone")
         engine._runtime.refuse_over("reading the optimizer's state")
+        engine._runtime.states.check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
         return engine._runtime
 
     def _history(self, param: nn.Parameter) -> tuple[float, ...] | None:
@@ -111,6 +117,8 @@ class ShownState(FixedState):
     def _flat(self, params: Sequence[nn.Parameter], state: str | None, through: str) -> torch.Tensor:
         """This rank's part of ``state`` of the parameters, of the masters if it is None, in one copy."""
         runtime = self._runtime()
+        if not params:
+            return torch.empty(0)
         kind = runtime.states.kind(state)
         parts = [runtime.states.read(runtime.sharded_param(param), kind, whole=False) for param in params]
         flat = torch.cat([torch.empty(0), *(part for part in parts if part is not None)])

@@ -64,7 +64,7 @@ class StateAccess:
     def read(self, param: ShardedParam, kind: ObjectKind, *, whole: bool) -> torch.Tensor | None:
         """The state in fp32 on the CPU: ``whole`` in the parameter's shape (collective), or this rank's part, 1-D. None
         where there is none: a frozen parameter has weights only, and a gradient lives from backward to step."""
-        self._check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
+        self.check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
         self._check_written([param])
         if kind is ObjectKind.GRAD:
             self.refuse_clipped(f"reading the gradient of {param.name}")
@@ -76,7 +76,7 @@ class StateAccess:
 
     def write(self, param: ShardedParam, kind: ObjectKind, value: torch.Tensor, *, whole: bool) -> None:
         """Replace what ``read`` reads. Every rank calls it; with ``whole`` all with the same values."""
-        self._check_phase("written", StepPhase.IDLE)
+        self.check_phase("written", StepPhase.IDLE)
         kind = self._of_frozen(param, kind)
         if not self._io.has(param, kind):
             raise ValueError(f"{param.name} is frozen: it has weights, and no {kind.name.lower()}")
@@ -112,7 +112,7 @@ class StateAccess:
 
     def overwrite(self, values: Sequence[tuple[ShardedParam, Values]]) -> None:
         """New weights, and master weights where there are some. Collective."""
-        self._check_phase("written", StepPhase.IDLE)
+        self.check_phase("written", StepPhase.IDLE)
         for param, _ in values:
             self._begin_write(param)
 
@@ -138,7 +138,8 @@ class StateAccess:
     def _of_frozen(self, param: ShardedParam, kind: ObjectKind) -> ObjectKind:
         return ObjectKind.WEIGHT if kind is self._stepped and not self._io.has(param, kind) else kind
 
-    def _check_phase(self, done: str, *allowed: StepPhase) -> None:
+    def check_phase(self, done: str, *allowed: StepPhase) -> None:
+        """Raises EngineStateError in any other phase than those ``allowed``."""
         if self._phases.phase not in allowed:
             raise EngineStateError(
                 f"the state of a parameter cannot be {done} while the engine is in {self._phases.phase.name}: do it "

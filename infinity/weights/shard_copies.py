@@ -71,12 +71,14 @@ def check(owner: Owner) -> None:
     if not _memories and not _written:
         return
     written: list[tuple[nn.Parameter, str]] = []
-    for gone, through in list(_written):
-        param = gone()
+    gone = _written[:]
+    del _written[: len(gone)]  # more of them may come at any time
+    for found, through in gone:
+        param = found()
         if param is not None and owner_of(param) is owner:
             written.append((param, through))
-        if param is None or owner_of(param) in (owner, None):
-            _written.remove((gone, through))
+        elif param is not None and owner_of(param) is not None:
+            _written.append((found, through))
     for memory in list(_memories.values()):
         if memory.param is not None and owner_of(memory.param) is owner and memory.is_written():
             memory.handed_out = checksum(memory)

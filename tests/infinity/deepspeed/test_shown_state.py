@@ -123,3 +123,57 @@ def test_a_state_dict_of_it_is_refused_as_ever(engine: Any) -> None:
     with pytest.raises(EngineStateError, match="save_checkpoint"):
         engine.optimizer.optimizer.state_dict()
     engine.optimizer.load_state_dict(given)
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.9])
+def test_states_without_a_count_are_shown_too(momentum: float) -> None:
+    model = nn.Linear(4, 3)
+    settings = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}}
+    made: Any = deepspeed.initialize(
+        model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1, momentum=momentum), config=settings
+    )[0]
+    assert len(made.optimizer.state) == 0
+    made.backward(made(torch.ones(2, 4)).sum())
+    made.step()
+    assert [sorted(shown) for shown in made.optimizer.state.values()] == 2 * [["momentum_buffer"] if momentum else []]
+    made.destroy()
+
+
+def test_inside_backward_it_is_refused(engine: Any) -> None:
+    train(engine, 1)
+    found: list[str] = []
+
+    def look(_param: Any) -> None:
+        with pytest.raises(EngineStateError, match="BACKWARD") as raised:
+            len(engine.optimizer.state)
+        found.append(str(raised.value))
+
+    engine.module[2].weight.register_post_accumulate_grad_hook(look)
+    train(engine, 1)
+    assert len(found) == 1
+
+
+def test_a_group_whose_parameters_were_stepped_by_turns_is_read_one_by_one() -> None:
+    class Turns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.both, self.second = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
+
+        def forward(self, rows: torch.Tensor, further: bool) -> torch.Tensor:
+            found: torch.Tensor = self.both(rows)
+            return self.second(found) if further else found
+
+    settings = {
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    }
+    made: Any = deepspeed.initialize(model=Turns(), config=settings)[0]
+    for further in (True, False):
+        made.backward(made(torch.ones(2, 4), further).sum())
+        made.step()
+    state, (flat,) = made.optimizer.state, made.optimizer.single_partition_of_fp32_groups
+    assert [float(shown["step"]) for shown in state.values()] == [2, 1]
+    with pytest.raises(EngineStateError, match="different numbers of times"):
+        state[flat]
+    made.destroy()

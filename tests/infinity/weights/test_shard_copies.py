@@ -129,3 +129,20 @@ def test_of_staged_parameters_too(use: str, tmp_path: Path) -> None:
     engine = infinity.initialize(model=model, config=settings)[0]
     assert torch.equal(engine.full_state_dict()["0.weight"], build().get_parameter("0.weight"))
     engine.destroy()
+
+
+def test_each_engine_is_told_of_its_own(tmp_path: Path) -> None:
+    settings = config("none", str(tmp_path), bf16=False)
+    engines = [infinity.initialize(model=build(), config=settings)[0] for _ in range(2)]
+    for made in engines:
+        for name in ("0.weight", "0.bias"):
+            shard_of(made.module, name).zero_()
+            with pytest.raises(WeightsError, match=name.replace(".", r"\.")):
+                shard_of(made.module, name)
+    for made in engines:
+        shard_of(made.module, "0.weight").zero_()
+    for made in reversed(engines):
+        with pytest.raises(WeightsError, match=TOLD):
+            made.full_state_dict()
+        made.full_state_dict()
+        made.destroy()
