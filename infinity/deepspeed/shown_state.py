@@ -7,7 +7,7 @@ anything stands on it (``weights/shard_copies.py``); the names that write are ``
 from __future__ import annotations
 
 import weakref
-from collections.abc import ItemsView, Iterator, KeysView, Sequence, ValuesView
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -40,22 +40,21 @@ class ShownState(FixedState):
             self._groups[parts[-1]] = number
         return parts
 
-    def __getitem__(self, key: torch.Tensor) -> dict[str, torch.Tensor]:
-        if key in self._groups:
-            params = self._params()[self._groups[key]]
-        else:
-            params = [param for group in self._params() for param in group if param is key]
-        if not params or any(self._history(param) is None for param in params):
+    def __getitem__(self, key: Any) -> dict[str, torch.Tensor]:
+        runtime, rule = self._runtime(), self._of().rule
+        is_group = key in self._groups
+        params: list[nn.Parameter] = self._params()[self._groups[key]] if is_group else [key]
+        histories = {self._history(param) for param in params}
+        if not histories or None in histories:
             raise KeyError(key)
-        if len({self._history(param) for param in params}) > 1:
+        if len(histories) > 1:
             raise EngineStateError(
                 "parameters of the group were stepped different numbers of times: read optimizer.state[param] of each"
             )
-        rule, runtime = self._of().rule, self._runtime()
         shown = {label: self._flat(params, label, f"optimizer.state[…][{label!r}]") for label in rule.states}
-        if key not in self._groups and not runtime.sharded.policy.shards_states:
+        if not is_group and not runtime.sharded.policy.shards_states:
             shown = {label: runtime.sharded_param(key).unflattened(values) for label, values in shown.items()}
-        for label, value in zip(rule.numbers, self._history(params[0]) or (), strict=True):
+        for label, value in zip(rule.numbers, histories.pop() or (), strict=True):
             told = f"optimizer.state[…][{label!r}]"
             shown[label] = shard_copies.hand_out(runtime, params[0], torch.tensor([value]), told).view(())
         return shown
@@ -66,30 +65,13 @@ class ShownState(FixedState):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
-    def __bool__(self) -> bool:
-        return len(self) > 0
-
     def __contains__(self, key: object) -> bool:
-        return any(param is key for param in self)
+        return self._history(key) is not None
 
-    def get(self, key: Any, default: Any = None) -> Any:
-        """The states of a parameter, or ``default``."""
-        try:
-            return self[key]
-        except KeyError:
-            return default
-
-    def keys(self) -> KeysView[Any]:  # type: ignore[override]
-        """The parameters."""
-        return KeysView(self)
-
-    def values(self) -> ValuesView[Any]:  # type: ignore[override]
-        """The states of each."""
-        return ValuesView(self)
-
-    def items(self) -> ItemsView[Any, Any]:  # type: ignore[override]
-        """Both."""
-        return ItemsView(self)
+    get: Any = Mapping.get
+    keys: Any = Mapping.keys
+    values: Any = Mapping.values
+    items: Any = Mapping.items
 
     def _of(self) -> ShardedOptimizer:
         optimizer = self._optimizer()
@@ -108,11 +90,14 @@ class ShownState(FixedState):
         engine._runtime.states.check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
         return engine._runtime
 
-    def _history(self, param: nn.Parameter) -> tuple[float, ...] | None:
-        """What was counted of the parameter; None before its first step."""
+    def _history(self, param: Any) -> tuple[float, ...] | None:
+        """What was counted of the parameter; None before its first step, and for what is none of the model's."""
         runtime, engine = self._runtime(), self._engine()
         update = engine._loop.update if engine is not None else None
-        return None if update is None else update.histories[runtime.sharded_param(param).index]
+        try:
+            return None if update is None else update.histories[runtime.sharded_param(param).index]
+        except KeyError:
+            return None
 
     def _flat(self, params: Sequence[nn.Parameter], state: str | None, through: str) -> torch.Tensor:
         """This rank's part of ``state`` of the parameters, of the masters if it is None, in one copy."""

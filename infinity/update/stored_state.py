@@ -49,9 +49,6 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
             "state are the engine's: call engine.step(), or step() of the optimizer that initialize() returned"
         )
 
-    def state_dict(state: Any) -> NoReturn:
-        _refuse(state)
-
     def add_param_group(_self: Any, group: dict[str, Any]) -> NoReturn:
         refuse_group(group)
 
@@ -62,7 +59,7 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     }
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
-    optimizer.state_dict = MethodType(state_dict, optimizer)  # type: ignore[method-assign]
+    optimizer.state_dict = MethodType(_refuse, optimizer)  # type: ignore[method-assign]
 
 
 def take_back(optimizer: torch.optim.Optimizer) -> None:
