@@ -36,7 +36,7 @@ class Portable:
     def __reduce__(self) -> tuple[Any, ...]:
         kind = next(each for each in type(self).__mro__ if _named(each.__module__, each.__qualname__) is each)
         fields = {name: value if _is_portable(value) else repr(value) for name, value in vars(self).items()}
-        return _again, (kind, getattr(self, "args", ()), fields)
+        return made_again, (kind, getattr(self, "args", ()), fields)
 
 
 def _named(module: str, name: str) -> Any:
@@ -51,7 +51,8 @@ def _is_portable(value: object) -> bool:
     return True
 
 
-def _again(kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+def made_again(kind: Any, args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    """An error of ``kind`` with what another one holds."""
     error = kind.__new__(kind)
     error.args = args
     vars(error).update(fields)

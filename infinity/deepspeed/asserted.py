@@ -15,7 +15,7 @@ from infinity.errors import (
     LossScaleError,
     WeightsError,
 )
-from io_daemon.errors import Portable
+from io_daemon.errors import Portable, made_again
 
 Call = TypeVar("Call", bound=Callable[..., Any])
 
@@ -47,11 +47,8 @@ def _reduced(error: Any) -> tuple[Any, ...]:
     return _again, given
 
 
-def _again(kind: type[Exception], args: tuple[Any, ...], fields: dict[str, Any]) -> Exception:
-    error = _KINDS[kind].__new__(_KINDS[kind])
-    error.args = args
-    vars(error).update(fields)
-    return error
+def _again(kind: type[Exception], args: tuple[Any, ...], fields: dict[str, Any]) -> Any:
+    return made_again(_KINDS[kind], args, fields)
 
 
 _KINDS: Final = {kind: _asserted(kind, *others) for kind, others in _ALSO.items()}

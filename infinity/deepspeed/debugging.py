@@ -12,9 +12,7 @@ fcntl: Any = locks
 
 def printflock(*msgs: object) -> None:
     """Print while no other rank of this node prints by this function; without ``fcntl``, just print."""
-    if fcntl is None:
-        print(*msgs, flush=True)
-        return
     with Path(__file__).open() as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX)
         print(*msgs, flush=True)

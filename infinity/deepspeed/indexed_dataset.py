@@ -202,4 +202,4 @@ class MMapIndexedDatasetBuilder:
         starts = np.concatenate([[0], np.cumsum(sizes, dtype=np.int64)])[: len(sizes)] * self._dtype.itemsize
         header = HEADER.pack(MAGIC, VERSION, self._code, len(sizes), len(self._doc_idx))
         documents = np.array(self._doc_idx, dtype=np.int64)
-        Path(index_file).write_bytes(header + sizes.tobytes() + starts.astype(np.int64).tobytes() + documents.tobytes())
+        Path(index_file).write_bytes(header + sizes.tobytes() + starts.tobytes() + documents.tobytes())
