@@ -15,23 +15,9 @@ from infinity.errors import ConfigError
 from infinity.weights.ds_names import DsNames
 from infinity.weights.staging import staged_param
 from tests.support.ranks import run_ranks
+from tests.support.state_story import config
 
 TIERS = ["none", "cpu", "nvme"]
-
-
-def config(tier: str, directory: str) -> dict[str, Any]:
-    device = {"device": tier, **({"nvme_path": directory} if tier == "nvme" else {})}
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {
-            "stage": 3,
-            "stage3_param_persistence_threshold": 0,
-            "offload_param": device,
-            "offload_optimizer": device,
-        },
-        "io_daemon": {"host_budget_bytes": 96 << 20},
-    }
 
 
 def build(seed: int) -> nn.Module:
@@ -52,7 +38,7 @@ def step(engine: Engine, number: int) -> None:
 
 def differing(tier: str, directory: str, seeds: tuple[int, ...] = (0, 1, 2)) -> list[str]:
     """What models from one ``Init``, trained by turns, have otherwise than each has that was built alone."""
-    settings = config(tier, directory)
+    settings = config(tier, directory, bf16=False)
     with infinity.Init(config_dict_or_path=settings):
         models = [build(seed) for seed in seeds]
     engines: list[Engine] = []
@@ -96,9 +82,10 @@ def test_a_model_that_one_rank_alone_has_dropped_is_no_reason_to_wait(tmp_path: 
     import json
     import infinity
     from infinity.tiers.collectives import Collectives
-    from tests.infinity.weights.test_models_in_one_init import build, config, start, step
+    from tests.infinity.weights.test_models_in_one_init import build, start, step
+    from tests.support.state_story import config
     kept = Collectives.join()
-    settings = config("cpu", {str(tmp_path)!r})
+    settings = config("cpu", {str(tmp_path)!r}, bf16=False)
     with infinity.Init(config_dict_or_path=settings):
         models = [build(0), build(1)]
     if kept.rank:
@@ -115,7 +102,7 @@ def test_a_model_that_one_rank_alone_has_dropped_is_no_reason_to_wait(tmp_path: 
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_a_refusal_of_one_leaves_the_others(tier: str, tmp_path: Path) -> None:
-    settings = config(tier, str(tmp_path))
+    settings = config(tier, str(tmp_path), bf16=False)
     with infinity.Init(config_dict_or_path=settings):
         first, second = build(0), build(1)
     frozen = start(first, settings)
@@ -130,7 +117,7 @@ def test_a_refusal_of_one_leaves_the_others(tier: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tier", TIERS)
 def test_within_another_a_model_is_ready_when_its_own_is_left(tier: str, tmp_path: Path) -> None:
-    settings = config(tier, str(tmp_path))
+    settings = config(tier, str(tmp_path), bf16=False)
     with infinity.Init(config_dict_or_path=settings):
         outer = build(0)
         with infinity.Init(config_dict_or_path=settings):

@@ -297,7 +297,9 @@ def cycles_of_another_number_of_groups(_directory: Path) -> Any:
     given = {"cycle_min_lr": 0.1, "cycle_max_lr": 0.2}
     names = ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom")
     return [
-        raised(lambda name=name: lr_schedules.OneCycle(optimizer(), **{**given, name: [0.1] * 3})) for name in names
+        raised(lambda name=name, n=n: lr_schedules.OneCycle(optimizer(), **{**given, name: [0.1] * n}))
+        for name in names
+        for n in (1, 2, 3)
     ]
 
 

@@ -15,9 +15,7 @@ import torch
 from deepspeed.accelerator import cuda_accelerator
 from deepspeed.checkpoint import get_model_3d_descriptor, merge_state, model_3d_desc
 from deepspeed.inference.v2.inference_utils import ceil_div
-from deepspeed.runtime import lr_schedules
 from deepspeed.runtime import utils as runtime_utils
-from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.data_pipeline.data_sampling import indexed_dataset
 from deepspeed.runtime.zero import unwrap_model_for_generation
 from deepspeed.utils import debug, groups, nvtx
@@ -26,24 +24,6 @@ from deepspeed.utils.timer import ThroughputTimer
 
 from tests.infinity.deepspeed.differential.case import case, cases_over, raised
 from tests.infinity.deepspeed.differential.nets import batches, config, stack, start, train
-
-
-@case()
-def a_norm_among_the_parameters_of_a_configuration(_directory: Path) -> Any:
-    params = {"lr": 0.5, "max_grad_norm": 1.0}
-    config = DeepSpeedConfig({"train_batch_size": 4, "optimizer": {"type": "Adam", "params": params}})
-    return config.optimizer_params, config.optimizer_name, config.train_batch_size
-
-
-@case()
-def momenta_of_a_cycle_for_other_groups(_directory: Path) -> Any:
-    given = ("cycle_min_mom", "cycle_max_mom")
-    optimizer = torch.optim.Adam([{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)])
-    return [
-        raised(lambda name=name, n=n: lr_schedules.OneCycle(optimizer, 0.1, 0.2, **{name: [0.5] * n}))
-        for name in given
-        for n in (1, 2, 3)
-    ]
 
 
 @case()
