@@ -116,7 +116,9 @@ def initialize(
         refuse_without_values(model)
         layout = Layout.of(model, parsed, collectives.world_size, trains=sharded_optimizer is not None)
         _check_same_model(layout, collectives)
-        optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params, layout.names)
+        optimizer_groups = group_indices(sharded_optimizer, layout.index_of, layout.params)
+        if sharded_optimizer is not None and collectives.rank == 0:
+            _note_left_out(layout, optimizer_groups)
         connection = next((area.connection for area in ending if area.connection is not None), None)
         if connection is None and parsed.needs_daemon:
             connection = DaemonConnection(parsed, environment, collectives, place)
@@ -209,6 +211,19 @@ def _optimizer(
         raise ConfigError("model_parameters", [], "no parameter is trainable: there is nothing to optimize")
     names = {id(param): name for name, param in model.named_parameters()}
     return sharded_from_config(config.optimizer, params, dtype=dtype, names=names)
+
+
+def _note_left_out(layout: Layout, optimizer_groups: Sequence[int]) -> None:
+    trained = zip(layout.names, layout.params, optimizer_groups, strict=True)
+    names = [name for name, param, group in trained if param.requires_grad and group < 0]
+    if names:
+        others = f" and {len(names) - 10} more" if len(names) > 10 else ""
+        _log.warning(
+            "%s%s: in no group of the optimizer, which leaves such parameters as they are; requires_grad_(False) "
+            "before initialize() spares the memory and the time that their gradients take",
+            ", ".join(names[:10]),
+            others,
+        )
 
 
 def _device(index: int) -> torch.device:

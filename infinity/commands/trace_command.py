@@ -94,7 +94,7 @@ class StepOfModel:
         refuse_storage(optimizer, config.io_daemon)
         collectives = AbsentPeers(world.num_ranks)
         self.layout = layout = Layout.of(model, config, collectives.world_size)
-        optimizer_groups = group_indices(optimizer, layout.index_of, layout.params, layout.names)
+        optimizer_groups = group_indices(optimizer, layout.index_of, layout.params)
         self.staging_bytes = activation_bytes(config, world.ranks_per_node)
         if staged:
             self.staging_bytes += staging_plan(config, world.ranks_per_node).arena_bytes * world.ranks_per_node

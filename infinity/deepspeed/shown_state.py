@@ -19,6 +19,7 @@ from infinity.engine.runtime import Runtime
 from infinity.errors import EngineStateError
 from infinity.states import StepPhase
 from infinity.update.optimizer import ShardedOptimizer
+from infinity.update.rule import number_of
 from infinity.update.stored_state import FixedState
 from infinity.weights import shard_copies
 
@@ -40,7 +41,7 @@ class ShownState(FixedState):
             self._groups[parts[-1]] = number
         return parts
 
-    def __getitem__(self, key: Any) -> dict[str, torch.Tensor]:
+    def __getitem__(self, key: Any) -> dict[str, Any]:
         runtime, rule = self._runtime(), self._of().rule
         is_group = key in self._groups
         params: list[nn.Parameter] = self._params()[self._groups[key]] if is_group else [key]
@@ -51,12 +52,14 @@ class ShownState(FixedState):
             raise EngineStateError(
                 "parameters of the group were stepped different numbers of times: read optimizer.state[param] of each"
             )
-        shown = {label: self._flat(params, label, f"optimizer.state[…][{label!r}]") for label in rule.states}
+        shown: dict[str, Any] = {label: self._flat(params, label, f"optimizer.state[…][{label!r}]") for label in rule.states}
         if not is_group and not runtime.sharded.policy.shards_states:
             shown = {label: runtime.sharded_param(key).unflattened(values) for label, values in shown.items()}
-        for label, value in zip(rule.numbers, histories.pop() or (), strict=True):
-            told = f"optimizer.state[…][{label!r}]"
-            shown[label] = shard_copies.hand_out(runtime, params[0], torch.tensor([value]), told).view(())
+        for (label, kept), value in zip(rule.numbers.items(), histories.pop() or (), strict=True):
+            shown[label] = number = number_of(value, kept, torch.device("cpu"))
+            if isinstance(number, torch.Tensor):
+                copy = shard_copies.hand_out(runtime, params[0], number.view(1), f"optimizer.state[…][{label!r}]")
+                shown[label] = copy.view(number.shape)
         return shown
 
     def __iter__(self) -> Iterator[nn.Parameter]:

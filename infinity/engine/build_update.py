@@ -18,7 +18,7 @@ from infinity.update.whole import WholeParams
 def build_update(
     runtime: Runtime, optimizer: ShardedOptimizer, optimizer_groups: Sequence[int], config: Config
 ) -> Update:
-    """``optimizer_groups``: the optimizer's group of each parameter."""
+    """``optimizer_groups``: the optimizer's group of each parameter, -1 of one that it does not have."""
     sharded, rule, scratch = runtime.sharded, optimizer.rule, Scratch()
     precision = sharded.precision
     rounding = Rounding({kind: precision.narrows[kind] for kind in rule.unsigned_kinds if kind in precision.narrows})
@@ -48,7 +48,7 @@ def build_update(
         runtime.gradients,
         store=sharded.store,
         scale=loss_scale_of(config),
-        num_params=len(sharded.params),
+        is_grouped=[group >= 0 for group in optimizer_groups],
         max_norm=config.gradient_clipping,
         whole=whole,
     )

@@ -16,7 +16,7 @@ import torch
 from torch.optim import Optimizer
 
 from infinity.errors import ConfigError
-from infinity.update.rule import Options
+from infinity.update.rule import NumberTensor, NumberType, Options, number_of
 from infinity.update.stand_in import StandIn, State
 
 NUM_STEPS: Final = 8
@@ -24,9 +24,6 @@ ROWS: Final = 12
 COLUMNS: Final = 32
 CUT: Final = 128
 """The matrix, and the element at which it is cut: multiples of what kernels take at a time."""
-
-NumberType = torch.dtype | type
-"""The type of what is kept once for a parameter: the dtype of a 0-D tensor, or int or float."""
 
 
 class Birth(NamedTuple):
@@ -51,10 +48,6 @@ class Kept:
     """Its fp32 states in which no sign was ever seen."""
 
 
-def number_of(value: float, number: NumberType, device: torch.device) -> Any:
-    return torch.tensor(value, dtype=number, device=device) if isinstance(number, torch.dtype) else number(value)
-
-
 def options_of(optimizer: Optimizer) -> list[Options]:
     """What each param group says, without its parameters."""
     return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -74,25 +67,26 @@ def in_words(options: Sequence[Options]) -> str:
 
 def births_of(optimizer: Optimizer) -> Mapping[str, Birth]:
     """Raises ConfigError unless the state of all parameters is alike, without a step, and one value throughout."""
-    found: list[Mapping[str, Birth | None]] = []
-    for param, state in optimizer.state.items():
-        found.append({label: _birth(value, param) for label, value in state.items() if value is not None})
     births: dict[str, Birth] = {}
-    for each in found:
-        for label, birth in each.items():
+    # the largest first: what is kept for a parameter of one element does not tell what it is kept for
+    for param, state in sorted(optimizer.state.items(), key=lambda item: -item[0].numel()):
+        for label, value in state.items():
+            if value is None:
+                continue
+            birth = _birth(value, param, births.get(label))
             if birth is None or births.setdefault(label, birth) != birth or (label == "step" and birth.value):
                 remedy = "has state: pass it before its first step; state is sharded from step 0 on"
                 raise ConfigError("optimizer", type(optimizer).__name__, remedy)
     return births
 
 
-def _birth(value: object, param: torch.Tensor) -> Birth | None:
+def _birth(value: object, param: torch.Tensor, of_others: Birth | None) -> Birth | None:
     if isinstance(value, int | float):
         return Birth(float(value), type(value))
     if not isinstance(value, torch.Tensor):
         return None
-    if value.dim() == 0:
-        return Birth(value.item(), value.dtype)
+    if value.numel() == 1 and (of_others.number is not None if of_others else value.shape != param.shape):
+        return Birth(value.item(), NumberTensor(value.dtype, tuple(value.shape)))
     if value.shape != param.shape or (value.numel() and bool((value != value.view(-1)[0]).any())):
         return None
     return Birth(value.view(-1)[0].item() if value.numel() else 0.0, None)
@@ -152,8 +146,8 @@ class _Trial:
         for label, value in self._states[0].items():
             if isinstance(value, torch.Tensor) and value.shape == self._params[0].shape:
                 states[label] = value.dtype
-            elif isinstance(value, torch.Tensor) and value.dim() == 0:
-                numbers[label] = value.dtype
+            elif isinstance(value, torch.Tensor) and value.numel() == 1:
+                numbers[label] = NumberTensor(value.dtype, tuple(value.shape))
             elif type(value) in (int, float):
                 numbers[label] = type(value)
             elif value is not None:

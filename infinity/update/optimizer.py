@@ -207,14 +207,15 @@ def group_indices(
     optimizer: ShardedOptimizer | None,
     index_of: dict[int, int],
     params: Sequence[nn.Parameter],
-    names: Sequence[str] = (),
 ) -> list[int]:
-    """Optimizer group of each parameter, -1 for those without (frozen). ``index_of``: id(param) -> index.
+    """Optimizer group of each parameter, -1 for those without: the optimizer leaves them as they are, as torch's does.
 
-    ``optimizer``: None where nothing trains.
+    Args:
+        optimizer: None where nothing trains.
+        index_of: id(param) -> index.
 
     Raises:
-        ConfigError: a trainable parameter is in no group, or a parameter is not the model's.
+        ConfigError: a parameter in a group is not the model's.
     """
     groups = [-1] * len(params)
     for number, group in enumerate(optimizer.param_groups if optimizer is not None else ()):
@@ -226,11 +227,4 @@ def group_indices(
                     "the parameter does not belong to the model: register it there, or give it an optimizer of its own",
                 )
             groups[index_of[id(param)]] = number
-    for index, param in enumerate(params):
-        if optimizer is not None and param.requires_grad and groups[index] < 0:
-            raise ConfigError(
-                "model_parameters",
-                f"lacks {names[index] if names else tuple(param.shape)}",
-                "a trainable parameter is in no group: add it, or freeze it with requires_grad_(False)",
-            )
     return groups

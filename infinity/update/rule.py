@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,24 @@ History = tuple[float, ...] | None
 
 Options = Mapping[str, Any]
 """What one param group says: learning rate, decay."""
+
+
+class NumberTensor(NamedTuple):
+    """The type of a number that is kept as a tensor of one element, often of no dimension."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] = ()
+
+
+NumberType = NumberTensor | type
+"""The type of what is kept once for a parameter: that of a tensor, or int or float."""
+
+
+def number_of(value: float, number: NumberType, device: torch.device) -> Any:
+    """A number of a history as the optimizer keeps it."""
+    if isinstance(number, NumberTensor):
+        return torch.full(number.shape, value, dtype=number.dtype, device=device)
+    return number(value)
 
 
 @dataclass(slots=True)
@@ -47,8 +65,8 @@ class UpdateRule:
     """The dtype of the parameters and gradients of a call."""
     run: Callable[[Call, History, Options], History]
     """Step the pieces in place; the history after it."""
-    numbers: tuple[str, ...] = ()
-    """What each number of a history is, such as ``step``."""
+    numbers: Mapping[str, NumberType] = field(default_factory=dict)
+    """What each number of a history is, such as ``step``, and its type."""
     whole_groups: frozenset[int] = frozenset()
     """The param groups whose parameters are stepped as wholes, each by itself."""
     unsigned: frozenset[str] = frozenset()

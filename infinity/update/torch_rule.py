@@ -11,17 +11,15 @@ from torch.optim import Optimizer
 
 from infinity.update.dry_run import (
     Birth,
-    NumberType,
     births_of,
     born,
     dry_run,
-    number_of,
     options_of,
     refuse,
     unlike,
     way_of,
 )
-from infinity.update.rule import Call, History, Options, UpdateRule
+from infinity.update.rule import Call, History, NumberType, Options, UpdateRule, number_of
 from infinity.update.stand_in import StandIn, State
 from io_daemon.shared.protocol import STATE_KINDS
 
@@ -54,7 +52,7 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype, prefers_fused: bool = F
         options=frozenset(optimizer.defaults),
         dtype=dtype,
         run=_Run(stand_in, births, tuple(states), numbers, from_zeros),
-        numbers=tuple(numbers),
+        numbers=numbers,
         whole_groups=frozenset(i for i, options in enumerate(groups) if watched[way_of(options)].is_whole),
         unsigned=frozenset(states).difference(*(kept.states.keys() - kept.unsigned for kept in found)),
         from_zeros=from_zeros,

@@ -49,11 +49,15 @@ class Update:
         *,
         store: DueStore,
         scale: LossScale,
-        num_params: int,
+        is_grouped: Sequence[bool],
         max_norm: float,
         whole: WholeParams | None = None,
     ) -> None:
-        """``whole``: the parameters that the optimizer's rule steps as wholes; None where it has no such groups."""
+        """
+        Args:
+            is_grouped: for each parameter, whether the optimizer has it; it neither steps nor counts any other.
+            whole: the parameters that the optimizer's rule steps as wholes; None where it has no such groups.
+        """
         self._works = [(sub_group, self._work_of(sub_group)) for sub_group in sub_groups]
         self._sub_group_of = {sub_group.chunk: sub_group for sub_group in sub_groups}
         self._early: set[int] = set()
@@ -64,7 +68,8 @@ class Update:
         self._store = store
         self._max_norm = max_norm
         self.scale = scale
-        self._histories: list[History] = [None] * num_params
+        self._is_grouped = is_grouped
+        self._histories: list[History] = [None] * len(is_grouped)
         """What the rule keeps for each parameter; one without a gradient neither decays nor counts a step."""
         self.grad_norm: float | None = None
         """Global norm before clipping in the last step, not finite if that was skipped; None if nobody asked."""
@@ -112,9 +117,9 @@ class Update:
 
     def clip_once(self, max_norm: float, present: Sequence[bool]) -> torch.Tensor:
         """Have the coming update clip to ``max_norm``, whatever the config says. The norm, 0-D fp32, of the parameters
-        that are ``present``."""
+        that are ``present`` and the optimizer's."""
         self._clip_once = float(max_norm)
-        return self._norm(present)
+        return self._norm(self._grouped(present))
 
     def refuse_clipped(self, call: str) -> None:
         """Raises EngineStateError where the step's gradients were clipped: the store has them unclipped until then."""
@@ -153,7 +158,7 @@ class Update:
         self._is_running, self.is_early, self.num_updated = True, True, 0
         self._histories_after = {}
         self._terms = Terms(
-            present=[True] * len(self._histories),
+            present=self._is_grouped,
             histories=list(self._histories),
             options=options_of(self._optimizer),
             factor=None,
@@ -190,6 +195,7 @@ class Update:
         Args:
             present: for each parameter, whether any rank has a gradient for it.
         """
+        present = self._grouped(present)
         if self.is_early:
             return self._go_on(present)
         self.settle()  # what the step before left to chunks that nobody has used since
@@ -197,7 +203,7 @@ class Update:
         factor = self._factor(present)
         if self.scale.checks_overflow and not self._is_finite:
             return Outcome.SKIPPED
-        self._present = list(present)
+        self._present = present
         wholes = self._whole.group_of if self._whole is not None else {}
         in_pieces = [flag and param not in wholes for param, flag in enumerate(present)]
         self._histories_after = {}
@@ -218,7 +224,7 @@ class Update:
                 "the optimizer's options were changed between backward() and step(), and backward had used them: "
                 'change them after step(), or write false for "io_daemon.update_in_backward"'
             )
-        self._present = list(present)
+        self._present = present
         self._terms = replace(self._terms, present=self._present)
         return Outcome.APPLIED
 
@@ -278,6 +284,9 @@ class Update:
         """Wall-clock seconds that sub-groups were stepped in since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
+
+    def _grouped(self, present: Sequence[bool]) -> list[bool]:
+        return [flag and grouped for flag, grouped in zip(present, self._is_grouped, strict=True)]
 
     def _steps(self, sub_group: SubGroup, present: Sequence[bool]) -> bool:
         return any(present[segment.param] for segment in sub_group.placement.segments)

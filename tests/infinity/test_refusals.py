@@ -28,13 +28,6 @@ def assert_untouched(module: nn.Module) -> None:
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
-def test_a_trainable_parameter_outside_every_optimizer_group() -> None:
-    module = model()
-    with pytest.raises(ConfigError, match="is in no group: add it, or freeze it"):
-        infinity.initialize(model=module, model_parameters=module[0].parameters(), config=CONFIG)
-    assert_untouched(module)
-
-
 def test_a_parameter_of_another_model() -> None:
     module = model()
     with pytest.raises(ConfigError, match="does not belong to the model"):

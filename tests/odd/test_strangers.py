@@ -124,10 +124,39 @@ def training_goes_on_after_a_refused_write(world: Any) -> None:
 # Optimizers
 
 
-@cases(settings=SETTINGS, must="refused")
+@cases(settings=SETTINGS, must="equal")
 def a_trained_parameter_is_in_no_group(world: Any) -> None:
     model = Net()
     engine = world.initialize(model, parameters=list(model.blocks.parameters()))
+    loop(world, engine)
+
+
+@cases(settings=SETTINGS, must="equal")
+def what_is_in_no_group_counts_in_no_norm(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model, parameters=list(model.blocks.parameters()), clipping=0.01, accumulation=2)
+    loop(world, engine)
+    world.observe("norm", engine.get_global_grad_norm())
+
+
+@cases(settings=SETTINGS, must="equal")
+def groups_are_empty_or_lack_half_a_layer(world: Any) -> None:
+    """Filters that match nothing leave such groups behind."""
+    model = Net()
+    weights = [param for param in model.blocks.parameters() if param.dim() > 1]
+    groups = [{"params": [], "weight_decay": 0.1}, {"params": weights}, {"params": [], "lr": 0.5}]
+    engine = world.initialize(model, parameters=groups)
+    loop(world, engine)
+
+
+@cases(settings=SETTINGS, must="equal")
+def a_torch_optimizer_lacks_a_layer(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(
+        model,
+        parameters=list(model.head.parameters()),
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9),
+    )
     loop(world, engine)
 
 

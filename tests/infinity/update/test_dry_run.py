@@ -16,9 +16,10 @@ from infinity.update import dry_run, torch_rule
 from infinity.update.algorithms import make_optimizer
 from infinity.update.dry_run import Birth, options_of, unlike
 from infinity.update.dry_run import dry_run as watch
-from infinity.update.rule import UpdateRule
+from infinity.update.rule import NumberTensor, UpdateRule
 from infinity.update.stand_in import StandIn
 from infinity.update.torch_rule import rule_of
+from tests.infinity.update.test_rules import TensorCounted
 
 Make = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -181,7 +182,8 @@ def test_what_is_kept_once_has_its_type() -> None:
         births: dict[str, Birth] = dict(dry_run.births_of(optimizer))
         return watch(StandIn(optimizer), options, births, torch.float32).numbers
 
-    assert numbers(lambda p: optim.AdamW(p)) == {"step": torch.float32}
+    assert numbers(lambda p: optim.AdamW(p)) == {"step": NumberTensor(torch.float32)}
+    assert numbers(lambda p: TensorCounted(p, lr=0.1)) == {"seen": NumberTensor(torch.int64, (1,))}
     assert numbers(lambda p: Counted(p, lr=0.1)) == {"seen": int}
     assert numbers(lambda p: optim.SGD(p, lr=0.1)) == {}
 

@@ -60,6 +60,7 @@ class FixedGradients:
 
     def norm(self, present: Sequence[bool]) -> Norm:
         self.num_asked += 1
+        self.present = list(present)
         return self.found
 
     def clear(self) -> None:
@@ -77,6 +78,7 @@ class Fixture:
         norm: float = 4.0,
         is_finite: bool = True,
         scale: LossScale | None = None,
+        is_grouped: Sequence[bool] | None = None,
     ) -> None:
         self.shards = SmallShards([[(64,)]] * NUM_CHUNKS)
         self.store = self.shards.store
@@ -94,7 +96,7 @@ class Fixture:
             self.gradients,  # type: ignore[arg-type]
             store=self.due,
             scale=scale or FixedLossScale(),
-            num_params=NUM_CHUNKS,
+            is_grouped=is_grouped or [True] * NUM_CHUNKS,
             max_norm=max_norm,
         )
 
@@ -399,7 +401,7 @@ def test_stepped_ones_are_refused() -> None:
         from_torch(stepped)
 
 
-def test_every_trained_parameter_is_in_a_group_and_every_one_in_a_group_is_the_models() -> None:
+def test_every_parameter_in_a_group_is_the_models_and_others_have_none() -> None:
     params = params_of(4)
     params[1].requires_grad_(False)
     index_of = {id(param): index for index, param in enumerate(params)}
@@ -408,10 +410,16 @@ def test_every_trained_parameter_is_in_a_group_and_every_one_in_a_group_is_the_m
     with pytest.raises(ConfigError, match="does not belong"):
         group_indices(optimizer, {id(param): index for index, param in enumerate(params[:3])}, params[:3])
     lacking = ShardedOptimizer([{"params": [params[3], params[0]]}], {"lr": 1.0}, RULE)
-    with pytest.raises(ConfigError, match="in no group"):
-        group_indices(lacking, index_of, params)
+    assert group_indices(lacking, index_of, params) == [0, -1, -1, 0], "one that trains as well"
     alone = ShardedOptimizer([{"params": [params[0]]}], {"lr": 1.0}, RULE)
     assert group_indices(alone, index_of, params[:1]) == [0], "the first group is one, too"
+
+
+def test_a_parameter_of_no_group_is_not_stepped_though_it_has_a_gradient() -> None:
+    fixture = Fixture(max_norm=2.0, is_grouped=[True, False, True, True, False, True])
+    fixture.run([True, True, False, True, True, True])
+    assert fixture.counts == [1, 0, 0, 1, 0, 1]
+    assert fixture.gradients.present == [True, False, False, True, False, True], "nor does its gradient count"
 
 
 def test_its_state_is_loaded_by_its_engine_alone() -> None:

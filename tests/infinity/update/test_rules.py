@@ -26,16 +26,17 @@ Make = Callable[[Iterable[Any]], optim.Optimizer]
 
 
 class Small(nn.Module):
-    """Two matrices, the first one of more than a chunk, and a gate that only every second step uses."""
+    """Two matrices, the first one of more than a chunk, a gate that only every second step uses, and two numbers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.wide = nn.Linear(131, 191)
         self.gate = nn.Parameter(torch.randn(191))
         self.narrow = nn.Linear(191, 67)
+        self.scale, self.shift = nn.Parameter(torch.ones(1)), nn.Parameter(torch.tensor(0.1))
 
     def forward(self, x: Tensor, *, gated: bool) -> Tensor:
-        hidden = torch.tanh(self.wide(x))
+        hidden = torch.tanh(self.wide(x)) * self.scale + self.shift
         output: Tensor = self.narrow(hidden * self.gate if gated else hidden)
         return output.square().mean()
 
@@ -51,7 +52,7 @@ def small() -> Small:
 def groups_of(model: nn.Module) -> list[dict[str, Any]]:
     """Matrices with options of their own, everything else with the defaults."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
-    return [{"params": matrices, "lr": 2e-3}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
+    return [{"params": matrices, "lr": 2e-3}, {"params": [p for p in model.parameters() if p.dim() <= 1]}]
 
 
 def batch(step: int) -> tuple[Tensor, bool]:
@@ -115,7 +116,26 @@ OPTIMIZERS: list[tuple[type[optim.Optimizer], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.parametrize(("kind", "options"), OPTIMIZERS, ids=lambda value: getattr(value, "__name__", ""))
+class TensorCounted(optim.SGD):
+    """Keeps a count for each parameter in a tensor of one element, beginning with the constructor."""
+
+    def __init__(self, params: Any, **options: Any) -> None:
+        super().__init__(params, **options)
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"seen": torch.tensor([3]), "sum": torch.zeros_like(param)}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in (param for param in group["params"] if param.grad is not None):
+                state = self.state[param]
+                state["seen"] += 1
+                state["sum"] += param.grad
+                param.sub_(group["lr"] * state["sum"] / state["seen"].to(param.dtype).view(()))
+
+
+@pytest.mark.parametrize(("kind", "options"), [*OPTIMIZERS, (TensorCounted, {"lr": 0.1})], ids=lambda value: getattr(value, "__name__", ""))
 def test_a_client_optimizer_steps_as_torch_does(kind: Any, options: dict[str, Any]) -> None:
     """Where the user leaves it to torch which of its codes runs, it is the one that torch runs."""
     expected = plain_weights(lambda groups: kind(groups, **options))
