@@ -33,7 +33,7 @@ ABSENT: Final[Mapping[str, str]] = {
         ("fp16_partitioned_groups_flat fp32_groups_flat bit16_groups_flat fp16_groups_flat", _STATES),
         ("get_full_hp_param", _STATES),
         ("params_in_partition params_not_in_partition partition_count fp16_partitioned_groups", _STATES),
-        ("averaged_gradients get_fp32_grad_for_param get_fp32_grad_partitions all_grad_tensors", _GRADIENTS),
+        ("get_fp32_grad_for_param get_fp32_grad_partitions all_grad_tensors", _GRADIENTS),
         ("reduce_gradients get_grads_to_reduce", "gradients are reduced while engine.backward() goes on"),
         ("check_overflow has_overflow has_overflow_serial", _OVERFLOW),
         ("scaled_global_norm get_grad_norm_direct", _NORM),
@@ -124,6 +124,12 @@ class ZeROOptimizer(DeepSpeedOptimizer):
     def contiguous_gradients(self) -> bool:
         """True: gradients are reduced by groups."""
         return True
+
+    @property
+    def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
+        """By the number of each param group this rank's part of its gradients, 1-D: copies, of which a write is
+        refused. Empty when a step has begun no backward."""
+        return self.state.gradients()
 
     @property
     def gradient_accumulation_steps(self) -> int:

@@ -125,7 +125,6 @@ OF_CONFIG: Final[Mapping[str, OfConfig]] = {
 """Calls without arguments, answered by the whole configuration; what is always False is refused in it."""
 
 ABSENT: Final[Mapping[str, str]] = {
-    "allreduce_gradients": "gradients are reduced while engine.backward() goes on: leave the call out",
     "buffered_allreduce_fallback": "gradients are reduced while engine.backward() goes on: leave the call out",
     "load_module_state_dict": "use infinity.load_pretrained(engine, file), or load_checkpoint",
     "load_moe_state_dict": "there is no expert parallelism: load_checkpoint loads whole models",

@@ -1,4 +1,4 @@
-"""Masters and states where DeepSpeed's optimizers have them: this rank's part of each, read from the engine's store.
+"""Masters, states and gradients where DeepSpeed's optimizers have them: this rank's part of each, read from the engine's store.
 
 Scripts compare and log them. What they get are copies, and a write to one is refused by the parameter's name as soon as
 anything stands on it (``weights/shard_copies.py``); the names that write are ``safe_set_full_fp32_param`` and the like.
@@ -22,6 +22,7 @@ from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.rule import number_of
 from infinity.update.stored_state import FixedState
 from infinity.weights import shard_copies
+from io_daemon.shared.protocol import ObjectKind
 
 
 class ShownState(FixedState):
@@ -40,6 +41,22 @@ class ShownState(FixedState):
             parts.append(self._flat(params, None, "the fp32 partition of its group"))
             self._groups[parts[-1]] = number
         return parts
+
+    def gradients(self) -> dict[int, list[torch.Tensor]]:
+        """By the number of each param group this rank's part of its parameters' gradients, 1-D, fp32; zeros where a
+        parameter has none. Empty before the step's first backward. Collective where ranks reduce by steps."""
+        runtime = self._runtime()
+        runtime.reducer.settle()
+        if not runtime.reducer.has_any:
+            return {}
+        return {number: [self._gradient(param) for param in params] for number, params in enumerate(self._params())}
+
+    def _gradient(self, param: nn.Parameter) -> torch.Tensor:
+        runtime, sharded = self._runtime(), self._runtime().sharded_param(param)
+        values = runtime.states.read(sharded, ObjectKind.GRAD, whole=False)
+        if values is None:
+            values = torch.zeros(runtime.io.own_range(sharded)[1])
+        return shard_copies.hand_out(runtime, param, values, "optimizer.averaged_gradients")
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         runtime, rule = self._runtime(), self._of().rule

@@ -218,6 +218,10 @@ class DeepSpeedEngine(Engine):
         with asserting():
             return super().no_sync()
 
+    def allreduce_gradients(self, bucket_size: int = 500_000_000) -> None:
+        """Nothing is left to do: ``backward`` and ``step`` reduce gradients, by the configuration's buckets."""
+        self._runtime.refuse_over("allreduce_gradients()")
+
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Inside, several backwards belong to one step, which comes after the block. What is reduced when is the

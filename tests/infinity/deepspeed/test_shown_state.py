@@ -11,7 +11,7 @@ from torch import nn
 
 from infinity import deepspeed
 from infinity.errors import EngineStateError, WeightsError
-from infinity.utils import safe_get_local_fp32_param, safe_get_local_optimizer_state
+from infinity.utils import safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state
 
 
 def train(engine: Any, steps: int) -> None:
@@ -85,6 +85,41 @@ def test_a_write_is_refused(write: str, engine: Any) -> None:
         train(engine, 1)
     after = engine.full_state_dict()
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+def test_gradients_are_shown_from_backward_to_step(engine: Any) -> None:
+    if engine.zero_optimization_stage() == 0:
+        assert not hasattr(engine.optimizer, "averaged_gradients")
+        return
+    assert engine.optimizer.averaged_gradients == {}
+    rows = torch.ones(2, 6)
+    for _ in range(2):
+        engine.backward(engine.module[2](engine.module[0](rows)).sum())
+        engine.allreduce_gradients()
+    shown = engine.optimizer.averaged_gradients
+    params = list(engine.module.parameters())
+    expected: Any = [[safe_get_local_grad(param) for param in group] for group in (params[:2], params[2:])]
+    assert [list(map(torch.equal, shown[i], expected[i])) for i in shown] == [[True, True], [True, True]]
+    assert float(shown[1][1][0]) == 4.0, "the sum of two backwards over two rows"
+    engine.step()
+    assert engine.optimizer.averaged_gradients == {}
+
+
+def test_of_a_layer_that_is_not_used_zeros_are_shown(engine: Any) -> None:
+    if engine.zero_optimization_stage():
+        engine.backward(engine.module[2](torch.ones(2, 5)).sum())
+        shown = engine.optimizer.averaged_gradients
+        assert [part.numel() for part in shown[0]] == [30, 5]
+        assert not any(part.any() for part in shown[0])
+        assert all(part.any() for part in shown[1])
+
+
+def test_a_write_to_a_shown_gradient_is_refused(engine: Any) -> None:
+    if engine.zero_optimization_stage():
+        engine.backward(engine(torch.ones(2, 6)).sum())
+        engine.optimizer.averaged_gradients[0][0].zero_()
+        with pytest.raises(WeightsError, match=r"0\.weight .*averaged_gradients.*safe_set_full_grad"):
+            engine.step()
 
 
 CHANGES: dict[str, Callable[[Any, Any], Any]] = {
