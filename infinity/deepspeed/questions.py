@@ -105,8 +105,6 @@ OF_CONFIG: Final[Mapping[str, OfConfig]] = {
     "curriculum_enabled_legacy": lambda config: False,
     "sparse_gradients_enabled": lambda config: False,
     "prescale_gradients": _field("prescale_gradients"),
-    "checkpoint_tag_validation_enabled": lambda config: True,
-    "checkpoint_tag_validation_fail": lambda config: False,
     "dynamic_loss_scale_args": lambda config: {
         "init_scale": int(2**config.fp16.initial_scale_power),
         "scale_window": config.fp16.loss_scale_window,

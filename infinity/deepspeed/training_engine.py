@@ -28,7 +28,7 @@ from infinity.deepspeed.users_backward import UsersBackward
 from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.engine import Engine
 from infinity.engine.handing_back import hand_back
-from infinity.errors import EngineStateError
+from infinity.errors import ConfigError, EngineStateError
 from infinity.observe.monitors import Monitor
 from infinity.plan.precision import DTYPES
 from infinity.states import StepPhase
@@ -122,6 +122,18 @@ class DeepSpeedEngine(Engine):
     def zero_allow_untested_optimizer(self) -> bool:
         """What the configuration says; every optimizer that can be sharded is taken anyhow."""
         return bool(self._raw.get("zero_allow_untested_optimizer", False))
+
+    def checkpoint_tag_validation_enabled(self) -> bool:
+        """Whether anything happens where ranks name different tags."""
+        return self._tag_validation != "ignore"
+
+    def checkpoint_tag_validation_fail(self) -> bool:
+        """Whether that is an error."""
+        return self._tag_validation == "fail"
+
+    @property
+    def _tag_validation(self) -> str:
+        return str(section_of(self._raw, "checkpoint").get("tag_validation", "Warn")).lower()
 
     def dynamic_loss_scale(self) -> bool:
         """Whether ``fp16.loss_scale`` is 0, with fp16 or without."""
@@ -323,9 +335,13 @@ class DeepSpeedEngine(Engine):
         *,
         asynchronous: bool = False,
     ) -> bool:
-        """Save as ``infinity.Engine.save_checkpoint`` does, and the script ``zero_to_fp32.py`` beside it."""
+        """Save as ``infinity.Engine.save_checkpoint`` does, and the script ``zero_to_fp32.py`` beside it.
+
+        Ranks that name different tags save under rank 0's: a checkpoint is one for all. They do so with a warning,
+        without one or not at all, as ``checkpoint.tag_validation`` says.
+        """
         saved = super().save_checkpoint(
-            save_dir, tag, client_state, save_latest, exclude_frozen_parameters, asynchronous=asynchronous
+            save_dir, self._common_tag(tag), client_state, save_latest, exclude_frozen_parameters, asynchronous=asynchronous
         )
         if self.global_rank == 0:
             script = Path(save_dir) / RECOVERY_SCRIPT
@@ -333,6 +349,16 @@ class DeepSpeedEngine(Engine):
                 script.write_text(Path(__file__).with_name("recovery.py").read_text())
             self._change_recovery_script_permissions(script)
         return saved
+
+    def _common_tag(self, tag: str | None) -> str | None:
+        tags = self._runtime.collectives.gather_objects(tag, "compare the tags of a checkpoint")
+        if any(other != tags[0] for other in tags):
+            if self.checkpoint_tag_validation_fail():
+                with asserting():
+                    raise ConfigError("checkpoint.tag_validation", "Fail", f"ranks name the tags {tags}: name one")
+            if self.checkpoint_tag_validation_enabled() and self.global_rank == 0:
+                logger.warning("ranks name the tags %s: all save under the first", tags)
+        return tags[0]
 
     def _change_recovery_script_permissions(self, dst: str | os.PathLike[str]) -> None:
         """Make a script executable; where the file system does not allow it, that is logged and nothing else."""

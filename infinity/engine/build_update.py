@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from infinity.config import Config
 from infinity.engine.runtime import Runtime
 from infinity.update.loss_scale import loss_scale_of
@@ -49,6 +51,8 @@ def build_update(
         store=sharded.store,
         scale=loss_scale_of(config),
         is_grouped=[group >= 0 for group in optimizer_groups],
+        # as DeepSpeed, which leaves gradients to torch there
+        counts_all=config.zero_optimization.stage == 0 and precision.weight is torch.float32,
         max_norm=config.gradient_clipping,
         whole=whole,
     )

@@ -44,9 +44,10 @@ class Checkpoints(nn.Module):
         *,
         asynchronous: bool = False,
     ) -> bool:
-        """Save everything that training goes on from, into ``save_dir/tag``. Collective, between steps.
+        """Save everything that training goes on from, into ``save_dir/tag``. Collective, between calls.
 
-        Weights, master weights, optimizer states, buffers, schedule, loss scale, counters, random numbers of every
+        Within a step that is not over it is the state after the last one, and gradients that were accumulated since
+        are in no checkpoint, as in none of torch's: that is logged. Weights, master weights, optimizer states, buffers, schedule, loss scale, counters, random numbers of every
         rank and the place of the loader that ``initialize`` made. The checkpoint appears whole or not at all, and what
         was there before stays until then. All ranks must see the same directory.
 
@@ -67,10 +68,11 @@ class Checkpoints(nn.Module):
         Raises:
             CheckpointError: the disk refuses, on every rank; this one, or the asynchronous save before.
             ConfigError: a tag or a value that cannot be kept.
-            EngineStateError: gradients of a running step are there.
+            EngineStateError: backward has updated some weights of a step that is not over.
         """
         loop, directory = self._loop, local_path("save_dir", save_dir)
-        with _whole_state(loop, "save_checkpoint"):
+        loop.refuse_before_step("save_checkpoint()")
+        with _whole_state(loop):
             loop.background.advance(wait=True)
             begun = time.perf_counter()
             if asynchronous and loop.phases.states_are_away:
@@ -83,6 +85,8 @@ class Checkpoints(nn.Module):
                 return Saving(loop, directory, tag, client_state, exclude_frozen=exclude_frozen_parameters)
 
             saving = _together(loop, prepared, "prepare a checkpoint", directory)
+            if loop.is_within_step and loop.runtime.collectives.rank == 0:
+                _log.warning("%s: gradients of the step that is not over are in no checkpoint", directory / saving.tag)
             how = "begin to save" if asynchronous else "save"
             loop.runtime.collectives.agree(f"{how} the checkpoint {saving.tag} in {directory}").wait()
             if asynchronous:
@@ -147,7 +151,13 @@ class Checkpoints(nn.Module):
             position=not load_module_only,
         )
         loop.runtime.refuse_over("load_checkpoint")
-        with _whole_state(loop, "load_checkpoint") as changed:
+        loop.phases.refuse_failed()
+        if loop.is_within_step:
+            raise EngineStateError(
+                "load_checkpoint() within a step, whose gradients belong to the weights as they are: call it after the "
+                "step() that updates, or drop them with zero_grad()"
+            )
+        with _whole_state(loop) as changed:
             loop.background.advance(wait=True)  # it may be what is to be loaded
             path = _together(loop, lambda: chosen(directory, tag), "find a checkpoint", directory)
             if path is not None:
@@ -176,15 +186,9 @@ def _together(loop: TrainingLoop, work: Callable[[], Result], what: str, path: P
 
 
 @contextmanager
-def _whole_state(loop: TrainingLoop, call: str) -> Iterator[Callable[[], None]]:
+def _whole_state(loop: TrainingLoop) -> Iterator[Callable[[], None]]:
     """All state is looked at or replaced inside, where new tensors are on the CPU unless they are asked for elsewhere.
     What is yielded says that it is being replaced: from then on an error leaves the engine FAILED."""
-    loop.phases.refuse_failed()
-    if loop.is_within_step:
-        raise EngineStateError(
-            f"{call}() within a step, whose gradients no checkpoint holds: call it after the step() that updates, or "
-            "drop them with zero_grad()"
-        )
     half_done = False
 
     def changed() -> None:

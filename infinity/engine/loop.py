@@ -84,7 +84,7 @@ class TrainingLoop:
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         training = module.training and torch.is_grad_enabled()
-        self._refuse_before_step("forward")
+        self.refuse_before_step("forward")
         with self._phase_of(StepPhase.FORWARD):
             self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
             self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
@@ -113,7 +113,7 @@ class TrainingLoop:
             divisor: what every parameter's gradient is divided by; 1 where the loss was divided.
         """
         update = self._trained("backward")
-        self._refuse_before_step(call)
+        self.refuse_before_step(call)
         update.refuse_clipped(call)
         with self._phase_of(StepPhase.BACKWARD):
             reducer = self.runtime.reducer
@@ -158,7 +158,7 @@ class TrainingLoop:
             self.phases.go(StepPhase.OPTIMIZER)  # refused: the message says what the engine is in
         self.was_step_applied = False
         if not self.is_boundary():
-            self._refuse_before_step("step() that does not update")
+            self.refuse_before_step("step() that does not update")
             self.micro_steps += 1
             return
         if self.optimizer is None:
@@ -286,7 +286,8 @@ class TrainingLoop:
         self.global_steps, self.global_samples = global_steps, global_samples
         self.skipped_steps, self.micro_steps = skipped_steps, 0
 
-    def _refuse_before_step(self, call: str) -> None:
+    def refuse_before_step(self, call: str) -> None:
+        """Raises EngineStateError where an update failed, or backward has begun one."""
         self.phases.refuse_failed()  # step() is no remedy then
         if self.update is not None and self.update.is_early:
             raise refuse_before_step(call)
@@ -313,7 +314,7 @@ class TrainingLoop:
         self.micro_steps = 0
 
     def _drop_gradients(self) -> None:
-        self._refuse_before_step("zero_grad()")
+        self.refuse_before_step("zero_grad()")
         self.runtime.reducer.clear(by_user=self.phases.phase is StepPhase.IDLE)
         self.runtime.user_gradients.drop()
         self._num_backwards = 0

@@ -50,12 +50,14 @@ class Update:
         store: DueStore,
         scale: LossScale,
         is_grouped: Sequence[bool],
+        counts_all: bool,
         max_norm: float,
         whole: WholeParams | None = None,
     ) -> None:
         """
         Args:
-            is_grouped: for each parameter, whether the optimizer has it; it neither steps nor counts any other.
+            is_grouped: for each parameter, whether the optimizer has it; it steps no other.
+            counts_all: the norm is that of all gradients; else of those that are stepped.
             whole: the parameters that the optimizer's rule steps as wholes; None where it has no such groups.
         """
         self._works = [(sub_group, self._work_of(sub_group)) for sub_group in sub_groups]
@@ -68,7 +70,7 @@ class Update:
         self._store = store
         self._max_norm = max_norm
         self.scale = scale
-        self._is_grouped = is_grouped
+        self._is_grouped, self._counts_all = is_grouped, counts_all
         self._histories: list[History] = [None] * len(is_grouped)
         """What the rule keeps for each parameter; one without a gradient neither decays nor counts a step."""
         self.grad_norm: float | None = None
@@ -117,9 +119,9 @@ class Update:
 
     def clip_once(self, max_norm: float, present: Sequence[bool]) -> torch.Tensor:
         """Have the coming update clip to ``max_norm``, whatever the config says. The norm, 0-D fp32, of the parameters
-        that are ``present`` and the optimizer's."""
+        that are ``present``."""
         self._clip_once = float(max_norm)
-        return self._norm(self._grouped(present))
+        return self._norm(present)
 
     def refuse_clipped(self, call: str) -> None:
         """Raises EngineStateError where the step's gradients were clipped: the store has them unclipped until then."""
@@ -195,15 +197,14 @@ class Update:
         Args:
             present: for each parameter, whether any rank has a gradient for it.
         """
-        present = self._grouped(present)
         if self.is_early:
-            return self._go_on(present)
+            return self._go_on(self._grouped(present))
         self.settle()  # what the step before left to chunks that nobody has used since
         self._is_running, self._terms, self.num_updated = True, None, 0
         factor = self._factor(present)
         if self.scale.checks_overflow and not self._is_finite:
             return Outcome.SKIPPED
-        self._present = present
+        self._present = present = self._grouped(present)
         wholes = self._whole.group_of if self._whole is not None else {}
         in_pieces = [flag and param not in wholes for param, flag in enumerate(present)]
         self._histories_after = {}
@@ -352,7 +353,7 @@ class Update:
         return factor / self.scale.value
 
     def _norm(self, present: Sequence[bool]) -> torch.Tensor:
-        value, self._is_finite = self._gradients.norm(present)
+        value, self._is_finite = self._gradients.norm(present if self._counts_all else self._grouped(present))
         norm = value / self.scale.value
         self.grad_norm = float(norm)
         return norm

@@ -320,8 +320,6 @@ class Shadow:
 
     def save(self, tag: str, asynchronous: bool) -> None:
         del asynchronous
-        if self.is_within_step:
-            raise RuntimeError("within a step")
         self.files[tag] = copy.deepcopy(
             {
                 "weights": self.weights(),

@@ -30,9 +30,10 @@ CHECKPOINTS: tuple[Key, ...] = (
     subsumed(
         "checkpoint.tag_validation",
         "string",
-        "ranks that name different tags are refused",
+        "ranks that name different tags save under rank 0's through infinity.deepspeed, and are refused with Fail and "
+        "by infinity's own engine",
         accepts=tuple(form(word) for word in ("ignore", "warn", "fail") for form in (str.title, str.upper, str)),
-        remedy='write "Fail", which is what happens',
+        remedy='write "Ignore", "Warn" or "Fail"',
     ),
     *(
         refused(f"checkpoint.{name}", why, "write false", accepts=(False,))

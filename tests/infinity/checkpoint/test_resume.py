@@ -163,16 +163,50 @@ def test_every_kind_of_optimizer_goes_on(section: dict[str, Any], tmp_path: Path
     engine.destroy()
 
 
-def test_a_step_that_is_not_over_is_neither_saved_nor_overwritten(tmp_path: Path) -> None:
+def test_what_is_accumulated_is_in_no_checkpoint_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Saved within a step, which goes on as if it had not been; who resumes begins that step anew. Buffers are as
+    the forward left them."""
+    config = config_of(gradient_accumulation_steps=2)
+
+    def rows(step: int) -> torch.Tensor:
+        return torch.randn(4, 16, generator=torch.Generator().manual_seed(step))
+
+    def micro(engine: Any, step: int) -> None:
+        engine.backward(engine(rows(step)).square().mean())
+        engine.step()
+
+    runs: dict[str, Any] = {}
+    for saves in (False, True):
+        engine = started(config)
+        for step in range(6):
+            micro(engine, step)
+            if step == 1:
+                runs["begun"] = everything_of(engine)
+            if step == 2 and saves:
+                with caplog.at_level("WARNING"):
+                    engine.save_checkpoint(tmp_path)
+                assert "gradients of the step that is not over are in no checkpoint" in caplog.text
+        runs[f"saves {saves}"] = everything_of(engine)
+        engine.destroy()
+    assert not differing(runs["saves True"], runs["saves False"])
+    engine = started(config, seed=5)
+    engine.load_checkpoint(tmp_path)
+    buffers = {f"{kind} {name}" for kind in ("weight", "buffer") for name, _ in engine.module.named_buffers()}
+    assert set(differing(everything_of(engine), runs["begun"])) < buffers
+    assert engine.micro_steps == 0
+    engine.destroy()
+
+
+def test_a_step_that_is_not_over_is_not_overwritten(tmp_path: Path) -> None:
     engine = started(config_of(gradient_accumulation_steps=2))
     engine.save_checkpoint(tmp_path)
     engine.backward(engine(torch.ones(4, 16)).square().mean())
-    for call in (engine.save_checkpoint, engine.load_checkpoint):
-        with pytest.raises(EngineStateError, match="zero_grad"):
-            call(tmp_path)
-    engine.step()
-    with pytest.raises(EngineStateError, match="within a step"):
-        engine.save_checkpoint(tmp_path)
+    for _ in range(2):
+        with pytest.raises(EngineStateError, match=r"within a step.*zero_grad"):
+            engine.load_checkpoint(tmp_path)
+        engine.step()
+    engine.load_checkpoint(tmp_path)
+    engine.backward(engine(torch.ones(4, 16)).square().mean())
     engine.zero_grad()
     engine.load_checkpoint(tmp_path)
     engine.destroy()

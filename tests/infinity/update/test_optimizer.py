@@ -79,6 +79,7 @@ class Fixture:
         is_finite: bool = True,
         scale: LossScale | None = None,
         is_grouped: Sequence[bool] | None = None,
+        counts_all: bool = False,
     ) -> None:
         self.shards = SmallShards([[(64,)]] * NUM_CHUNKS)
         self.store = self.shards.store
@@ -97,6 +98,7 @@ class Fixture:
             store=self.due,
             scale=scale or FixedLossScale(),
             is_grouped=is_grouped or [True] * NUM_CHUNKS,
+            counts_all=counts_all,
             max_norm=max_norm,
         )
 
@@ -415,11 +417,13 @@ def test_every_parameter_in_a_group_is_the_models_and_others_have_none() -> None
     assert group_indices(alone, index_of, params[:1]) == [0], "the first group is one, too"
 
 
-def test_a_parameter_of_no_group_is_not_stepped_though_it_has_a_gradient() -> None:
-    fixture = Fixture(max_norm=2.0, is_grouped=[True, False, True, True, False, True])
-    fixture.run([True, True, False, True, True, True])
+@pytest.mark.parametrize("counts_all", [False, True])
+def test_a_parameter_of_no_group_is_not_stepped_though_it_has_a_gradient(counts_all: bool) -> None:
+    grouped, present = [True, False, True, True, False, True], [True, True, False, True, True, True]
+    fixture = Fixture(max_norm=2.0, is_grouped=grouped, counts_all=counts_all)
+    fixture.run(present)
     assert fixture.counts == [1, 0, 0, 1, 0, 1]
-    assert fixture.gradients.present == [True, False, False, True, False, True], "nor does its gradient count"
+    assert fixture.gradients.present == (present if counts_all else [True, False, False, True, False, True])
 
 
 def test_its_state_is_loaded_by_its_engine_alone() -> None:

@@ -310,3 +310,23 @@ def scripts_are_made_executable(directory: Path) -> Any:
     seen += [bool(script.stat().st_mode & 0o100)]
     engine._change_recovery_script_permissions(str(directory / "none.py"))
     return seen
+
+
+@cases_over({mode: {"tag_validation": mode} for mode in ("Ignore", "Warn", "Fail")} | {"unsaid": {}}, ranks=2)
+def tags_that_differ(directory: Path, section: dict[str, Any]) -> Any:
+    engine = start(stack(), config(2, checkpoint=section))
+    tag = f"of-rank-{engine.global_rank}"
+    answers = engine.checkpoint_tag_validation_enabled(), engine.checkpoint_tag_validation_fail()
+    return *answers, raised(lambda: engine.save_checkpoint(str(directory), tag=tag))
+
+
+@cases_over(ALL)
+def saved_between_two_micro_batches(directory: Path, stage: int) -> Any:
+    """What is accumulated is lost to who loads, and goes on here."""
+    engine = start(stack(), config(stage, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=4))
+    train(engine, 3)
+    engine.save_checkpoint(str(directory))
+    before, gone_on = sums(engine), train(engine, 3)
+    other = start(stack(seed=1), config(stage, gradient_accumulation_steps=2, train_micro_batch_size_per_gpu=4))
+    other.load_checkpoint(str(directory))
+    return before, gone_on, sums(other), sums(engine)

@@ -116,6 +116,45 @@ def frozen_parameters(_directory: Path, stage: int) -> Any:
     return train(engine, 3), sums(engine)
 
 
+GROUPS = {
+    "left-out": lambda model: [{"params": list(model.layers.parameters())}],
+    "empty": lambda model: [{"params": [], "lr": 0.3}, {"params": list(model.parameters())}],
+    "both": lambda model: [{"params": []}, {"params": [layer.weight for layer in model.layers], "weight_decay": 0.1}],
+}
+
+
+@cases_over({f"{stage}-{name}": (stage, make) for stage in range(4) for name, make in GROUPS.items()})
+def groups_that_lack_some(_directory: Path, given: tuple[int, Any]) -> Any:
+    stage, make = given
+    model = stack()
+    engine = start(model, config(stage, gradient_clipping=0.05), model_parameters=make(model))
+    return train(engine), sums(engine)
+
+
+@case(ranks=2)
+def gradients_that_are_reduced_by_hand(_directory: Path) -> Any:
+    engine = start(stack(), config(3))
+    losses = []
+    for x, y in batches(2):
+        losses.append(float(loss := engine(x, y)))
+        engine.backward(loss)
+        engine.allreduce_gradients()
+        engine.step()
+    return losses, sums(engine)
+
+
+@cases_over({str(stage): stage for stage in range(1, 4)})
+def gradients_in_the_optimizer(_directory: Path, stage: int) -> Any:
+    engine = start(stack(), config(stage))
+    found = []
+    for x, y in batches(2):
+        engine.backward(engine(x, y))
+        of_groups = engine.optimizer.averaged_gradients
+        found.append([sorted(of_groups), sum(float(part.double().sum()) for part in of_groups[0])])
+        engine.step()
+    return found
+
+
 @cases_over({str(stage): stage for stage in range(4)})
 def tied_weights(_directory: Path, stage: int) -> Any:
     model = stack()
