@@ -1,4 +1,4 @@
-"""Masters, states and gradients where DeepSpeed's optimizers have them: this rank's part of each, read from the engine's store.
+"""Masters, states and gradients where DeepSpeed's optimizers have them: this rank's part, read from the engine's store.
 
 Scripts compare and log them. What they get are copies, and a write to one is refused by the parameter's name as soon as
 anything stands on it (``weights/shard_copies.py``); the names that write are ``safe_set_full_fp32_param`` and the like.
@@ -69,7 +69,9 @@ class ShownState(FixedState):
             raise EngineStateError(
                 "parameters of the group were stepped different numbers of times: read optimizer.state[param] of each"
             )
-        shown: dict[str, Any] = {label: self._flat(params, label, f"optimizer.state[…][{label!r}]") for label in rule.states}
+        shown: dict[str, Any] = {
+            label: self._flat(params, label, f"optimizer.state[…][{label!r}]") for label in rule.states
+        }
         if not is_group and not runtime.sharded.policy.shards_states:
             shown = {label: runtime.sharded_param(key).unflattened(values) for label, values in shown.items()}
         for (label, kept), value in zip(rule.numbers.items(), histories.pop() or (), strict=True):

@@ -341,7 +341,12 @@ class DeepSpeedEngine(Engine):
         without one or not at all, as ``checkpoint.tag_validation`` says.
         """
         saved = super().save_checkpoint(
-            save_dir, self._common_tag(tag), client_state, save_latest, exclude_frozen_parameters, asynchronous=asynchronous
+            save_dir,
+            self._common_tag(tag),
+            client_state,
+            save_latest,
+            exclude_frozen_parameters,
+            asynchronous=asynchronous,
         )
         if self.global_rank == 0:
             script = Path(save_dir) / RECOVERY_SCRIPT
@@ -351,7 +356,7 @@ class DeepSpeedEngine(Engine):
         return saved
 
     def _common_tag(self, tag: str | None) -> str | None:
-        tags = self._runtime.collectives.gather_objects(tag, "compare the tags of a checkpoint")
+        tags: list[str | None] = self._runtime.collectives.gather_objects(tag, "compare the tags of a checkpoint")
         if any(other != tags[0] for other in tags):
             if self.checkpoint_tag_validation_fail():
                 with asserting():

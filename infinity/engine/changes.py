@@ -47,9 +47,10 @@ class WeightChanges:
         self._written.check(self._sharded.params)
 
     def make_ready(self, group: ParamGroup) -> None:
-        """The group's weights are about to change in the store. Raises WeightsError for what that would break."""
+        """Backward is about to change the group's weights in the store. Raises WeightsError for what that would
+        break."""
         self._check_params(group.params)
-        self._live_set.drop_ahead(group)
+        self._live_set.hold_back(group)
 
     def _check_params(self, params: Iterable[ShardedParam]) -> None:
         params = list(params)

@@ -46,10 +46,10 @@ class Checkpoints(nn.Module):
     ) -> bool:
         """Save everything that training goes on from, into ``save_dir/tag``. Collective, between calls.
 
-        Within a step that is not over it is the state after the last one, and gradients that were accumulated since
-        are in no checkpoint, as in none of torch's: that is logged. Weights, master weights, optimizer states, buffers, schedule, loss scale, counters, random numbers of every
+        Weights, master weights, optimizer states, buffers, schedule, loss scale, counters, random numbers of every
         rank and the place of the loader that ``initialize`` made. The checkpoint appears whole or not at all, and what
-        was there before stays until then. All ranks must see the same directory.
+        was there before stays until then. All ranks must see the same directory. Within a step that is not over,
+        gradients that were accumulated are in no checkpoint, as in none of torch's: that is logged.
 
         Args:
             save_dir: a directory, which is made if it is not there.

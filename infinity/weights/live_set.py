@@ -28,6 +28,8 @@ class LiveSet:
         self._trace = self._traces[True]
         self._live: dict[int, ParamGroup] = {}
         self._lingering: dict[int, ParamGroup] = {}
+        self._held_back: set[int] = set()
+        """Groups of which nothing is leased ahead before backward is over."""
         self.live_numel = 0
         self.live_numel_peak = 0
 
@@ -35,6 +37,7 @@ class LiveSet:
         """A training step (all its micro-batches) or an evaluation begins; each has an order of its own."""
         self._trace = self._traces[training]
         self._trace.begin()
+        self._held_back.clear()
 
     def use(self, group: ParamGroup, *, in_pass: bool = True) -> None:
         """Unshard the group now, if it is not, and lease the next ones ahead.
@@ -86,6 +89,12 @@ class LiveSet:
         if group.state is ShardedState.UNSHARDING:
             group.reshard()
 
+    def hold_back(self, group: ParamGroup) -> None:
+        """Backward updates the group, and others only after it: who needs its weights before is to be told so, and
+        nobody is by an order that foresees a use."""
+        self.drop_ahead(group)
+        self._held_back.add(group.index)
+
     def reshard_all(self, *, persistent: bool = False) -> None:
         """Nothing is in use: reshard what is live and drop what was leased ahead."""
         self._lingering.clear()
@@ -104,6 +113,7 @@ class LiveSet:
             if not group.in_use:
                 self.done(group)
         self._lingering.clear()
+        self._held_back.clear()
 
     def _settle_lingering(self) -> None:
         for index, group in list(self._lingering.items()):
@@ -127,7 +137,7 @@ class LiveSet:
         planned_numel = self.live_numel
         for index in self._trace.upcoming(self._prefetch_numel_max):
             group = self._groups[index]
-            if group.state is ShardedState.UNSHARDED:
+            if group.state is ShardedState.UNSHARDED or index in self._held_back:
                 continue
             planned_numel += group.numel
             if planned_numel > self._live_numel_max:

@@ -21,8 +21,9 @@ from infinity.weights.owners import Owner, owner_of
 from io_daemon._native import checksum
 
 _REMEDY = (
-    "change weights inside infinity.zero.GatheredParameters(param, modifier_rank=0), or these, states and gradients with "
-    "safe_set_full_fp32_param, safe_set_full_optimizer_state and safe_set_full_grad; to compute with them, .clone() it first"
+    "change weights inside infinity.zero.GatheredParameters(param, modifier_rank=0), or these, states and gradients by "
+    "safe_set_full_fp32_param, safe_set_full_optimizer_state and safe_set_full_grad; to compute with them, .clone() it "
+    "first"
 )
 
 

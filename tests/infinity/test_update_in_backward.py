@@ -316,3 +316,25 @@ def rank_main(rank: int, directory: str) -> None:
 
 def test_two_ranks(tmp_path: Path) -> None:
     mp.spawn(rank_main, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call,attr-defined]
+
+
+def test_an_order_that_foresees_a_second_backward_asks_for_nothing_that_is_updated() -> None:
+    """The pass before had two backwards through one graph; the next one has one, which updates."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1000}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "zero_optimization": {**zero, "stage3_max_reuse_distance": 0},
+        "io_daemon": {"update_in_backward": True},
+    }
+    with infinity.initialize(model=layers, config=config)[0] as engine:
+        loss = engine(torch.ones(2, 8)).square().mean()
+        engine.backward(loss, retain_graph=True)
+        engine.backward(loss)
+        engine.step()
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+            engine.step()
+        assert engine.global_steps == 3

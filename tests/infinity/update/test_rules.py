@@ -135,7 +135,9 @@ class TensorCounted(optim.SGD):
                 param.sub_(group["lr"] * state["sum"] / state["seen"].to(param.dtype).view(()))
 
 
-@pytest.mark.parametrize(("kind", "options"), [*OPTIMIZERS, (TensorCounted, {"lr": 0.1})], ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("kind", "options"), [*OPTIMIZERS, (TensorCounted, {"lr": 0.1})], ids=lambda value: getattr(value, "__name__", "")
+)
 def test_a_client_optimizer_steps_as_torch_does(kind: Any, options: dict[str, Any]) -> None:
     """Where the user leaves it to torch which of its codes runs, it is the one that torch runs."""
     expected = plain_weights(lambda groups: kind(groups, **options))

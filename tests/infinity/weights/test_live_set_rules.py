@@ -183,6 +183,19 @@ def test_a_use_outside_of_the_order_is_neither_traced_nor_leads_ahead() -> None:
     assert 2 in fixture.leased, "the order goes on from 0"
 
 
+def test_what_backward_updates_is_not_leased_ahead_before_it_is_over() -> None:
+    fixture = Fixture([10, 10, 10], prefetch=10, reuse=0)
+    fixture.learn([0, 1, 2])
+    fixture.call(0)
+    assert fixture.leased == [1]
+    fixture.live_set.hold_back(fixture.groups[1])  # type: ignore[arg-type]
+    fixture.call(0)
+    assert fixture.leased == []
+    fixture.live_set.settle()
+    fixture.call(0)
+    assert fixture.leased == [1]
+
+
 def test_uses_of_what_is_held_are_not_traced() -> None:
     fixture = Fixture([10, 10], reuse=0)
     fixture.live_set.begin_pass(training=True)
