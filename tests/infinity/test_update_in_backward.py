@@ -321,12 +321,13 @@ def test_two_ranks(tmp_path: Path) -> None:
 def test_an_order_that_foresees_a_second_backward_asks_for_nothing_that_is_updated() -> None:
     """The pass before had two backwards through one graph; the next one has one, which updates."""
     torch.manual_seed(0)
-    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(3)))
-    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 1000}
+    layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    layers[1].requires_grad_(False)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 72}
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
-        "zero_optimization": {**zero, "stage3_max_reuse_distance": 0},
+        "zero_optimization": {**zero, "stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 200},
         "io_daemon": {"update_in_backward": True},
     }
     with infinity.initialize(model=layers, config=config)[0] as engine:
