@@ -50,7 +50,8 @@ def build_update(
         runtime.gradients,
         store=sharded.store,
         scale=loss_scale_of(config),
-        is_grouped=[group >= 0 for group in optimizer_groups],
+        num_params=len(sharded.params),
+        left_out=[param for param, group in enumerate(optimizer_groups) if group < 0],
         # as DeepSpeed, which leaves gradients to torch there
         counts_all=config.zero_optimization.stage == 0 and precision.weight is torch.float32,
         max_norm=config.gradient_clipping,

@@ -49,14 +49,15 @@ class Update:
         *,
         store: DueStore,
         scale: LossScale,
-        is_grouped: Sequence[bool],
+        num_params: int,
+        left_out: Sequence[int],
         counts_all: bool,
         max_norm: float,
         whole: WholeParams | None = None,
     ) -> None:
         """
         Args:
-            is_grouped: for each parameter, whether the optimizer has it; it steps no other.
+            left_out: the parameters that are in no group of the optimizer: it steps none of them.
             counts_all: the norm is that of all gradients; else of those that are stepped.
             whole: the parameters that the optimizer's rule steps as wholes; None where it has no such groups.
         """
@@ -70,8 +71,8 @@ class Update:
         self._store = store
         self._max_norm = max_norm
         self.scale = scale
-        self._is_grouped, self._counts_all = is_grouped, counts_all
-        self._histories: list[History] = [None] * len(is_grouped)
+        self._left_out, self._counts_all = left_out, counts_all
+        self._histories: list[History] = [None] * num_params
         """What the rule keeps for each parameter; one without a gradient neither decays nor counts a step."""
         self.grad_norm: float | None = None
         """Global norm before clipping in the last step, not finite if that was skipped; None if nobody asked."""
@@ -160,7 +161,7 @@ class Update:
         self._is_running, self.is_early, self.num_updated = True, True, 0
         self._histories_after = {}
         self._terms = Terms(
-            present=self._is_grouped,
+            present=self._grouped([True] * len(self._histories)),
             histories=list(self._histories),
             options=options_of(self._optimizer),
             factor=None,
@@ -287,7 +288,10 @@ class Update:
         return seconds
 
     def _grouped(self, present: Sequence[bool]) -> list[bool]:
-        return [flag and grouped for flag, grouped in zip(present, self._is_grouped, strict=True)]
+        grouped = list(present)
+        for param in self._left_out:
+            grouped[param] = False
+        return grouped
 
     def _steps(self, sub_group: SubGroup, present: Sequence[bool]) -> bool:
         return any(present[segment.param] for segment in sub_group.placement.segments)

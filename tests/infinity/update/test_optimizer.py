@@ -78,7 +78,7 @@ class Fixture:
         norm: float = 4.0,
         is_finite: bool = True,
         scale: LossScale | None = None,
-        is_grouped: Sequence[bool] | None = None,
+        left_out: Sequence[int] = (),
         counts_all: bool = False,
     ) -> None:
         self.shards = SmallShards([[(64,)]] * NUM_CHUNKS)
@@ -97,7 +97,8 @@ class Fixture:
             self.gradients,  # type: ignore[arg-type]
             store=self.due,
             scale=scale or FixedLossScale(),
-            is_grouped=is_grouped or [True] * NUM_CHUNKS,
+            num_params=NUM_CHUNKS,
+            left_out=left_out,
             counts_all=counts_all,
             max_norm=max_norm,
         )
@@ -419,8 +420,8 @@ def test_every_parameter_in_a_group_is_the_models_and_others_have_none() -> None
 
 @pytest.mark.parametrize("counts_all", [False, True])
 def test_a_parameter_of_no_group_is_not_stepped_though_it_has_a_gradient(counts_all: bool) -> None:
-    grouped, present = [True, False, True, True, False, True], [True, True, False, True, True, True]
-    fixture = Fixture(max_norm=2.0, is_grouped=grouped, counts_all=counts_all)
+    present = [True, True, False, True, True, True]
+    fixture = Fixture(max_norm=2.0, left_out=[1, 4], counts_all=counts_all)
     fixture.run(present)
     assert fixture.counts == [1, 0, 0, 1, 0, 1]
     assert fixture.gradients.present == (present if counts_all else [True, False, False, True, False, True])
