@@ -49,14 +49,8 @@ class ShownState(FixedState):
         runtime.reducer.settle()
         if not runtime.reducer.has_any:
             return {}
-        return {number: [self._gradient(param) for param in params] for number, params in enumerate(self._params())}
-
-    def _gradient(self, param: nn.Parameter) -> torch.Tensor:
-        runtime, sharded = self._runtime(), self._runtime().sharded_param(param)
-        values = runtime.states.read(sharded, ObjectKind.GRAD, whole=False)
-        if values is None:
-            values = torch.zeros(runtime.io.own_range(sharded)[1])
-        return shard_copies.hand_out(runtime, param, values, "optimizer.averaged_gradients")
+        groups = enumerate(self._params())
+        return {number: [_gradient(runtime, param) for param in params] for number, params in groups}
 
     def __getitem__(self, key: Any) -> dict[str, Any]:
         runtime, rule = self._runtime(), self._of().rule
@@ -130,3 +124,11 @@ class ShownState(FixedState):
         parts = [runtime.states.read(runtime.sharded_param(param), kind, whole=False) for param in params]
         flat = torch.cat([torch.empty(0), *(part for part in parts if part is not None)])
         return shard_copies.hand_out(runtime, params[0], flat, through)
+
+
+def _gradient(runtime: Runtime, param: nn.Parameter) -> torch.Tensor:
+    sharded = runtime.sharded_param(param)
+    values = runtime.states.read(sharded, ObjectKind.GRAD, whole=False)
+    if values is None:
+        values = torch.zeros(runtime.io.own_range(sharded)[1])
+    return shard_copies.hand_out(runtime, param, values, "optimizer.averaged_gradients")

@@ -356,6 +356,7 @@ class DeepSpeedEngine(Engine):
         return saved
 
     def _common_tag(self, tag: str | None) -> str | None:
+        self._runtime.refuse_over("save_checkpoint")
         tags: list[str | None] = self._runtime.collectives.gather_objects(tag, "compare the tags of a checkpoint")
         if any(other != tags[0] for other in tags):
             if self.checkpoint_tag_validation_fail():
