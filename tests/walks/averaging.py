@@ -80,10 +80,6 @@ class AveragingShadow(Shadow):
         super().drop()
         self._sums = {}
 
-    @property
-    def is_within_step(self) -> bool:
-        return bool(self._sums) or super().is_within_step
-
     def _gradients(self) -> list[Tensor]:
         self._settle()
         return super()._gradients()

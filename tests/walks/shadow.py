@@ -332,12 +332,6 @@ class Shadow:
             }
         )
 
-    @property
-    def is_within_step(self) -> bool:
-        return bool(self.micro_steps) or any(
-            param.grad is not None or self.stepped(param).grad is not None for param in self.model.parameters()
-        )
-
     @torch.no_grad()
     def load(self, tag: str, only: str) -> None:
         found = copy.deepcopy(self.files[tag])
