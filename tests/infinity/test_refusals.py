@@ -28,6 +28,18 @@ def assert_untouched(module: nn.Module) -> None:
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
 
+def test_what_is_in_no_group_of_the_optimizer_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    module = model()
+    before = module[1].get_parameter("weight").detach().clone()
+    with infinity.initialize(model=module, model_parameters=module[0].parameters(), config=CONFIG)[0] as engine:
+        assert "1.weight, 1.bias: in no group of the optimizer" in caplog.text
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
+        after = engine.full_state_dict()
+    assert torch.equal(after["1.weight"], before)
+    assert not torch.equal(after["0.weight"], before)
+
+
 def test_a_parameter_of_another_model() -> None:
     module = model()
     with pytest.raises(ConfigError, match="does not belong to the model"):
