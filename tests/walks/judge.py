@@ -67,7 +67,7 @@ class _Side:
 
 class _Pair:
     def __init__(self, recipe: Recipe, setting: Setting, seed: int, directory: Path, files: dict[str, Any]) -> None:
-        self.shadow = (AveragingShadow if dist.is_initialized() else Shadow)(recipe, setting, seed, files)
+        self.shadow = (AveragingShadow if has_peers() else Shadow)(recipe, setting, seed, files)
         self.driven = Driven(recipe, setting, seed, directory)
         self.unkept: list[Any] = []
         """What was written where weights are sharded but here: it is refused late, and then undone."""
@@ -255,6 +255,11 @@ class Walking:
     def close(self) -> None:
         for pair in self.pairs:
             pair.driven.close()
+
+
+def has_peers() -> bool:
+    """Whether others train with this rank: not in a world of one either, which a walk before may have left."""
+    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def told_by_all(what: Any) -> list[Any]:
