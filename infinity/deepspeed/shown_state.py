@@ -26,7 +26,8 @@ from io_daemon.shared.protocol import ObjectKind
 
 
 class ShownState(FixedState):
-    """``optimizer.state``: for each parameter that was stepped its states by name, to be read. It cannot be changed."""
+    """``optimizer.state``: for each parameter that was stepped and of which this rank has a part its states by name, to
+    be read. It cannot be changed."""
 
     def __init__(self, optimizer: ShardedOptimizer, engine: Engine) -> None:
         super().__init__()
@@ -56,9 +57,10 @@ class ShownState(FixedState):
         runtime, rule = self._runtime(), self._of().rule
         is_group = key in self._groups
         params: list[nn.Parameter] = self._params()[self._groups[key]] if is_group else [key]
+        params = [param for param in params if self._has_part(param)]
         histories = {self._history(param) for param in params}
         if not histories or None in histories:
-            raise KeyError(key)
+            raise KeyError("no step has changed this rank's part of it")
         if len(histories) > 1:
             raise EngineStateError(
                 "parameters of the group were stepped different numbers of times: read optimizer.state[param] of each"
@@ -68,7 +70,8 @@ class ShownState(FixedState):
         }
         if not is_group and not runtime.sharded.policy.shards_states:
             shown = {label: runtime.sharded_param(key).unflattened(values) for label, values in shown.items()}
-        for (label, kept), value in zip(rule.numbers.items(), histories.pop() or (), strict=True):
+        (history,) = histories
+        for (label, kept), value in zip(rule.numbers.items(), history or (), strict=True):
             shown[label] = number = number_of(value, kept, torch.device("cpu"))
             if isinstance(number, torch.Tensor):
                 copy = shard_copies.hand_out(runtime, params[0], number.view(1), f"optimizer.state[…][{label!r}]")
@@ -107,13 +110,20 @@ class ShownState(FixedState):
         return engine._runtime
 
     def _history(self, param: Any) -> tuple[float, ...] | None:
-        """What was counted of the parameter; None before its first step, and for what is none of the model's."""
+        """What was counted of the parameter; None before its first step, and of what this rank has no part."""
         runtime, engine = self._runtime(), self._engine()
         update = engine._loop.update if engine is not None else None
-        try:
-            return None if update is None else update.histories[runtime.sharded_param(param).index]
-        except KeyError:
+        if update is None or not self._has_part(param):
             return None
+        return update.histories[runtime.sharded_param(param).index]
+
+    def _has_part(self, param: Any) -> bool:
+        """False of what is none of the model's, too."""
+        runtime = self._runtime()
+        try:
+            return runtime.io.own_range(runtime.sharded_param(param))[1] > 0
+        except KeyError:
+            return False
 
     def _flat(self, params: Sequence[nn.Parameter], state: str | None, through: str) -> torch.Tensor:
         """This rank's part of ``state`` of the parameters, of the masters if it is None, in one copy."""

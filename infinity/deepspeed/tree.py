@@ -84,11 +84,10 @@ _SCHEDULE_NAMES = _of(
 )
 _STATE_ACCESS = _of(
     "infinity.utils",
-    "safe_get_full_fp32_param safe_get_full_grad safe_get_full_optimizer_state safe_get_local_fp32_param "
-    "safe_get_local_grad safe_get_local_optimizer_state safe_set_full_fp32_param safe_set_full_grad "
-    "safe_set_full_optimizer_state safe_set_local_fp32_param safe_set_local_grad safe_set_local_optimizer_state "
-    "safe_update_full_grad_vectorized",
-)
+    "safe_get_full_grad safe_get_full_optimizer_state safe_get_local_grad safe_get_local_optimizer_state "
+    "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param "
+    "safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized",
+) | _of(f"{_OURS}.state_access", "safe_get_full_fp32_param safe_get_local_fp32_param")
 _LEAVES = _of(
     "infinity.utils",
     "get_z3_leaf_modules set_z3_leaf_module z3_leaf_parameter set_z3_leaf_modules set_z3_leaf_modules_by_name "

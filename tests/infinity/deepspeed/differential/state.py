@@ -64,6 +64,24 @@ def shapes_and_dtypes(_directory: Path, given: dict[str, Any]) -> Any:
     ]
 
 
+@cases_over(PLACES, ranks=2)
+def of_the_frozen(_directory: Path, given: dict[str, Any]) -> Any:
+    """Also after a step, whether or not this rank has a part of the small ones that are trained."""
+    model = stack()
+    model.head.requires_grad_(False)
+    engine = start(model, given)
+    x, y = batches(1)[0]
+    asked = [utils.safe_get_full_fp32_param, utils.safe_get_full_grad]
+    if engine.zero_optimization_stage() == 3:
+        asked += [utils.safe_get_local_fp32_param, utils.safe_get_local_grad]
+    engine.backward(engine(x, y))
+    found = [[name, [ask(param) is None for ask in asked]] for name, param in _params(engine)]
+    engine.step()
+    state = [utils.safe_get_full_optimizer_state(param, "exp_avg") is None for _, param in _params(engine)]
+    shown = engine.optimizer.optimizer.state.values()
+    return found, state, {float(each["step"]) for each in shown}, sorted({label for each in shown for label in each})
+
+
 @cases_over(PLACES, absolute=1e-7)
 def written_whole(_directory: Path, given: dict[str, Any]) -> Any:
     engine = start(stack(), given)
