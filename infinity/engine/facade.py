@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -71,7 +72,8 @@ class Engine(Checkpoints, Exports):
         self.module = module
         self.training = module.training
         # also at exit, and when nobody holds the engine any more: nothing below refers back to it
-        self._end = weakref.finalize(self, _end, self._compiled, self._loop)
+        ending = partial(_end, self._compiled, self._loop)
+        self._let_go = weakref.finalize(self, self._runtime.collectives.let_go, ending)
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -311,6 +313,10 @@ class Engine(Checkpoints, Exports):
                 self.wait_for_checkpoint()
         finally:
             self._end()
+
+    def _end(self) -> None:
+        self._let_go.detach()
+        _end(self._compiled, self._loop)
 
     def __enter__(self) -> Engine:
         return self

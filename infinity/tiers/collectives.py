@@ -73,6 +73,7 @@ class Collectives:
     def __init__(self, peers: Peers | None) -> None:
         self._joined = peers
         self._peers = peers if peers is not None and peers.world_size > 1 else None
+        self._number = peers.num_joined if peers is not None else 0
         self.rank = peers.rank if peers is not None else 0
         self.world_size = peers.world_size if peers is not None else 1
         self.log = CommsLog()
@@ -81,8 +82,14 @@ class Collectives:
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None) -> Collectives:
-        """With the ranks of ``group``, by default all. See ``Peers.join``."""
-        return cls(Peers.join(group))
+        """With the ranks of ``group``, by default all. See ``Peers.join``. What all have let go of ends before."""
+        collectives = cls(Peers.join(group))
+        try:
+            collectives._end_what_all_let_go()
+        except BaseException:
+            collectives.close()
+            raise
+        return collectives
 
     def joined_again(self) -> Collectives:
         """Another user of the same ranks, to be closed by itself."""
@@ -103,6 +110,23 @@ class Collectives:
         joined, self._joined, self._peers = self._joined, None, None
         if joined is not None:
             joined.release()
+
+    def let_go(self, end: Callable[[], None]) -> None:
+        """Nobody holds on this rank what communicates here: call ``end``, in which ranks part, once that holds on all.
+
+        That is known when they meet the next time to join, or at exit; a rank that is alone knows at once.
+        """
+        if self._peers is None or self._peers.control is None:
+            end()
+        else:
+            self._peers.let_go[self._number] = end
+
+    def _end_what_all_let_go(self) -> None:
+        if self._peers is None or self._peers.num_joined == 1:
+            return
+        told = self.gather_objects(set(self._peers.let_go), "begin, after what nobody holds any more has ended")
+        for number in sorted(set.intersection(*told)):
+            self._peers.let_go.pop(number)()
 
     def agree(self, what: str) -> Agreement:
         """Tell the other ranks that this one is about to do ``what``, and go on; ``wait`` before doing it."""

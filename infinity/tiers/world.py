@@ -2,13 +2,17 @@
 
 Whoever trains joins with ``Peers.join`` and leaves with ``release``. What was started here ends with its last user or
 at exit; what the user started stays the user's.
+
+Joining, leaving and ending are the same on every rank, or ranks would wait in groups that others do not have. When a
+rank's garbage collector finds an engine is its own affair: what is found waits in ``let_go`` until all ranks have.
 """
 
 from __future__ import annotations
 
 import atexit
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -37,6 +41,10 @@ class Peers:
     """The group of gloo; None with one rank."""
     timeout_s: float
     num_users: int = 0
+    num_joined: int = 0
+    """The number of the user that joined last."""
+    let_go: dict[int, Callable[[], None]] = field(default_factory=dict)
+    """By the number of each user that this rank has collected and others may still hold: what ends it."""
     results: dist.ProcessGroup | None = None
     """Where the results of all-reduces are handed out, if anybody makes any."""
 
@@ -64,6 +72,7 @@ class Peers:
         if peers is None:
             peers = cls._of[group] = cls._make(group, environment.timeout_s)
         peers.num_users += 1
+        peers.num_joined += 1
         return peers
 
     @classmethod
@@ -299,6 +308,9 @@ def _end_started() -> None:
 @atexit.register
 def _leave() -> None:
     """A script may end without ``destroy()``; what still refers to a group then must not."""
+    everyone = list(Peers._of.values())
     _end_started()
-    for peers in list(Peers._of.values()):
+    for peers in everyone:
         peers._close()
+        while peers.let_go:
+            peers.let_go.pop(min(peers.let_go))()

@@ -7,6 +7,7 @@ import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Final, NoReturn
 
 import torch
@@ -59,8 +60,9 @@ class StagingArea(owners.Owner):
         if "nvme" in (zero.offload_param.device, zero.offload_optimizer.device):
             self._open_daemon_store()
         # a model may go without an engine: its parameters are all that refers to the area
-        self._end = weakref.finalize(self, _end, self.store, self.collectives, self.connection)
-        self._end.atexit = False
+        ending = partial(_end, self.store, collectives, self.connection)
+        self._let_go = weakref.finalize(self, collectives.let_go, ending)
+        self._let_go.atexit = False
 
     def has_others(self, params: Iterable[nn.Parameter]) -> bool:
         """Whether a model beside that of ``params`` is staged here, or may yet be."""
@@ -69,7 +71,7 @@ class StagingArea(owners.Owner):
 
     def close_store(self) -> None:
         """Remove the staged shards. The connection stays: the engine goes on with it."""
-        self._end.detach()
+        self._let_go.detach()
         self.store.close()
         self.collectives.close()
 

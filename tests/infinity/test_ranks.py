@@ -88,6 +88,34 @@ def test_a_script_that_forgets_destroy_ends_quietly(tmp_path: Path) -> None:
     assert [(rank.code, rank.errors) for rank in ranks] == [(0, "")] * 2
 
 
+@pytest.mark.parametrize("on_nvme", [False, True])
+def test_engines_that_ranks_let_go_of_at_different_times_disturb_no_other(on_nvme: bool, tmp_path: Path) -> None:
+    """A garbage collector is each rank's own: what one has collected ends when all have, and the others meet it."""
+    code = f"""
+    if {on_nvme}:
+        CONFIG["zero_optimization"]["offload_optimizer"] = {{"device": "nvme", "nvme_path": {str(tmp_path)!r}}}
+    held, losses, ends = [], [], []
+    for run in range(4):
+        with infinity.Init(config_dict_or_path=CONFIG):
+            model = build(run)
+        engine, *_ = infinity.initialize(model=model, config=CONFIG)
+        losses.append(train(engine, batches(2, 0))[-1])
+        ends.append(engine._loop)
+        if rank == 1 and run == 0:
+            held.append(engine)
+        if run == 2:
+            held.clear()
+        del engine, model
+    print(json.dumps([losses, [each.phases.phase.name == "CLOSED" for each in ends]]))
+    """
+    ranks = run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2)
+    assert [rank.errors for rank in ranks] == ["", ""]
+    (losses, ends), again = ranks[0].answer, ranks[1].answer
+    assert again == [losses, ends]
+    assert len(set(losses)) == 4
+    assert ends == [True, True, True, False], "the last one ends at exit, the first when rank 1 has let go of it, too"
+
+
 def test_engines_share_the_world_and_the_users_own_is_left_to_the_user(tmp_path: Path) -> None:
     code = """
     first, *_ = infinity.initialize(model=build(), config=CONFIG)

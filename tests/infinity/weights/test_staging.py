@@ -102,7 +102,7 @@ def test_a_parameter_larger_than_the_arena_is_staged_in_pieces_of_a_frame(tmp_pa
     area.stage_everything()
     assert area.staged(param).is_staged
     assert torch.equal(values(param), torch.arange(300_000.0))
-    area._end()
+    area.close()
 
 
 @pytest.mark.parametrize(("shape", "order"), [((4, 6), (1, 0)), ((2, 3, 4), (2, 0, 1)), ((5, 70), None)])
