@@ -93,7 +93,7 @@ class Runtime(owners.Owner):
             reduces_each=self.policy.reduces(boundary=False),
             rounds_sums=sharded.precision.rounds_sums,
         )
-        self.user_gradients = UserGradients(self.reducer, self._group_of, phases)
+        self.user_gradients = UserGradients(self.reducer, sharded, self._group_of, phases)
         self.io = StateIO(sharded)
         self.written = Written(self, sharded, self.io, collectives, self.live_set, self._group_of, lock=self._lock)
         self._gathering = Gathering(

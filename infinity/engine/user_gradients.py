@@ -1,7 +1,8 @@
 """``param.grad`` between passes: what a user may put there, and what only the engine has.
 
 Autograd's gradients are taken as they appear, so that ``param.grad`` is empty after a backward; asking for it is
-refused, since None would be wrong. Where the engine has none, a user may put one, which is the user's until a step.
+refused, since None would be wrong. Where the engine has none, a user may put one, which is the user's until a step;
+also before there is an engine.
 """
 
 from __future__ import annotations
@@ -19,12 +20,19 @@ from infinity.weights import access
 from infinity.weights.owners import known_owner_of
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
+from infinity.weights.sharded_model import ShardedModel
 
 
 class UserGradients:
-    def __init__(self, reducer: Reducer, group_of: Mapping[int, ParamGroup], phases: Phases) -> None:
+    def __init__(
+        self, reducer: Reducer, sharded: ShardedModel, group_of: Mapping[int, ParamGroup], phases: Phases
+    ) -> None:
         self._reducer, self._group_of, self._phases = reducer, group_of, phases
         self._put: dict[int, ShardedParam] = {}
+        given, sharded.given_gradients = sharded.given_gradients, {}
+        for index, gradient in given.items():
+            param = sharded.params[index]
+            self.set(param, gradient.to(param.param.device, param.dtype))
 
     def get(self, param: ShardedParam) -> torch.Tensor | None:
         is_described = torch._guards.TracingContext.try_get() is not None  # by a compiler, which looks at all there is

@@ -7,6 +7,7 @@ moments) is not in ``state``, which refuses to be read; it never exists as a who
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,7 +21,15 @@ from infinity.update.algorithms import make_optimizer
 from infinity.update.loss_scale import FixedLossScale, LossScale
 from infinity.update.muon import split_groups
 from infinity.update.rule import UpdateRule
-from infinity.update.stored_state import StoredState, refuse_group, take_back
+from infinity.update.stored_state import (
+    StoredState,
+    check_retired,
+    has_step_of_its_own,
+    hooks_around_step,
+    refuse_group,
+    refuse_load,
+    take_back,
+)
 from infinity.update.torch_rule import rule_of
 
 
@@ -73,6 +82,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"infinity.initialize() and have {[len(params) for params in found]}, or others, which would not be "
                 "heeded: make all groups before it, and change their options, such as lr, only"
             )
+        if self.taken_over is not None:
+            check_retired(self.taken_over, self.param_groups)
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update every parameter that has a gradient. Call ``engine.step()`` instead: it knows the boundary."""
@@ -81,9 +92,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         if self._update is None:
             raise RuntimeError("the optimizer is not bound to an engine")
         self._check_groups()
-        self._update()
-        if self.taken_over is not None:
-            self.taken_over._opt_called = True  # what torch's schedulers look for
+        with hooks_around_step(self.taken_over) if self.taken_over is not None else nullcontext():
+            self._update()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were accumulated since the last update, as torch's does. The engine goes on counting
@@ -113,11 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             EngineStateError: it has another state than the store has now; nothing has changed.
         """
         if state_dict.get("state") is not self._unread:
-            raise EngineStateError(
-                "load_state_dict() of an optimizer whose state is in the engine's store: load what "
-                "engine.save_checkpoint() wrote with engine.load_checkpoint(), or write single states with "
-                "infinity.utils.safe_set_full_optimizer_state(param, value, name)"
-            )
+            refuse_load()
         given = state_dict["param_groups"]
         if [len(group["params"]) for group in given] != [len(group["params"]) for group in self.param_groups]:
             raise ValueError("the param groups that are loaded have other sizes than the optimizer's")
@@ -164,6 +170,13 @@ def sharded_from_torch(optimizer: torch.optim.Optimizer, *, dtype: torch.dtype) 
         ConfigError: another optimizer, one that has taken steps, or an option with no sharded form.
     """
     take_back(optimizer)
+    if has_step_of_its_own(optimizer):
+        raise ConfigError(
+            "optimizer",
+            type(optimizer).__name__,
+            "has a step() of its own on the object, which the engine would not call: define it in a class derived from "
+            "the optimizer's, or register what it does around a step with register_step_post_hook()",
+        )
     for group in optimizer.param_groups:
         for name in ("capturable", "differentiable"):
             if group.get(name):

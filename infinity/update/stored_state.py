@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from inspect import unwrap
 from types import MethodType
 from typing import Any, NoReturn
 
@@ -11,6 +14,7 @@ import torch
 from infinity.errors import EngineStateError
 
 _BEFORE = "_infinity_before"
+_REPLACED = ("step", "add_param_group", "state_dict", "load_state_dict")
 REMEDY = (
     "read it with infinity.utils.safe_get_full_optimizer_state(param, name), write it with "
     "safe_set_full_optimizer_state, keep it with engine.save_checkpoint()"
@@ -52,14 +56,51 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     def add_param_group(_self: Any, group: dict[str, Any]) -> NoReturn:
         refuse_group(group)
 
+    def load_state_dict(_self: Any, _state_dict: Any) -> NoReturn:
+        refuse_load()
+
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule made before warns
     optimizer.state = StoredState()  # type: ignore[assignment]
-    optimizer.__dict__[_BEFORE] = {
-        name: optimizer.__dict__.get(name) for name in ("step", "add_param_group", "state_dict")
-    }
+    optimizer.__dict__[_BEFORE] = {name: optimizer.__dict__.get(name) for name in _REPLACED}
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
     optimizer.state_dict = MethodType(_refuse, optimizer)  # type: ignore[method-assign]
+    optimizer.load_state_dict = MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
+
+
+def has_step_of_its_own(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether somebody has put another ``step`` on the object than its class's, which the engine would not call.
+
+    Torch's schedulers put one there that calls the class's and counts.
+    """
+    own = vars(optimizer).get("step")
+    return own is not None and unwrap(getattr(own, "__func__", own)) is not unwrap(type(optimizer).step)
+
+
+def check_retired(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, Any]]) -> None:
+    """Raises EngineStateError if the optimizer was given other groups or a state since ``retire``."""
+    same_groups = list(map(id, optimizer.param_groups)) == list(map(id, groups))
+    if not (same_groups and isinstance(optimizer.state, FixedState)):
+        raise EngineStateError(
+            f".{'state' if same_groups else 'param_groups'} of the {type(optimizer).__name__} that was passed to "
+            "infinity.initialize() was replaced, which the engine does not see: change the options of its groups, such "
+            "as lr, only, and load with engine.load_checkpoint()"
+        )
+
+
+@contextmanager
+def hooks_around_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Call what the user registered to be called before and after its ``step``, as torch does."""
+    for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+        if hook(optimizer, (optimizer,), {}) is not None:
+            raise EngineStateError(
+                "a hook of register_step_pre_hook() gave other arguments for step(), which an engine's has none of: "
+                "return None from it"
+            )
+    yield
+    optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
+    for hook in list(optimizer._optimizer_step_post_hooks.values()):
+        hook(optimizer, (optimizer,), {})
 
 
 def take_back(optimizer: torch.optim.Optimizer) -> None:
@@ -71,6 +112,14 @@ def take_back(optimizer: torch.optim.Optimizer) -> None:
                 delattr(optimizer, name)
             else:  # a schedule's, say, which counts steps
                 setattr(optimizer, name, method)
+
+
+def refuse_load() -> NoReturn:
+    raise EngineStateError(
+        "load_state_dict() of an optimizer whose state is in the engine's store: load what engine.save_checkpoint() "
+        "wrote with engine.load_checkpoint(), or write single states with "
+        "infinity.utils.safe_set_full_optimizer_state(param, value, name)"
+    )
 
 
 def refuse_group(group: dict[str, Any]) -> NoReturn:

@@ -192,6 +192,8 @@ class ShardedModel:
         for members, group in zip(layout.members, self.groups, strict=True):
             if members.anchor is not None:
                 self.anchors.setdefault(members.anchor, []).append(group)
+        self.given_gradients: dict[int, torch.Tensor] = {}
+        """By the parameter's index what was in ``param.grad`` before: torch's next backward would add to it."""
         self.units = frozenset(module for module in layout.modules if isinstance(module, UNITS))
         self.leaves = {anchor: groups for anchor, groups in self.anchors.items() if is_leaf(anchor)}
 
@@ -201,7 +203,9 @@ class ShardedModel:
             for chunk_id, chunk in group.chunks:
                 self._write_chunk(chunk_id, chunk, values_of, trainable=group.placement.trainable)
             for param in group.params:
-                access.drop_gradient(param.param)
+                gradient = access.take_gradient(param.param)
+                if gradient is not None and group.placement.trainable:
+                    self.given_gradients[param.index] = gradient
                 access.hide(param.param, param.placeholder)
 
     def weights_of(self, segment: Segment) -> torch.Tensor:

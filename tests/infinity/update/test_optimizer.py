@@ -371,6 +371,7 @@ def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, deco
     assert ours.defaults["lr"] == 0.25
     assert [group["params"] for group in ours.state_dict()["param_groups"]] == [[0], [1]]
     ours.bind(lambda: None, lambda: None, FixedLossScale())
+    retire(theirs)
     ours.step()
     assert theirs._opt_called
 

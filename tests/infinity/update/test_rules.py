@@ -488,7 +488,7 @@ def test_states_and_history_are_found_by_a_dry_run() -> None:
     assert of(optim.Adagrad(params)) == ["sum"]
 
 
-def test_hooks_and_schedules_of_the_users_optimizer_are_not_run_for_every_piece() -> None:
+def test_hooks_and_schedules_of_the_users_optimizer_are_run_once_a_step_not_for_every_piece() -> None:
     calls = []
 
     def make(groups: Iterable[Any]) -> optim.Optimizer:
@@ -498,7 +498,7 @@ def test_hooks_and_schedules_of_the_users_optimizer_are_not_run_for_every_piece(
         return optimizer
 
     engine_weights(make, 3)
-    assert calls == []
+    assert calls == [1, 1, 1]
 
 
 @pytest.mark.parametrize(
