@@ -146,6 +146,9 @@ class Walking:
             pair.forget_losses()
         if name in SETTLING:  # what it has looked at is kept
             pair.unkept.clear()
+        if name == "set_master":  # all of it is new, which is kept
+            for values in pair.unkept:
+                values.pop(pair.shadow.param(args[0]), None)
         written_outside = name == "load_weights" or (name == "write" and args[2] == "outside")
         if written_outside and pair.shadow.setting.stage == 3:
             pair.unkept.append(before)
