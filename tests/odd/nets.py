@@ -60,6 +60,27 @@ def square(output: Any) -> Tensor:
     return torch.as_tensor(output).float().square().mean()
 
 
+def batch(world: Any, step: int = 0) -> Tensor:
+    """[ROWS, WIDTH], the same for a step every time."""
+    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
+    return tensor
+
+
+def loop(world: Any, engine: Any, num_steps: int = 2) -> None:
+    """The usual loop over such batches."""
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=num_steps)
+
+
+class Made:
+    """Makes an SGD of parameters, and keeps it."""
+
+    optimizer: torch.optim.SGD
+
+    def __call__(self, params: Any) -> torch.optim.SGD:
+        self.optimizer = torch.optim.SGD(params, lr=1e-2, momentum=0.9)
+        return self.optimizer
+
+
 def trains(world: Any, model: nn.Module, *, num_steps: int = 3, **kwargs: Any) -> Any:
     """Initialize and run the usual loop over random rows of WIDTH; gives the engine."""
     engine = world.initialize(model, **kwargs)

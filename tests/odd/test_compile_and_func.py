@@ -8,16 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.odd.nets import ROWS, WIDTH, Net, Rule, square
+from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square
 from tests.support.cases import DEFAULT, EACH, GROUPED, Case, Cases
 
 cases = Cases(__name__)
 FEW = (EACH, GROUPED, DEFAULT)
-
-
-def batch(world: Any, step: int) -> Tensor:
-    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
-    return tensor
 
 
 def compiled(name: str, compile_part: Any, *, slow: bool) -> None:

@@ -11,15 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.odd.nets import ROWS, WIDTH, Net, square, trains
+from tests.odd.nets import WIDTH, Net, batch, square, trains
 from tests.support.cases import DEFAULT, EACH, GROUPED, NVME, Case, Cases
 
 cases = Cases(__name__)
-
-
-def batch(world: Any, step: int) -> torch.Tensor:
-    tensor: torch.Tensor = world.randn(ROWS, WIDTH, seed=step)
-    return tensor
 
 
 @cases

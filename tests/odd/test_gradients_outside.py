@@ -7,15 +7,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.odd.nets import ROWS, WIDTH, Net, Rule, square, trains
+from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
 from tests.support.cases import Case, Cases
 
 cases = Cases(__name__)
-
-
-def batch(world: Any, step: int) -> torch.Tensor:
-    tensor: torch.Tensor = world.randn(ROWS, WIDTH, seed=step)
-    return tensor
 
 
 @cases

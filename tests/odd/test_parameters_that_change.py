@@ -10,15 +10,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, skip_init
 
-from tests.odd.nets import ROWS, WIDTH, Block, Net, square, trains
+from tests.odd.nets import ROWS, WIDTH, Block, Net, batch, square, trains
 from tests.support.cases import DEFAULT, EACH, GROUPED, Case, Cases
 
 cases = Cases(__name__)
-
-
-def batch(world: Any, step: int) -> Tensor:
-    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
-    return tensor
 
 
 def goes_on(world: Any, engine: Any, num_steps: int = 2) -> None:

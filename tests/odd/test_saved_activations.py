@@ -10,15 +10,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from tests.odd.nets import ROWS, WIDTH, Net, Rule, square, trains
+from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, Case, Cases
 
 cases = Cases(__name__)
-
-
-def batch(world: Any, step: int) -> Tensor:
-    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
-    return tensor
 
 
 def spoilt(name: str, rule: Any) -> None:

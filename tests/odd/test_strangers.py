@@ -13,20 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 import infinity
-from tests.odd.nets import ROWS, WIDTH, Net, square
+from tests.odd.nets import WIDTH, Made, Net, batch, loop, square
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, NVME, STAGE_2, STAGE_2_BF16, STAGE_2_NVME, Case, Cases
 
 cases = Cases(__name__)
 SETTINGS = (EACH, STAGE_2, NVME, EACH_BF16, STAGE_2_BF16, STAGE_2_NVME, DEFAULT)
-
-
-def batch(world: Any, step: int = 0) -> Tensor:
-    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
-    return tensor
-
-
-def loop(world: Any, engine: Any, num_steps: int = 2) -> None:
-    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=num_steps)
 
 
 # Memory that is taken over
@@ -194,16 +185,6 @@ def the_optimizers_groups_go_round(world: Any) -> None:
     engine.optimizer.load_state_dict(found)
     world.observe("lr", engine.optimizer.param_groups[0]["lr"])
     loop(world, engine, 1)
-
-
-class Made:
-    """Makes an SGD of parameters, and keeps it."""
-
-    optimizer: torch.optim.SGD
-
-    def __call__(self, params: Any) -> torch.optim.SGD:
-        self.optimizer = torch.optim.SGD(params, lr=1e-2, momentum=0.9)
-        return self.optimizer
 
 
 @cases(settings=SETTINGS, must="refused", about="optimizer")

@@ -6,34 +6,15 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tests.odd.nets import ROWS, WIDTH, Net, square
+from tests.odd.nets import ROWS, WIDTH, Made, Net, batch, loop, square
 from tests.support.cases import EACH, EACH_BF16, NVME, STAGE_2, STAGE_2_BF16, STAGE_2_NVME, Case, Cases
 
 cases = Cases(__name__)
 SETTINGS = (EACH, STAGE_2, NVME, EACH_BF16, STAGE_2_BF16, STAGE_2_NVME)
 IN_FP32 = (EACH, STAGE_2, NVME, STAGE_2_NVME)
 """Where plain torch's optimizer steps the weights themselves, not their masters."""
-
-
-def batch(world: Any, step: int = 0) -> Tensor:
-    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
-    return tensor
-
-
-def loop(world: Any, engine: Any, num_steps: int = 2) -> None:
-    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=num_steps)
-
-
-class Made:
-    """Makes an SGD of parameters, and keeps it."""
-
-    optimizer: torch.optim.SGD
-
-    def __call__(self, params: Any) -> torch.optim.SGD:
-        self.optimizer = torch.optim.SGD(params, lr=1e-2, momentum=0.9)
-        return self.optimizer
 
 
 # Hooks around its step

@@ -16,15 +16,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
-from tests.odd.nets import ROWS, WIDTH, Net, Rule, square, trains
+from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, POISON, Case, Cases
 
 cases = Cases(__name__)
-
-
-def batch(world: Any, step: int) -> Tensor:
-    tensor: Tensor = world.randn(ROWS, WIDTH, seed=step)
-    return tensor
 
 
 class KeepsOnContext(torch.autograd.Function):
