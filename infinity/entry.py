@@ -154,8 +154,8 @@ def initialize(
         engine.lr_scheduler = schedule
         apply_section(parsed.activation_checkpointing, activations)
         loader = None if training_data is None else engine.make_training_loader(training_data, collate_fn)
-        if optimizer is not None:
-            retire(optimizer)
+        if optimizer is not None and sharded_optimizer is not None:
+            retire(optimizer, sharded_optimizer)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler
 

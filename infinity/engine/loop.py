@@ -15,6 +15,7 @@ from infinity.config import Config
 from infinity.engine.background import Background
 from infinity.engine.build_update import build_update
 from infinity.engine.casting import Casting
+from infinity.engine.optimizer_states import OptimizerStates
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.engine.step_record import StepRecord
@@ -74,7 +75,9 @@ class TrainingLoop:
         """None where nothing trains."""
         if optimizer is not None:
             self.update = build_update(runtime, optimizer, optimizer_groups, config)
-            optimizer.bind(self.run_update, self.drop_gradients, self.update.scale)
+            in_memory = config.zero_optimization.offload_optimizer.device != "nvme"
+            states = OptimizerStates(runtime, self.update, optimizer) if in_memory else None
+            optimizer.bind(self.run_update, self.drop_gradients, self.update.scale, states)
             runtime.states.keeps_states = self.update.keeps_states
             runtime.states.refuse_clipped = self.update.refuse_clipped
         self._in_backward: InBackward | None = None

@@ -78,6 +78,28 @@ class StateAccess:
         """Replace what ``read`` reads. Every rank calls it; with ``whole`` all with the same values."""
         self.check_phase("written", StepPhase.IDLE)
         kind = self._of_frozen(param, kind)
+        own = self.own_part(param, kind, value, whole=whole)
+        if kind is ObjectKind.GRAD:
+            self._refuse_away(kind.mask)
+            self.refuse_clipped(f"writing the gradient of {param.name}")
+            self._settle(param, together=True)
+            self._gradients.replace(param.index, self._io.own_range(param)[0], own)
+            self._reducer.note(param.index)
+        elif kind is self._stepped or kind is ObjectKind.WEIGHT:
+            self._begin_write(param)
+            self._io.write_own(param, list(dict.fromkeys([kind, ObjectKind.WEIGHT])), own)
+            self._refresh(param)
+        elif not self.keeps_states(param.index):
+            raise EngineStateError(
+                f"the state of {param.name} cannot be written yet: its optimizer makes it in the first step; write it "
+                "after that"
+            )
+        else:
+            self._io.write_own(param, [kind], own)
+
+    def own_part(self, param: ShardedParam, kind: ObjectKind, value: torch.Tensor, *, whole: bool) -> torch.Tensor:
+        """This rank's part of ``value``, 1-D. Raises ValueError if the parameter has none of the kind, or ``value`` has
+        another shape than ``read`` gives, or what the store cannot hold."""
         if not self._io.has(param, kind):
             raise ValueError(f"{param.name} is frozen: it has weights, and no {kind.name.lower()}")
         first, numel = self._io.own_range(param)
@@ -92,23 +114,7 @@ class StateAccess:
                     f"{param.name}: this state is never negative, and the store has no sign for it: write no negative "
                     f"values, or {self._without_sign[kind]}"
                 )
-        if kind is ObjectKind.GRAD:
-            self._refuse_away(kind.mask)
-            self.refuse_clipped(f"writing the gradient of {param.name}")
-            self._settle(param, together=True)
-            self._gradients.replace(param.index, first, own)
-            self._reducer.note(param.index)
-        elif kind is self._stepped or kind is ObjectKind.WEIGHT:
-            self._begin_write(param)
-            self._io.write_own(param, list(dict.fromkeys([kind, ObjectKind.WEIGHT])), own)
-            self._refresh(param)
-        elif not self.keeps_states(param.index):
-            raise EngineStateError(
-                f"the state of {param.name} cannot be written yet: its optimizer makes it in the first step; write it "
-                "after that"
-            )
-        else:
-            self._io.write_own(param, [kind], own)
+        return own
 
     def overwrite(self, values: Sequence[tuple[ShardedParam, Values]]) -> None:
         """New weights, and master weights where there are some. Collective."""

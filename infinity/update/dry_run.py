@@ -87,9 +87,12 @@ def _birth(value: object, param: torch.Tensor, of_others: Birth | None) -> Birth
         return None
     if value.numel() == 1 and (of_others.number is not None if of_others else value.shape != param.shape):
         return Birth(value.item(), NumberTensor(value.dtype, tuple(value.shape)))
-    if value.shape != param.shape or (value.numel() and bool((value != value.view(-1)[0]).any())):
+    if value.shape != param.shape:
         return None
-    return Birth(value.view(-1)[0].item() if value.numel() else 0.0, None)
+    if not value.numel():
+        return Birth(0.0, None)
+    first = value[(0,) * value.dim()]
+    return None if bool((value != first).any()) else Birth(first.item(), None)
 
 
 def born(births: Mapping[str, Birth], param: torch.Tensor) -> State:

@@ -1,7 +1,7 @@
 """The optimizer that the user holds: torch's interface, state in chunks of the store.
 
 ``param_groups`` are live: learning-rate schedules write to them as to any torch optimizer. The state (master weights,
-moments) is not in ``state``, which refuses to be read; it never exists as a whole in memory.
+moments) is not in ``state``, which refuses to be read; ``state_dict()`` copies it where it lies in memory.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from infinity.update.loss_scale import FixedLossScale, LossScale
 from infinity.update.muon import split_groups
 from infinity.update.rule import UpdateRule
 from infinity.update.stored_state import (
+    Packing,
     StoredState,
     check_retired,
     has_step_of_its_own,
@@ -29,6 +30,8 @@ from infinity.update.stored_state import (
     refuse_group,
     refuse_load,
     take_back,
+    with_dict_hooks,
+    with_load_hooks,
 )
 from infinity.update.torch_rule import rule_of
 
@@ -46,6 +49,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state = self._unread = StoredState()  # type: ignore[assignment]
         self.rule = rule
         self.scale: LossScale = FixedLossScale()
+        self._packed_states: Packing | None = None
         self.overflow = False
         """Whether the last step was skipped because a gradient was not finite."""
         self.taken_over: Any = None
@@ -68,9 +72,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Whether steps change the scale."""
         return self.scale.dynamic
 
-    def bind(self, update: Callable[[], None], drop_gradients: Callable[[], None], scale: LossScale) -> None:
-        """The engine's update of all chunks, run by ``step``, what ``zero_grad`` runs, and its loss scale."""
+    def bind(
+        self,
+        update: Callable[[], None],
+        drop_gradients: Callable[[], None],
+        scale: LossScale,
+        states: Packing | None = None,
+    ) -> None:
+        """The engine's update of all chunks, run by ``step``, what ``zero_grad`` runs, its scale, and its states as
+        ``state_dict()`` has them, None where they are too large for it."""
         self._update, self._drop_gradients, self.scale = update, drop_gradients, scale
+        self._packed_states = states
         self._members = [list(group["params"]) for group in self.param_groups]
 
     def _check_groups(self) -> None:
@@ -108,26 +120,43 @@ class ShardedOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
-        """Torch's, of the groups; its entry ``state`` refuses to be read or saved."""
+        """Torch's, of this rank's states, which are copied; with states on NVMe its entry ``state`` refuses to be read
+        or saved."""
+        return with_dict_hooks(self, self.pack)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take what ``state_dict()`` gave, on every rank; on one rank also what that of a torch optimizer gave.
+
+        Raises:
+            EngineStateError, WeightsError: it fits neither the groups nor the states, or these lie on NVMe; nothing has
+                changed.
+        """
+        with_load_hooks(self, state_dict, self.unpack)
+
+    def pack(self) -> dict[str, Any]:
+        """``state_dict`` without hooks."""
         groups, first = [], 0
         for group in self.param_groups:
             numbers = list(range(first, first + len(group["params"])))
             groups.append({**{k: v for k, v in group.items() if k != "params"}, "params": numbers})
             first += len(numbers)
-        return {"state": self._unread, "param_groups": groups}
+        states = {"state": self._unread} if self._packed_states is None else self._packed_states.pack()
+        return {**states, "param_groups": groups}
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """The groups' hyper-parameters of what ``state_dict()`` of this optimizer gave.
-
-        Raises:
-            EngineStateError: it has another state than the store has now; nothing has changed.
-        """
-        if state_dict.get("state") is not self._unread:
-            refuse_load()
-        given = state_dict["param_groups"]
-        if [len(group["params"]) for group in given] != [len(group["params"]) for group in self.param_groups]:
-            raise ValueError("the param groups that are loaded have other sizes than the optimizer's")
-        for group, options in zip(self.param_groups, given, strict=True):
+    def unpack(self, packed: Mapping[str, Any]) -> None:
+        """``load_state_dict`` without hooks."""
+        given, wanted = packed["param_groups"], self.param_groups
+        sizes = [[len(group["params"]) for group in groups] for groups in (given, wanted)]
+        if sizes[0] != sizes[1]:
+            raise EngineStateError(
+                f"load_state_dict() of groups of {sizes[0]} parameters, and the optimizer has groups of {sizes[1]}: "
+                "load the state of one of the same groups"
+            )
+        if packed["state"] is not self._unread:
+            if self._packed_states is None:
+                refuse_load()
+            self._packed_states.unpack(packed)
+        for group, options in zip(wanted, given, strict=True):
             group.update({name: value for name, value in options.items() if name != "params"})
 
 

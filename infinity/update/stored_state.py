@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from inspect import unwrap
 from types import MethodType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
+from weakref import ref
 
 import torch
 
@@ -28,6 +29,16 @@ def _refuse(_state: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
 _refused: Any = _refuse
 
 
+class Packing(Protocol):
+    """An optimizer's ``state_dict`` and ``load_state_dict`` without their hooks."""
+
+    def pack(self) -> dict[str, Any]:
+        """Copies of this rank's states in torch's form."""
+
+    def unpack(self, packed: Mapping[str, Any]) -> None:
+        """Take what ``pack`` gave. Raises where it does not fit, and then changes nothing."""
+
+
 class FixedState(dict[Any, Any]):
     """Refuses to be changed, copied or saved: what is done to it would be done to nothing."""
 
@@ -44,8 +55,12 @@ class StoredState(FixedState):
     __getitem__ = __iter__ = __len__ = __contains__ = __bool__ = keys = values = items = get = _refused
 
 
-def retire(optimizer: torch.optim.Optimizer) -> None:
-    """The user's own optimizer has been taken over: its groups are shared, what else it had is the engine's."""
+def retire(optimizer: torch.optim.Optimizer, successor: Packing) -> None:
+    """The user's own optimizer has been taken over: its groups are shared, what else it had is the engine's.
+
+    ``successor``: who has its states now.
+    """
+    following = ref(successor)
 
     def step(_self: Any, *_args: Any, **_kwargs: Any) -> NoReturn:
         raise EngineStateError(
@@ -56,15 +71,24 @@ def retire(optimizer: torch.optim.Optimizer) -> None:
     def add_param_group(_self: Any, group: dict[str, Any]) -> NoReturn:
         refuse_group(group)
 
-    def load_state_dict(_self: Any, _state_dict: Any) -> NoReturn:
-        refuse_load()
+    def state_dict(self: torch.optim.Optimizer) -> dict[str, Any]:
+        found = following()
+        if found is None or type(self).state_dict is not torch.optim.Optimizer.state_dict:
+            _refuse(self)
+        return with_dict_hooks(self, found.pack)
+
+    def load_state_dict(self: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
+        found = following()
+        if found is None or type(self).load_state_dict is not torch.optim.Optimizer.load_state_dict:
+            refuse_load()
+        with_load_hooks(self, state_dict, found.unpack)
 
     step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else a schedule made before warns
     optimizer.state = StoredState()  # type: ignore[assignment]
     optimizer.__dict__[_BEFORE] = {name: optimizer.__dict__.get(name) for name in _REPLACED}
     optimizer.step = MethodType(step, optimizer)  # type: ignore[method-assign]
     optimizer.add_param_group = MethodType(add_param_group, optimizer)  # type: ignore[method-assign]
-    optimizer.state_dict = MethodType(_refuse, optimizer)  # type: ignore[method-assign]
+    optimizer.state_dict = MethodType(state_dict, optimizer)  # type: ignore[method-assign]
     optimizer.load_state_dict = MethodType(load_state_dict, optimizer)  # type: ignore[method-assign]
 
 
@@ -101,6 +125,28 @@ def hooks_around_step(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     optimizer._opt_called = True  # type: ignore[attr-defined]  # what torch's schedulers look for
     for hook in list(optimizer._optimizer_step_post_hooks.values()):
         hook(optimizer, (optimizer,), {})
+
+
+def with_dict_hooks(optimizer: torch.optim.Optimizer, pack: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """``pack()`` between the hooks that were registered for ``state_dict()``, as torch calls them."""
+    for before in list(optimizer._optimizer_state_dict_pre_hooks.values()):
+        before(optimizer)
+    packed = pack()
+    for after in list(optimizer._optimizer_state_dict_post_hooks.values()):
+        packed = after(optimizer, packed) or packed
+    return packed
+
+
+def with_load_hooks(
+    optimizer: torch.optim.Optimizer, packed: Mapping[str, Any], unpack: Callable[[Mapping[str, Any]], None]
+) -> None:
+    """``unpack(packed)`` between the hooks that were registered for ``load_state_dict()``, as torch calls them."""
+    packed = dict(packed)
+    for before in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
+        packed = before(optimizer, packed) or packed
+    unpack(packed)
+    for after in list(optimizer._optimizer_load_state_dict_post_hooks.values()):
+        after(optimizer)
 
 
 def take_back(optimizer: torch.optim.Optimizer) -> None:

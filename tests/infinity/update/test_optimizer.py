@@ -371,7 +371,7 @@ def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, deco
     assert ours.defaults["lr"] == 0.25
     assert [group["params"] for group in ours.state_dict()["param_groups"]] == [[0], [1]]
     ours.bind(lambda: None, lambda: None, FixedLossScale())
-    retire(theirs)
+    retire(theirs, ours)
     ours.step()
     assert theirs._opt_called
 
@@ -379,7 +379,7 @@ def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, deco
 def test_one_that_another_engine_had_is_taken_over_again() -> None:
     given = torch.optim.SGD(params_of(1), lr=0.5)
     first = from_torch(given)
-    retire(given)
+    retire(given, first)
     with pytest.raises(EngineStateError, match="store"):
         given.state.items()
     second = from_torch(given)

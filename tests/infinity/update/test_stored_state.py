@@ -51,6 +51,17 @@ def test_it_may_be_shown() -> None:
     assert "store" in repr(StoredState())
 
 
+class Successor:
+    def __init__(self) -> None:
+        self.taken: list[Any] = []
+
+    def pack(self) -> dict[str, Any]:
+        return {"state": {0: 1}, "param_groups": []}
+
+    def unpack(self, packed: Any) -> None:
+        self.taken.append(packed)
+
+
 def made() -> optim.SGD:
     return optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1, momentum=0.9)
 
@@ -58,7 +69,7 @@ def made() -> optim.SGD:
 def test_an_optimizer_that_was_taken_over_refuses_by_its_class() -> None:
     optimizer = made()
     groups = optimizer.param_groups
-    retire(optimizer)
+    retire(optimizer, Successor())
     assert optimizer.param_groups is groups
     assert isinstance(optimizer.state, StoredState)
     with pytest.raises(EngineStateError, match=r"SGD that was passed.*engine.step"):
@@ -66,6 +77,18 @@ def test_an_optimizer_that_was_taken_over_refuses_by_its_class() -> None:
     with pytest.raises(EngineStateError, match=r"shapes \[\(3, 4\)\]"):
         optimizer.add_param_group({"params": torch.ones(3, 4)})
     optim.lr_scheduler.StepLR(optimizer, 1)  # which wraps step(), and warns where nobody has
+
+
+def test_its_state_dict_is_its_successors_while_there_is_one() -> None:
+    optimizer, successor = made(), Successor()
+    retire(optimizer, successor)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert successor.taken == [{"state": {0: 1}, "param_groups": []}]
+    del successor
+    with pytest.raises(EngineStateError, match="save_checkpoint"):
+        optimizer.state_dict()
+    with pytest.raises(EngineStateError, match="load_checkpoint"):
+        optimizer.load_state_dict({})
 
 
 @pytest.mark.parametrize("wrapped", [False, True])
@@ -76,7 +99,7 @@ def test_it_can_be_taken_back(wrapped: bool) -> None:
     own = {name: optimizer.__dict__.get(name) for name in ("step", "add_param_group")}
     assert (own["step"] is not None) is wrapped
     before = set(vars(optimizer))
-    retire(optimizer)
+    retire(optimizer, Successor())
     take_back(optimizer)
     assert set(vars(optimizer)) == before
     assert {name: optimizer.__dict__.get(name) for name in own} == own
