@@ -28,6 +28,8 @@ _log = logging.getLogger(__name__)
 PARTING_TIMEOUT_S: Final = 60.0
 """How long a rank that ends waits for those that do not; then it ends alone."""
 
+_REDUCE: Final = "reduce gradients"
+
 Result = TypeVar("Result")
 
 
@@ -172,27 +174,33 @@ class Collectives:
         of their gathers without a deadlock.
         """
         peers, factor = self._divided(full)
-        with self.log.timed("reduce_scatter", full.nbytes):
+        with _in_words(_REDUCE, peers), self.log.timed("reduce_scatter", full.nbytes):
             if full.device.type == "cpu":
-                return OrderedScatter(output, full, peers.group_for_reductions, factor)
+                return _ReducingInWords(OrderedScatter(output, full, peers.group_for_reductions, factor), peers)
             work = scatter(output, full, op=dist.ReduceOp.SUM, group=peers.reductions, async_op=True)
-            return Scaled(work, output, factor)
+            return _ReducingInWords(Scaled(work, output, factor), peers)
 
     def all_reduce_mean(self, full: torch.Tensor) -> Reducing:
         """Issue: ``full`` becomes its mean over ranks, with the bits of ``reduce_scatter_mean``."""
         peers, factor = self._divided(full)
-        with self.log.timed("all_reduce", full.nbytes):
+        with _in_words(_REDUCE, peers), self.log.timed("all_reduce", full.nbytes):
             if full.device.type == "cpu":
                 reductions, results = peers.group_for_reductions, peers.group_for_results
-                return OrderedReduce(full, reductions, results, self.world_size, factor)
+                return _ReducingInWords(OrderedReduce(full, reductions, results, self.world_size, factor), peers)
             work = dist.all_reduce(full, group=peers.reductions, async_op=True)
-            return Scaled(work, full, factor)
+            return _ReducingInWords(Scaled(work, full, factor), peers)
+
+    @property
+    def num_reductions(self) -> int:
+        """Reductions that were begun on this rank among these ranks, by this user of them or another."""
+        return self._peers.num_reductions if self._peers is not None else 0
 
     def _divided(self, full: torch.Tensor) -> tuple[Peers, float]:
         """Whom it is summed over, and what is left to multiply the sum by."""
         if self._peers is None:
             raise AssertionError("one rank has nothing to reduce")
         full.div_(self._predivide_factor)
+        self._peers.num_reductions += 1
         return self._peers, self._predivide_factor / self.world_size
 
     def receive_from_previous(self, tensor: torch.Tensor) -> None:
@@ -269,6 +277,21 @@ class Collectives:
             if failure is not None:
                 raise as_error(f"rank {rank} failed: {failure}")
         return cast(Result, result)
+
+
+class _ReducingInWords:
+    """A reduction whose errors say what this rank was about to do."""
+
+    def __init__(self, reducing: Reducing, peers: Peers) -> None:
+        self._reducing, self._peers = reducing, peers
+
+    def is_completed(self) -> bool:
+        with _in_words(_REDUCE, self._peers):
+            return self._reducing.is_completed()
+
+    def wait(self) -> None:
+        with _in_words(_REDUCE, self._peers):
+            self._reducing.wait()
 
 
 @lru_cache(maxsize=1 << 14)

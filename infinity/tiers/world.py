@@ -45,6 +45,8 @@ class Peers:
     """The number of the user that joined last."""
     let_go: dict[int, Callable[[], None]] = field(default_factory=dict)
     """By the number of each user that this rank has collected and others may still hold: what ends it."""
+    num_reductions: int = 0
+    """Reductions that this rank has begun, of whatever engine: where ranks differ, the next ones would meet others."""
     results: dist.ProcessGroup | None = None
     """Where the results of all-reduces are handed out, if anybody makes any."""
 

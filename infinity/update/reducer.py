@@ -59,7 +59,7 @@ class Reducer:
         self._completed: dict[int, None] = {}
         self._order_learnt = False
         self._num_issued = 0
-        self._num_started = self._num_dropped = 0
+        self._num_dropped = 0
         self._in_flight: deque[_InFlight] = deque()
         self.norms = False
         """The running micro-batch is the last one and a gradient norm is wanted."""
@@ -111,7 +111,7 @@ class Reducer:
     @property
     def told(self) -> str:
         """What must be the same on all ranks, or one's gradients would meet others of another."""
-        return f"after {self._num_started} reductions and {self._num_dropped} zero_grad() of gradients"
+        return f"after {self._collectives.num_reductions} reductions and {self._num_dropped} zero_grad() of gradients"
 
     def clear(self, *, by_user: bool = False) -> None:
         """Drop the gradients of an update that was done, of a step that failed, or as the user wants it."""
@@ -211,7 +211,6 @@ class Reducer:
     def _start(self, group: ParamGroup) -> None:
         used = [param.index for param in group.params if group.has_gradient_of(param)]
         self._used[used] = 1
-        self._num_started += 1
         final = group.index in self._completed and len(used) == len(group.params)
         self._in_flight.append(_InFlight(group, *group.reduce_gradients(), final))
 

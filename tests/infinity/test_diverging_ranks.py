@@ -232,6 +232,65 @@ def test_a_save_outlives_ranks_that_diverge(diverged: list[dict[str, str]]) -> N
         assert found["saved"].endswith("late")
 
 
+TWO_ENGINES = """
+import json, os
+import torch
+from torch import nn
+import infinity
+from infinity.errors import WorldError
+
+rank = int(os.environ["RANK"])
+
+def start(seed):
+    torch.manual_seed(seed)
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": STAGE, "stage3_param_persistence_threshold": 0},
+    }
+    return infinity.initialize(model=nn.Sequential(*(nn.Linear(6, 6) for _ in range(4))), config=config)[0]
+
+def step(engine):
+    engine.backward(engine(torch.randn(2, 6)).square().mean())
+    engine.step()
+
+first, second = start(1), start(2)
+for engine in (first, second):
+    step(engine)  # from here on reductions are issued while backward goes on
+
+def go_wrong(_grad):
+    raise ValueError("in backward")
+
+heard = []
+x = torch.randn(2, 6)
+y = first(x)
+if rank == 1:
+    y.register_hook(go_wrong)
+calls = [lambda: first.backward(y.square().mean()), lambda: step(second)]
+if rank == 1:
+    calls.insert(1, first.step)  # while the other is still in backward
+for do in calls:
+    try:
+        do()
+        heard.append("nothing")
+    except (ValueError, WorldError) as error:
+        heard.append(str(error))
+print(json.dumps(heard))
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_what_one_engine_left_half_reduced_meets_no_other_engines_gradients(stage: int, tmp_path: Path) -> None:
+    """Both reduce in one process group, where what a rank began first meets what the others began first."""
+    ranks = run_ranks(
+        TWO_ENGINES.replace("STAGE", str(stage)), tmp_path, num_ranks=2, variables={"INFINITY_TIMEOUT_S": "60"}
+    )
+    for answer in (rank.answer for rank in ranks):
+        assert "the ranks diverge" in answer[-1], answer
+        assert "reductions" in answer[-1]
+
+
 def test_a_rank_that_ends_is_said_to_have_ended(tmp_path: Path) -> None:
     code = """
 engine = start(build())

@@ -72,7 +72,6 @@ class _Pair:
         self.unkept: list[Any] = []
         """What was written where weights are sharded but here: it is refused late, and then undone."""
         self.was_stopped_half_way = False
-        self.has_diverged = False
 
     def undo_writes(self, words: str) -> None:
         if "was changed in place" in words:
@@ -105,6 +104,8 @@ class Walking:
         self.pairs = [_Pair(recipe, start, 1, directory, self.files)]
         self.current = 0
         self.refusals: list[str] = []
+        self.has_diverged = False
+        """Ranks have begun other reductions than others, which every engine on them is told."""
 
     def go(self, action: Sequence[Any]) -> str:
         """Whether the call was "equal", "refused" or "left out"; raises WalkError."""
@@ -200,7 +201,7 @@ class Walking:
             raise WalkOver
         if how in UNEVEN:
             raise WalkOver
-        pair.has_diverged = True
+        self.has_diverged = True
         pair.driven.zero_grad()
         pair.shadow.drop()
         pair.disarm()
@@ -211,7 +212,7 @@ class Walking:
 
     def _refused(self, pair: _Pair, name: str, args: list[Any], refusal: BaseException) -> str:
         words = str(refusal)
-        if pair.has_diverged and DIVERGED.search(words):  # they are told once more
+        if self.has_diverged and DIVERGED.search(words):  # they are told once more
             raise WalkOver
         self.refusals.append(f"{name}: {type(refusal).__name__}: {words}")
         if re.search(r"\bhas failed\b", words):
