@@ -286,7 +286,7 @@ class Driven:
         elif what == "no such tag":
             self.engine.load_checkpoint(self.directory / "saved", "nowhere")
         elif what == "state":
-            self.engine.optimizer.state_dict()["state"][0]
+            self.engine.optimizer.state.clear()
 
     def close(self) -> None:
         self.engine.destroy()
