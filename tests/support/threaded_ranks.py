@@ -101,6 +101,10 @@ class ThreadedCollectives(Collectives):
         self.reduced.append(full.clone())
         return Work(self._meeting, self.rank, output, full)
 
+    @property
+    def num_reductions(self) -> int:
+        return len(self.reduced)
+
     def receive_from_previous(self, tensor: torch.Tensor) -> None:
         tensor.copy_(self._meeting.passed[self.rank].get(timeout=DEADLINE_S))
 
