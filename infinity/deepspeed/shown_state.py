@@ -19,7 +19,7 @@ from infinity.engine.runtime import Runtime
 from infinity.errors import EngineStateError
 from infinity.states import StepPhase
 from infinity.update.optimizer import ShardedOptimizer
-from infinity.update.rule import number_of
+from infinity.update.rule import numbers_of
 from infinity.update.stored_state import FixedState
 from infinity.weights import shard_copies
 from io_daemon.shared.protocol import ObjectKind
@@ -71,8 +71,8 @@ class ShownState(FixedState):
         if not is_group and not runtime.sharded.policy.shards_states:
             shown = {label: runtime.sharded_param(key).unflattened(values) for label, values in shown.items()}
         (history,) = histories
-        for (label, kept), value in zip(rule.numbers.items(), history or (), strict=True):
-            shown[label] = number = number_of(value, kept, torch.device("cpu"))
+        for label, number in numbers_of(rule.numbers, history or (), torch.device("cpu")).items():
+            shown[label] = number
             if isinstance(number, torch.Tensor):
                 copy = shard_copies.hand_out(runtime, params[0], number.view(1), f"optimizer.state[…][{label!r}]")
                 shown[label] = copy.view(number.shape)

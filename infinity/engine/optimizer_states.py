@@ -14,8 +14,9 @@ from torch import nn
 
 from infinity.engine.runtime import Runtime
 from infinity.errors import EngineStateError, WeightsError
+from infinity.states import StepPhase
 from infinity.update.optimizer import ShardedOptimizer
-from infinity.update.rule import UpdateRule, number_of
+from infinity.update.rule import numbers_of
 from infinity.update.update import Update
 from infinity.weights import shard_copies
 from infinity.weights.param import ShardedParam
@@ -24,13 +25,13 @@ from io_daemon.shared.protocol import ObjectKind
 MASTERS: Final = "fp32_weights"
 SCALE: Final = "loss_scale"
 SHARER: Final = "rank_of_ranks"
-_ELASTIC: Final = "engine.save_checkpoint() and load_checkpoint() take any number of ranks"
+_OTHER: Final = "load the state of the same kind of optimizer, over the same parameters in the same order"
 
 
 class OptimizerStates:
     def __init__(self, runtime: Runtime, update: Update, optimizer: ShardedOptimizer) -> None:
         self._runtime, self._update, self._optimizer = runtime, update, optimizer
-        self._rule: UpdateRule = optimizer.rule
+        self._rule = optimizer.rule
         self._labels = {*self._rule.states, *self._rule.numbers}
         self._sharer = (runtime.sharded.sharers.rank, runtime.sharded.sharers.world_size)
 
@@ -45,9 +46,7 @@ class OptimizerStates:
             history = histories[sharded.index]
             if history is not None and self._labels and runtime.io.own_range(sharded)[1]:
                 states = {label: self._read(param, sharded, label) for label in self._rule.states}
-                counted = zip(self._rule.numbers.items(), history, strict=True)
-                numbers = {label: number_of(value, kept, torch.device("cpu")) for (label, kept), value in counted}
-                packed["state"][number] = numbers | states
+                packed["state"][number] = numbers_of(self._rule.numbers, history, torch.device("cpu")) | states
             if self._has_master(sharded):
                 masters[number] = self._read(param, sharded, None)
         if masters:
@@ -63,12 +62,11 @@ class OptimizerStates:
 
         Raises:
             WeightsError: naming a parameter whose entry does not fit.
-            EngineStateError: other ranks' parts.
+            EngineStateError: other ranks' parts, or a time when states cannot be written.
             Either on every rank; nothing has changed.
         """
-        states, masters = packed["state"], packed.get(MASTERS, {})
-        whole = SHARER not in packed
-        self._runtime.collectives.together(lambda: self._check(packed, states, masters), "load the optimizer's state")
+        self._runtime.collectives.together(lambda: self._check(packed), "load the optimizer's state")
+        states, masters, whole = packed["state"], packed.get(MASTERS, {}), SHARER not in packed
         histories = self._update.histories
         for number, (_, sharded) in enumerate(self._params()):
             entry = states.get(number)
@@ -84,13 +82,17 @@ class OptimizerStates:
         if SCALE in packed:
             self._update.scale.load_state_dict(packed[SCALE])
 
-    def _check(self, packed: Mapping[str, Any], states: Mapping[Any, Any], masters: Mapping[Any, Any]) -> None:
+    def _check(self, packed: Mapping[str, Any]) -> None:
+        self._runtime.refuse_over("load_state_dict() of the optimizer")
+        self._runtime.states.check_phase("written", StepPhase.IDLE)
+        self._runtime.sharded.refuse_away(self._rule.state_mask | self._kind(None).mask)
         if tuple(packed.get(SHARER, self._sharer)) != self._sharer:
             saved, now = packed[SHARER], self._sharer
             raise EngineStateError(
                 f"load_state_dict() of the part of rank {saved[0]} of {saved[1]} on rank {now[0]} of {now[1]}: load "
-                f"each rank's own again; {_ELASTIC}"
+                "each rank's own again; engine.save_checkpoint() and load_checkpoint() take any number of ranks"
             )
+        states, masters, whole = packed["state"], packed.get(MASTERS, {}), SHARER not in packed
         params = list(self._params())
         for number in [*states, *masters]:
             if number not in range(len(params)):
@@ -98,7 +100,6 @@ class OptimizerStates:
                     f"load_state_dict() of a state for parameter {number!r}, and the optimizer has {len(params)} of "
                     "them, counted from 0: load the state of an optimizer of the same groups"
                 )
-        whole = SHARER not in packed
         for number, (param, sharded) in enumerate(params):
             entry = states.get(number)
             if entry and entry.keys() != self._labels:
@@ -147,6 +148,3 @@ class OptimizerStates:
     def _zeros(self, sharded: ShardedParam, *, whole: bool) -> dict[str, torch.Tensor]:
         shape = sharded.shape if whole else torch.Size([self._runtime.io.own_range(sharded)[1]])
         return {label: torch.zeros(shape) for label in self._rule.states}
-
-
-_OTHER: Final = "load the state of the same kind of optimizer, over the same parameters in the same order"

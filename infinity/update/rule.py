@@ -42,6 +42,13 @@ def number_of(value: float, number: NumberType, device: torch.device) -> Any:
     return number(value)
 
 
+def numbers_of(numbers: Mapping[str, NumberType], history: tuple[float, ...], device: torch.device) -> dict[str, Any]:
+    """By label the numbers of a history as the optimizer keeps them."""
+    return {
+        label: number_of(value, number, device) for (label, number), value in zip(numbers.items(), history, strict=True)
+    }
+
+
 @dataclass(slots=True)
 class Call:
     """Pieces that are stepped together, all of one param group and one history: lists of one length."""

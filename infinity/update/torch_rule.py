@@ -19,7 +19,7 @@ from infinity.update.dry_run import (
     unlike,
     way_of,
 )
-from infinity.update.rule import Call, History, NumberType, Options, UpdateRule, number_of
+from infinity.update.rule import Call, History, NumberType, Options, UpdateRule, numbers_of
 from infinity.update.stand_in import StandIn, State
 from io_daemon.shared.protocol import STATE_KINDS
 
@@ -90,10 +90,7 @@ class _Run:
         return tuple(float(after[0].get(label, 0.0)) for label in self.numbers)
 
     def _restored(self, views: Sequence[torch.Tensor], history: tuple[float, ...], device: torch.device) -> State:
-        state: State = dict(zip(self.states, views, strict=True))
-        for (label, number), value in zip(self.numbers.items(), history, strict=True):
-            state[label] = number_of(value, number, device)
-        return state
+        return {**dict(zip(self.states, views, strict=True)), **numbers_of(self.numbers, history, device)}
 
     def _keep(self, views: Sequence[torch.Tensor], state: State) -> None:
         """Most optimizers write to the views; what a first step has made, or any has replaced, is copied there."""

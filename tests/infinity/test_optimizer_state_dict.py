@@ -281,6 +281,36 @@ def test_what_does_not_fit_is_refused_by_name_and_changes_nothing(pattern: str, 
     engine.destroy()
 
 
+@pytest.mark.parametrize("when", ["in forward", "states are away"])
+def test_at_a_time_when_states_cannot_be_written_nothing_changes(when: str, tmp_path: Path) -> None:
+    engine = start(OPTIMIZERS["AdamW"], SETTINGS["fp32"], tmp_path)
+    train(engine, images(0, 2))
+    given = through_a_file(engine.optimizer.state_dict())
+    train(engine, images(2, 3))
+    before = through_a_file(engine.optimizer.state_dict())
+    heard: list[str] = []
+
+    def load(*_: object) -> None:
+        with pytest.raises(EngineStateError) as refused:
+            engine.optimizer.load_state_dict(given)
+        heard.append(str(refused.value))
+
+    if when == "in forward":
+        hook = engine.module.last.register_forward_hook(load)
+        engine(images(3, 4)[0])
+        hook.remove()
+        engine.zero_grad()
+    else:
+        engine.offload_states()
+        load()
+        engine.reload_states()
+    assert len(heard) == 1
+    assert ("FORWARD" if when == "in forward" else "reload_states") in heard[0]
+    after = engine.optimizer.state_dict()
+    assert all(same_bits(after["state"][number], entry) for number, entry in before["state"].items())
+    engine.destroy()
+
+
 def test_a_write_to_what_it_gave_is_refused(tmp_path: Path) -> None:
     engine = start(OPTIMIZERS["AdamW"], SETTINGS["fp32"], tmp_path)
     train(engine, images(0, 1))
