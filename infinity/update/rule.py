@@ -43,7 +43,7 @@ def number_of(value: float, number: NumberType, device: torch.device) -> Any:
 
 
 def numbers_of(numbers: Mapping[str, NumberType], history: tuple[float, ...], device: torch.device) -> dict[str, Any]:
-    """By label the numbers of a history as the optimizer keeps them."""
+    """The numbers of a history by label, as the optimizer keeps them."""
     return {
         label: number_of(value, number, device) for (label, number), value in zip(numbers.items(), history, strict=True)
     }
