@@ -275,7 +275,7 @@ for do in calls:
         heard.append("nothing")
     except (ValueError, WorldError) as error:
         heard.append(str(error))
-print(json.dumps(heard))
+print(json.dumps(heard), flush=True)
 os._exit(0)
 """
 
