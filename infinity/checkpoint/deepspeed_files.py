@@ -25,6 +25,8 @@ from infinity.errors import CheckpointError
 from infinity.files.pieces import pieces
 from infinity.files.torch_file import MAPPED_BYTES_MAX
 
+_STAGES: Final = ("disabled", "optimizer_states", "gradients", "weights")
+"""DeepSpeed's names of the stages."""
 _WHOLE: Final = "save it again with DeepSpeed, on all ranks, or name another tag"
 
 
@@ -297,8 +299,9 @@ def _load_inert(path: Path) -> Mapping[str, Any]:
 
 def _stage(state: Mapping[str, Any]) -> int:
     stage = state.get("zero_stage", 1)  # the bf16 optimizer of stage 1 does not say
-    number = stage.arguments[0] if isinstance(stage, Inert) and stage.arguments else stage
-    return int(number)
+    if isinstance(stage, Inert) and stage.arguments:
+        stage = stage.arguments[-1]  # of an enumeration's member its value, or from Python 3.11.0 to 3.11.3 its name
+    return _STAGES.index(stage) if stage in _STAGES else int(stage)
 
 
 def _cut(offset: int, numel: int, part: int, vector: int) -> Iterator[Run]:

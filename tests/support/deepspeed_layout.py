@@ -20,8 +20,11 @@ STATES = ("exp_avg", "exp_avg_sq")
 
 
 @contextmanager
-def foreign_classes() -> Iterator[tuple[Any, Any]]:
-    """(a scaler's class, an enumeration) of a package that is not there when the files are read."""
+def foreign_classes(*, by_name: bool = False) -> Iterator[tuple[Any, Any]]:
+    """(a scaler's class, an enumeration) of a package that is not there when the files are read.
+
+    ``by_name``: members of the enumeration are pickled as Python 3.11.0 to 3.11.3 do it, not by their value.
+    """
     package = ModuleType("deepspeed_of_this_test")
 
     class DynamicLossScaler:
@@ -30,8 +33,11 @@ def foreign_classes() -> Iterator[tuple[Any, Any]]:
             self.cur_iter, self.last_overflow_iter = 9, 4
 
     class ZeroStage(IntEnum):
-        TWO = 2
-        THREE = 3
+        gradients = 2
+        weights = 3
+
+        def __reduce_ex__(self, _protocol: Any) -> tuple[Any, ...]:
+            return (getattr, (type(self), self.name)) if by_name else (type(self), (self.value,))
 
     for each in (DynamicLossScaler, ZeroStage):
         each.__module__, each.__qualname__ = package.__name__, each.__name__
@@ -57,13 +63,13 @@ def frozen() -> dict[str, Tensor]:
     return {"frozen.weight": torch.arange(35.0).view(5, 7).bfloat16()}
 
 
-def write(directory: Path, *, stage: int, world_size: int) -> None:
+def write(directory: Path, *, stage: int, world_size: int, by_name: bool = False) -> None:
     """A checkpoint of stage 2 or 3 in ``directory``/global_step3, and ``latest``."""
     place = directory / "global_step3"
     place.mkdir(parents=True)
     (directory / "latest").write_text("global_step3")
     vectors = _of_stage_3(world_size) if stage == 3 else _of_stage_2(world_size)
-    with foreign_classes() as (scaler, stages):
+    with foreign_classes(by_name=by_name) as (scaler, stages):
         for rank in range(world_size):
             torch.save(_optimizer(vectors, rank, stages(stage), scaler(), world_size), place / _optim_name(rank))
             if stage == 3 or rank == 0:

@@ -46,13 +46,19 @@ class Model(nn.Module):
         return y
 
 
+@pytest.mark.parametrize("by_name", [False, True])
 @pytest.mark.parametrize(("stage", "world_size"), [(2, 1), (2, 3), (3, 1), (3, 2), (3, 4)])
 def test_every_element_comes_to_its_place(
-    stage: int, world_size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    stage: int,
+    world_size: int,
+    by_name: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(deepspeed_files, "PIECE_NUMEL_MAX", 100)
     monkeypatch.setattr(deepspeed_files, "MAPPED_BYTES_MAX", 500)
-    layout.write(tmp_path / "theirs", stage=stage, world_size=world_size)
+    layout.write(tmp_path / "theirs", stage=stage, world_size=world_size, by_name=by_name)
     assert main(["import-deepspeed", str(tmp_path / "theirs"), str(tmp_path / "ours"), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
     assert (report["stage"], report["ranks"], report["left_out"]) == (stage, world_size, ["lambda"])
