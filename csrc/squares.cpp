@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <bit>
 #include <cmath>
+#include <cstring>
 
 #include "clones.hpp"
 
@@ -17,24 +18,42 @@ namespace {
   return std::bit_cast<float>(static_cast<std::uint32_t>(static_cast<std::uint16_t>(bits)) << 16);
 }
 
+// Numbers that are asked for ahead: half the time of what no cache has.
+constexpr std::size_t kPrefetchDistance = 1024;
+
+// A row is one vector by name: from lanes in arrays GCC makes vectors across rows, whose numbers it
+// then adds up one by one, at a sixth of the speed.
+using Row [[gnu::vector_size(kSquareLanes * sizeof(float))]] = float;
+using RowBits [[gnu::vector_size(kSquareLanes * sizeof(std::uint32_t))]] = std::uint32_t;
+using NarrowBits [[gnu::vector_size(kSquareLanes * sizeof(std::uint16_t))]] = std::uint16_t;
+
+[[gnu::always_inline]] inline void load_row(const float* values, Row& row) noexcept {
+  std::memcpy(&row, values, sizeof row);
+}
+
+[[gnu::always_inline]] inline void load_row(const std::int16_t* values, Row& row) noexcept {
+  NarrowBits narrow;
+  std::memcpy(&narrow, values, sizeof narrow);
+  const RowBits bits = __builtin_convertvector(narrow, RowBits) << 16;
+  std::memcpy(&row, &bits, sizeof row);
+}
+
 // Both sums are chains, each rounded as it goes: the lanes are all that can be done at a time.
 template <typename Value>
 [[gnu::always_inline]] inline void add_rows(const Value* values, std::size_t rows,
                                             float* state) noexcept {
-  float lanes[kSquareLanes];
-  float nothing[kSquareLanes] = {};
-  for (std::size_t lane = 0; lane < kSquareLanes; ++lane) lanes[lane] = state[lane];
+  Row lanes;
+  load_row(state, lanes);
+  Row nothing = {};
   for (std::size_t row = 0; row < rows; ++row, values += kSquareLanes) {
-    for (std::size_t lane = 0; lane < kSquareLanes; ++lane) {
-      const float value = number(values[lane]);
-      lanes[lane] += value * value;
-      nothing[lane] += value * 0.0F;
-    }
+    __builtin_prefetch(values + kPrefetchDistance);
+    Row value;
+    load_row(values, value);
+    lanes += value * value;
+    nothing += value * 0.0F;
   }
-  for (std::size_t lane = 0; lane < kSquareLanes; ++lane) {
-    state[lane] = lanes[lane];
-    state[kSquareState - 1] += nothing[lane];
-  }
+  std::memcpy(state, &lanes, sizeof lanes);
+  for (std::size_t lane = 0; lane < kSquareLanes; ++lane) state[kSquareState - 1] += nothing[lane];
 }
 
 INFINITY_CLONES void add_whole_rows(const float* values, std::size_t rows, float* state) noexcept {
