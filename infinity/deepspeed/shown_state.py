@@ -58,9 +58,11 @@ class ShownState(FixedState):
         is_group = key in self._groups
         params: list[nn.Parameter] = self._params()[self._groups[key]] if is_group else [key]
         params = [param for param in params if self._has_part(param)]
+        if not params:
+            raise KeyError("this rank has no part of it")
         histories = {self._history(param) for param in params}
-        if not histories or None in histories:
-            raise KeyError("no step has changed this rank's part of it")
+        if histories == {None}:
+            return FixedState()  # as torch's is before the first step
         if len(histories) > 1:
             raise EngineStateError(
                 "parameters of the group were stepped different numbers of times: read optimizer.state[param] of each"
@@ -87,7 +89,12 @@ class ShownState(FixedState):
     def __contains__(self, key: object) -> bool:
         return self._history(key) is not None
 
-    get: Any = Mapping.get
+    def get(self, key: Any, default: Any = None) -> Any:
+        """The states of the parameter; ``default`` if there are none, as before its first step."""
+        if key not in self:
+            return default
+        return self[key]
+
     keys: Any = Mapping.keys
     values: Any = Mapping.values
     items: Any = Mapping.items

@@ -44,8 +44,11 @@ def test_before_the_first_step_there_is_none(engine: Any) -> None:
     weight = engine.module[0].weight
     assert weight not in state
     assert state.get(weight) is None
+    assert list(state[weight]) == []
+    with pytest.raises(EngineStateError):
+        state[weight]["step"] = 1
     with pytest.raises(KeyError):
-        state[weight]
+        state[torch.zeros(1)]
 
 
 def test_it_is_the_stores(engine: Any) -> None:
