@@ -27,6 +27,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
+from benchmarks.place import add_directory
 from infinity.tiers.launch import DaemonProcess
 from io_daemon.rank.client import Client
 from io_daemon.serve.startup import raise_priority
@@ -180,7 +181,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="acquire_latency", description=__doc__)
-    parser.add_argument("--swap-dir", default=tempfile.gettempdir(), help="default: the directory for temporary files")
+    add_directory(parser)
     parser.add_argument("--engine", default="auto", help="as for `io-daemon serve`")
     parser.add_argument("--tenants", type=int, default=1, help="attached ranks, taking turns; default: 1")
     parser.add_argument("--acquires", type=int, default=10_000, help="acquires measured; default: 10000")

@@ -30,6 +30,7 @@ from torch import nn
 import infinity
 from benchmarks.deepspeed_venv import prepare_venv
 from benchmarks.files_on_disk import drop_cache, sync
+from benchmarks.place import add_directory
 from benchmarks.side import Side, keep_results
 from infinity.commands.demo.footprint import FootprintSampler, process_tree, pss_bytes
 from infinity.files.direct import BLOCK_BYTES, BlockWriter, open_direct, read_block
@@ -46,7 +47,7 @@ STEPS_BESIDE = 6
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--swap-dir", required=True, help="for swap files and checkpoints")
+    add_directory(parser)
     parser.add_argument("--budget-mib", type=int, default=96)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--deepspeed-venv", type=Path, help="made where it is not there; without it, no DeepSpeed")

@@ -32,6 +32,7 @@ from benchmarks import contenders
 from benchmarks.contenders import PLAIN, SEARCHED, DeepSpeedSetting, contender, is_lossless, is_on_nvme_here, start
 from benchmarks.gpt import GPTShape
 from benchmarks.machine import BLOCK_BYTES, QUEUE_DEPTH, describe_machine
+from benchmarks.place import add_directory
 from benchmarks.reactor_bandwidth import Target
 from benchmarks.side import RESULTS, Side, keep_results, spread
 from io_daemon._native import ENGINES
@@ -266,7 +267,7 @@ def parse() -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("contenders", nargs="*", type=contender, default=list(DEFAULT), metavar="CONTENDER")
-    parser.add_argument("--swap-dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
+    add_directory(parser)
     parser.add_argument("--d-model", type=int, default=1024)
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--sequence", type=int, default=64)

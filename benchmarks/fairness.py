@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.machine import describe_machine
+from benchmarks.place import add_directory
 from infinity.tiers.launch import DaemonProcess
 from io_daemon.rank.client import Client
 from io_daemon.shared.protocol import ChunkSpec, ObjectKind
@@ -147,7 +148,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="fairness", description=__doc__)
-    parser.add_argument("--swap-dir", default=tempfile.gettempdir(), help="default: the directory for temporary files")
+    add_directory(parser)
     parser.add_argument("--engine", default="auto", help="as for `io-daemon serve`")
     parser.add_argument("--leases", type=int, default=32, help="leases that the large rank keeps open; default: 32")
     parser.add_argument("--verb", choices=("write", "read", "update"), default="write", help="what it does with them")

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorL
 
 import infinity
 from benchmarks.lora import make_model
+from benchmarks.place import add_directory
 from benchmarks.pretrained import pss_now
 from benchmarks.side import keep_results
 from infinity.commands.demo.footprint import process_tree
@@ -173,7 +174,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
+    add_directory(parser, "--dir")
     parser.add_argument("--host-budget-mib", type=int, default=256)
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--tokens", type=int, default=8)

@@ -24,6 +24,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from benchmarks.machine import free_port
+from benchmarks.place import add_directory
 from benchmarks.side import keep_results
 from infinity.commands.demo.footprint import FootprintSampler, process_tree, pss_bytes
 from infinity.files.entry import Entry
@@ -136,7 +137,7 @@ def measure(arguments: argparse.Namespace, directory: Path) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
+    add_directory(parser, "--dir")
     parser.add_argument("--host-budget-mib", type=int, default=1024)
     parser.add_argument("--num-layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--steps", type=int, default=4)

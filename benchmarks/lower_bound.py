@@ -29,6 +29,7 @@ from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
 from benchmarks.machine import BLOCK_BYTES, QUEUE_DEPTH, describe_machine
+from benchmarks.place import add_directory
 from benchmarks.side import keep_results
 from benchmarks.step_prediction import record_trace
 from io_daemon.bench.steps.step import run_step
@@ -222,7 +223,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--swap-dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
+    add_directory(parser)
     parser.add_argument("--host-budget-mib", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))

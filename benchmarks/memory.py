@@ -21,6 +21,7 @@ from rich.table import Table
 
 from benchmarks.gpt import GPTShape
 from benchmarks.machine import describe_machine
+from benchmarks.place import add_directory
 from benchmarks.side import Side, keep_results, spread
 from infinity.commands.demo.footprint import DeviceBytes, process_tree
 
@@ -148,7 +149,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--swap-dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
+    add_directory(parser)
     parser.add_argument("--num-layers", type=int, default=12, help="of the smaller model")
     parser.add_argument("--steps", type=int, default=5)
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))

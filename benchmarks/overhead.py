@@ -22,6 +22,7 @@ import torch
 from torch import nn
 
 import infinity
+from benchmarks.place import add_directory
 
 WIDTH: Final = 64
 TURNS: Final = 7
@@ -107,7 +108,7 @@ def measure(build: Callable[[], nn.Module], swap_dir: str) -> dict[str, Any]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument("--swap-dir", help="where the swap files lie; default: the temporary directory")
+    add_directory(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}

@@ -30,6 +30,7 @@ import torch
 
 import infinity
 from benchmarks.gpt import GPT, GPTShape
+from benchmarks.place import add_directory
 from benchmarks.side import keep_results
 from infinity.commands.cli import main as command
 from infinity.commands.demo.footprint import process_tree, pss_of
@@ -207,7 +208,7 @@ def measure(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
+    add_directory(parser, "--dir")
     parser.add_argument("--host-budget-mib", type=int, default=512)
     parser.add_argument("--sizes", nargs="+", choices=tuple(SIZES), default=list(SIZES))
     parser.add_argument("--worker", choices=tuple(SIZES), help=argparse.SUPPRESS)

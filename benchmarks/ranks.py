@@ -22,6 +22,7 @@ from typing import Any, Final
 from benchmarks.engine_worker import engine_config
 from benchmarks.machine import describe_machine
 from benchmarks.memory import reported_bytes
+from benchmarks.place import add_directory
 from benchmarks.side import keep_results, spread
 
 MIB: Final = 1 << 20
@@ -78,7 +79,7 @@ def run_ranks(num_ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--swap-dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
+    add_directory(parser)
     parser.add_argument("--host-budget-mib", type=int, default=512, help="of the node, whatever the number of ranks")
     parser.add_argument("--num-layers", type=int, default=12)
     parser.add_argument("--steps", type=int, default=4, help="that count, after two that do not")

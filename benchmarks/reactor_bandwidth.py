@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.place import add_directory
 from io_daemon._native import ENGINES, Reactor, Region, checksum, checksum_portable
 
 FIO_ENGINES: Final = {"io_uring": "io_uring", "libaio": "libaio", "posix": "psync"}
@@ -193,7 +194,7 @@ def print_table(figures: dict[str, dict[str, list[float]]], sums: dict[str, floa
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--directory", type=Path, default=Path(tempfile.gettempdir()), help="on the device to measure")
+    add_directory(parser, "--directory")
     parser.add_argument("--engine", choices=ENGINES, default=ENGINES[0])
     parser.add_argument("--file-bytes", type=int, default=2 << 30)
     parser.add_argument("--block-bytes", type=int, default=1 << 20)

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from benchmarks.deepspeed_venv import prepare_venv
 from benchmarks.machine import free_port
+from benchmarks.place import add_directory
 from benchmarks.script_rows import EXAMPLES, OUT, Row, furnish, rows
 from benchmarks.side import RESULTS, keep_results
 
@@ -206,7 +207,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--deepspeed-venv", type=Path, required=True, help="made where it is not there")
     parser.add_argument("--packages", type=Path, help="Transformers and what it needs, where the venv has none")
-    parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    add_directory(parser, "--dir")
     parser.add_argument("--model", type=Path, help="a directory that examples/text.py has made")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--only", default="", help="a regular expression for names of rows")

@@ -27,6 +27,7 @@ from torch import nn
 from benchmarks.engine_worker import engine_config
 from benchmarks.gpt import GPT, GPTShape, token_batch
 from benchmarks.machine import describe_machine
+from benchmarks.place import add_directory
 from benchmarks.side import REPOSITORY, Side, keep_results, spread
 from io_daemon.bench.result import StepResult
 from io_daemon.bench.steps.step import run_step
@@ -149,7 +150,7 @@ def show(results: dict[str, Any], console: Console) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--swap-dir", type=Path, default=Path(tempfile.gettempdir()), help="a directory on the disk")
+    add_directory(parser)
     parser.add_argument("--host-budget-mib", type=int, nargs="+", default=list(BUDGETS_MIB))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps-per-round", type=int, default=3)
