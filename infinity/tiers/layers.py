@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 
@@ -106,14 +108,21 @@ class RecordingLease(Lease):
         self._inner.release(dirty=dirty, dead=dead)
 
 
+RECORDINGS_MAX: Final = 4
+"""A pass that is another one each time is not recorded again and again."""
+
+
 class TracedStore(StoreLayer):
-    """Records the first complete pass of each trace id and hands it to the store below."""
+    """Records complete passes of each trace id and hands them to the store below, until one repeats the one before."""
 
     def __init__(self, inner: ShardStore) -> None:
         super().__init__(inner)
         self._recorder: AccessRecorder | None = None
         self._trace_id = -1
         self._known: set[int] = set()
+        self._recorded: dict[int, Sequence[Access]] = {}
+        """The last recording of each trace that is not known yet."""
+        self._num_recorded: Counter[int] = Counter()
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         lease = super().acquire(chunk, read=read, write=write)
@@ -130,10 +139,19 @@ class TracedStore(StoreLayer):
     def complete(self) -> None:
         """The pass is complete: what was recorded becomes the trace. Every lease of it was released."""
         if self._recorder is not None:
-            if self._recorder.accesses:  # an evaluation of weights that are all here asks for nothing
-                self._inner.set_trace(self._trace_id, self._recorder.accesses)
-            self._known.add(self._trace_id)
+            self._note(self._trace_id, self._recorder.accesses)
             self._recorder = None
+
+    def _note(self, trace_id: int, accesses: Sequence[Access]) -> None:
+        repeats = list(accesses) == list(self._recorded.get(trace_id, ()))  # nothing, where all weights are here
+        if not repeats:
+            self._inner.set_trace(trace_id, accesses)
+        self._num_recorded[trace_id] += 1
+        if repeats or self._num_recorded[trace_id] == RECORDINGS_MAX:
+            self._known.add(trace_id)
+            self._recorded.pop(trace_id, None)
+        else:
+            self._recorded[trace_id] = accesses
 
     def abandon(self) -> None:
         """The pass failed: what was recorded is worth nothing."""

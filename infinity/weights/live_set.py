@@ -8,6 +8,7 @@ count and are resharded only by the update.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from infinity.plan.trace import GroupTrace
@@ -30,6 +31,10 @@ class LiveSet:
         self._lingering: dict[int, ParamGroup] = {}
         self._held_back: set[int] = set()
         """Groups of which nothing is leased ahead before backward is over."""
+        self._reads: Counter[int] = Counter()
+        """How often each group's weights were read from the store in the running training step."""
+        self._reads_before: Counter[int] = Counter()
+        """The same of the training step before."""
         self.live_numel = 0
         self.live_numel_peak = 0
 
@@ -38,6 +43,8 @@ class LiveSet:
         self._trace = self._traces[training]
         self._trace.begin()
         self._held_back.clear()
+        if training:
+            self._reads_before, self._reads = self._reads, Counter()
 
     def use(self, group: ParamGroup, *, in_pass: bool = True) -> None:
         """Unshard the group now, if it is not, and lease the next ones ahead.
@@ -55,12 +62,19 @@ class LiveSet:
         if group.state is not ShardedState.UNSHARDED:
             self._settle_lingering()
             self._make_room(group.numel)
-            group.wait_for_unshard()
+            group.wait_for_unshard(is_last=in_pass and self._is_last_read(group))
             self._live[group.index] = group
             self.live_numel += group.numel
             self.live_numel_peak = max(self.live_numel_peak, self.live_numel)
         if in_pass:
             self._gather_ahead()
+
+    def _is_last_read(self, group: ParamGroup) -> bool:
+        """A training step reads the group's weights: whether as often as the one before."""
+        if self._trace is not self._traces[True]:
+            return False
+        self._reads[group.index] += 1
+        return self._reads[group.index] == self._reads_before[group.index]
 
     def done(self, group: ParamGroup) -> None:
         """A use ended. Keep the group if it is needed again soon, else reshard it."""

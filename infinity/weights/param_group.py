@@ -8,7 +8,7 @@ arena ever reaches autograd or the user.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -76,6 +76,7 @@ class ParamGroup:
         home: ObjectKind = ObjectKind.WEIGHT,
         reductions: Collectives | None = None,
         all_reduces: bool = False,
+        remade: Container[int] = (),
         lent_to: MemoryStore | None = None,
     ) -> None:
         """A group of the ranks of ``collectives``, which have a shard each.
@@ -85,6 +86,7 @@ class ParamGroup:
             home: the kind that the store has the weights in.
             reductions: the ranks that gradients are averaged over; None: those that share the weights.
             all_reduces: the mean is made whole on every rank, also where each takes its shard of it only.
+            remade: the chunks whose weights may be given up, since the store makes them anew of their masters.
             lent_to: what has this rank's part of the weights, once they are here, where they are; None: nothing, the
                 store has memory of its own for them.
         """
@@ -109,6 +111,7 @@ class ParamGroup:
         self._all_reduces = all_reduces
         self._dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
         self._pool = pool if pool is not None else MemoryPool(0, params[0].device)
+        self._remade = remade
         self._lent_to, self._is_lent = lent_to, False
         self._leases: list[Lease] = []
         self._frames_ahead = 0
@@ -138,11 +141,14 @@ class ParamGroup:
             self._frames_ahead += frames
             self._leases.append(self._store.acquire(chunk, read=self._home.mask))
 
-    def wait_for_unshard(self, *, updated: bool = False) -> None:
+    def wait_for_unshard(self, *, updated: bool = False, is_last: bool = False) -> None:
         """Copy the weights into the parameters. Blocks until every chunk was resident once.
 
-        ``updated``: an update has changed them, and nothing else. Where the store has masters only, it has put this
-        rank's part into the parameters already; what is lent to the store is where it belongs, whoever wrote it.
+        Args:
+            updated: an update has changed them, and nothing else. Where the store has masters only, it has put this
+                rank's part into the parameters already; what is lent to the store is where it belongs, whoever wrote
+                it.
+            is_last: nobody is expected to read them again before an update writes them: the store need not keep them.
         """
         own_is_here = self._is_lent or (updated and self._home is not ObjectKind.WEIGHT)
         try:
@@ -156,7 +162,7 @@ class ParamGroup:
                 if own_is_here:
                     self._share(flats)
                 else:
-                    self._gather_into(flats, self._home, self._dtype)
+                    self._gather_into(flats, self._home, self._dtype, is_last=is_last)
         except BaseException:  # whoever comes next begins anew, be the weights to stay or not
             with suppress(WorldError):  # the first error says what is wrong
                 self.reshard()
@@ -221,12 +227,16 @@ class ParamGroup:
         self._allowance.give_back(self._frames_ahead)
         self._frames_ahead = 0
 
-    def _gather_into(self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype) -> None:
+    def _gather_into(
+        self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype, *, is_last: bool = False
+    ) -> None:
         with self._copies.issue():
             if self._collectives.world_size == 1:
-                self._read_chunks(kind, lambda s: flats[s.param][s.param_offset : s.param_offset + s.numel])
+                self._read_chunks(
+                    kind, lambda s: flats[s.param][s.param_offset : s.param_offset + s.numel], is_last=is_last
+                )
             else:
-                self._all_gather(flats, kind, dtype)
+                self._all_gather(flats, kind, dtype, is_last=is_last)
         self._copies.join()
 
     def _share(self, flats: dict[int, torch.Tensor]) -> None:
@@ -244,30 +254,32 @@ class ParamGroup:
             self._exchange(flats, fill, "weight", self._dtype)
         self._copies.join()
 
-    def _read_chunks(self, kind: ObjectKind, target_of: Target) -> None:
+    def _read_chunks(self, kind: ObjectKind, target_of: Target, *, is_last: bool) -> None:
         """Copy every segment to its target, holding few leases at a time."""
         leases = deque(self._leases)
         self._leases = []
         num_issued = len(leases)
         try:
-            for index, (_, placement) in enumerate(self.chunks):
+            for index, (chunk, placement) in enumerate(self.chunks):
                 while num_issued < min(index + DEMAND_LEASES_AHEAD, len(self.chunks)):
                     leases.append(self._store.acquire(self.chunks[num_issued][0], read=kind.mask))
                     num_issued += 1
                 leases[0].wait()
                 _copy_segments(leases[0].pieces(kind), placement.segments, target_of)
                 self._copies.finish()
-                leases.popleft().release()
+                leases.popleft().release(dead=kind.mask if is_last and chunk in self._remade else 0)
         finally:
             self._leases = list(leases)
             self._drop_leases()
 
-    def _all_gather(self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype) -> None:
+    def _all_gather(
+        self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype, *, is_last: bool
+    ) -> None:
         rank = self._collectives.rank
         starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
 
         def fill(shard: torch.Tensor) -> None:
-            self._read_chunks(kind, lambda s: shard[starts[s.param] + s.param_offset :][: s.numel])
+            self._read_chunks(kind, lambda s: shard[starts[s.param] + s.param_offset :][: s.numel], is_last=is_last)
 
         self._exchange(flats, fill, kind.name.lower(), dtype)
 

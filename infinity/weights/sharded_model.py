@@ -32,6 +32,7 @@ from infinity.tiers.layers import PoisonStore, SplitStore, TracedStore
 from infinity.tiers.memory import MemoryStore
 from infinity.tiers.narrowed import NarrowedStore
 from infinity.tiers.pool import ALIGNMENT_BYTES, MemoryPool
+from infinity.tiers.remade import RemadeStore
 from infinity.tiers.snapshot import SnapshotStore
 from infinity.weights import access
 from infinity.weights.admission import admit
@@ -179,6 +180,8 @@ class ShardedModel:
             for placement in layout.placements
             for chunk in cut_chunks(placement, rank=self.sharers.rank, chunk_numel=chunk_numel)
         ]
+        self._remade: frozenset[int] = frozenset()
+        """Chunks whose weights can be given up, and are made anew of their masters."""
         self.store = collectives.together(lambda: self._open_store(tiers, tier, poison), "open the store of shards")
         self.resident: dict[int, ShardedParam] = {}
         """Parameters whose weights are on the device now, by the identity of their storage."""
@@ -256,6 +259,9 @@ class ShardedModel:
         if self.plan is not None:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
         self._device_mask = reduce(or_, masks, 0)
+        if self.precision.remakes(tiers):  # not of masters on the device, which users may offload
+            pairs = enumerate(zip(self.chunks, masks, strict=True))
+            self._remade = frozenset(i for i, (c, m) in pairs if self._is_trained(c) and not m & ObjectKind.MASTER.mask)
         self.device_store = MemoryStore(self._device, MemoryPool(self._store_bytes(masks), self._device))
         store: ShardStore = self.device_store
         self.host_store: HostStore | None = None
@@ -269,8 +275,10 @@ class ShardedModel:
             store = NarrowedStore(store, self.precision.narrows)
         if self.precision.markers is not None:
             store = HalvedStore(store, self.precision.markers)
-        snapshots = SnapshotStore(store)
-        traced = PoisonStore(snapshots) if poison else TracedStore(snapshots)
+        store = snapshots = SnapshotStore(store)
+        if self._remade:
+            store = RemadeStore(snapshots, self._remade)
+        traced = PoisonStore(store) if poison else TracedStore(store)
         stacked = DueStore(traced, snapshots, num_ahead=self.sub_groups_ahead)
         try:
             chunks = stacked.register([self._chunk_layout(chunk) for chunk in self.chunks])
@@ -318,6 +326,7 @@ class ShardedModel:
                 persistent=members.persistent,
                 name=members.name,
                 pool=self.pool,
+                remade=self._remade,
                 lent_to=self.device_store if self.precision.lies_in_params(trainable=placement.trainable) else None,
             )
             for placement, members in zip(self.layout.placements, self.layout.members, strict=True)

@@ -19,16 +19,19 @@ class CountedGroup:
         self.state = ShardedState.SHARDED
         self.in_use = False
         self.log: list[str] = []
+        self.last_reads: list[bool] = []
+        """Of each time that the weights were read, whether they were said not to be needed again."""
 
     def unshard(self) -> None:
         assert self.state is ShardedState.SHARDED
         self.state = ShardedState.UNSHARDING
         self.log.append("unshard")
 
-    def wait_for_unshard(self) -> None:
+    def wait_for_unshard(self, *, is_last: bool = False) -> None:
         assert self.state is not ShardedState.UNSHARDED
         self.state = ShardedState.UNSHARDED
         self.log.append("wait")
+        self.last_reads.append(is_last)
 
     def reshard(self) -> None:
         assert not self.in_use
@@ -319,3 +322,49 @@ def test_resharding_everything_drops_what_was_leased_ahead_and_spares_what_is_in
     fixture.live_set.reshard_all()
     assert (fixture.live, fixture.leased) == ([0], [])
     assert fixture.live_set.live_numel == 10
+
+
+def reads(fixture: Fixture, order: Sequence[int], **options: Any) -> list[bool]:
+    """Of each time that group 0 is read in a pass over ``order``, whether that is told to be the last."""
+    fixture.groups[0].last_reads.clear()
+    fixture.run_pass(order, **options)
+    fixture.live_set.reshard_all()
+    return list(fixture.groups[0].last_reads)
+
+
+def test_a_step_reads_weights_for_the_last_time_when_it_read_them_as_often_as_the_one_before() -> None:
+    fixture = Fixture([10, 10, 10], live=0)
+    assert reads(fixture, [0, 1, 2, 2, 1, 0]) == [False, False]
+    assert reads(fixture, [0, 1, 2, 2, 1, 0]) == [False, True]
+    assert reads(fixture, [0, 1, 2, 0, 1, 0]) == [False, True, False]  # it foresaw two
+    assert reads(fixture, [0, 1, 2, 0, 1, 0]) == [False, False, True]
+    assert reads(fixture, [0, 1]) == [False]
+
+
+def test_what_stays_live_is_read_once_and_then_for_the_last_time() -> None:
+    fixture = Fixture([10, 10, 10])
+    order = [0, 1, 2, 2, 1, 0]
+    assert reads(fixture, order) == [False, False]  # nothing is kept before an order is known
+    assert reads(fixture, order) == [False]
+    assert reads(fixture, order) == [True]
+
+
+def test_an_evaluation_reads_nothing_for_the_last_time_and_counts_for_no_step() -> None:
+    fixture = Fixture([10, 10, 10], live=0)
+    reads(fixture, [0, 1, 0])
+    assert reads(fixture, [0, 1, 0], training=False) == [False, False]
+    assert reads(fixture, [0, 1, 0], training=False) == [False, False]
+    assert reads(fixture, [0, 1, 0]) == [False, True]
+
+
+def test_what_is_read_outside_of_the_pass_is_not_counted() -> None:
+    fixture = Fixture([10, 10, 10], live=0)
+    reads(fixture, [0, 1, 0])
+    fixture.groups[0].last_reads.clear()
+    fixture.live_set.begin_pass(training=True)
+    fixture.call(0)
+    fixture.call(1)
+    fixture.call(0, in_pass=False)
+    fixture.call(1)
+    fixture.call(0)
+    assert fixture.groups[0].last_reads == [False, False, True]
