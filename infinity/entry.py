@@ -28,7 +28,7 @@ from infinity.observe.monitors import monitors_of
 from infinity.observe.observer import Observer, Observers
 from infinity.plan.leaves import mark_leaves
 from infinity.plan.precision import Precision
-from infinity.plan.staging_plan import activation_bytes, budget_beside, staging_plan
+from infinity.plan.staging_plan import activation_bytes, activations_plan, budget_beside
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
@@ -164,7 +164,7 @@ def _open_activations(
     config: Config, connection: DaemonConnection, collectives: Collectives, place: NodePlace, device: torch.device
 ) -> ActivationStore:
     """Ends with the connection."""
-    plan = staging_plan(config, place.local_world_size)
+    plan = activations_plan(config, place.local_world_size)
     store = collectives.together(
         lambda: connection.open(plan, job=f"{connection.job}-activations", pinned_mask=0, device=device),
         "open a store for activations",
