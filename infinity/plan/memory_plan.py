@@ -47,6 +47,8 @@ class MemoryPlan:
     swap_bytes: int
     """Disk space of this rank, padding included."""
     chunks_max: int
+    holds_all: bool = False
+    """Every object has frames of its own: nothing leaves them."""
 
     @property
     def arena_bytes(self) -> int:
@@ -158,6 +160,7 @@ def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | Non
         demand_frames=demand_frames,
         swap_bytes=swap_bytes,
         chunks_max=max(num_chunks, 1),
+        holds_all=num_frames >= pinned_frames + streamed_frames,
     )
 
 

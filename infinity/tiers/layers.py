@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Final
 
 import torch
 
@@ -108,12 +106,9 @@ class RecordingLease(Lease):
         self._inner.release(dirty=dirty, dead=dead)
 
 
-RECORDINGS_MAX: Final = 4
-"""A pass that is another one each time is not recorded again and again."""
-
-
 class TracedStore(StoreLayer):
-    """Records complete passes of each trace id and hands them to the store below, until one repeats the one before."""
+    """Records the first complete pass of each trace id and hands it to the store below; the second as well where it is
+    another, since the first knew less of what was to come."""
 
     def __init__(self, inner: ShardStore) -> None:
         super().__init__(inner)
@@ -121,8 +116,7 @@ class TracedStore(StoreLayer):
         self._trace_id = -1
         self._known: set[int] = set()
         self._recorded: dict[int, Sequence[Access]] = {}
-        """The last recording of each trace that is not known yet."""
-        self._num_recorded: Counter[int] = Counter()
+        """The first pass of each trace whose second is still to come."""
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         lease = super().acquire(chunk, read=read, write=write)
@@ -143,15 +137,13 @@ class TracedStore(StoreLayer):
             self._recorder = None
 
     def _note(self, trace_id: int, accesses: Sequence[Access]) -> None:
-        repeats = list(accesses) == list(self._recorded.get(trace_id, ()))  # nothing, where all weights are here
-        if not repeats:
+        first = self._recorded.pop(trace_id, None)
+        if accesses and accesses != first:  # an evaluation of weights that are all here asks for nothing
             self._inner.set_trace(trace_id, accesses)
-        self._num_recorded[trace_id] += 1
-        if repeats or self._num_recorded[trace_id] == RECORDINGS_MAX:
-            self._known.add(trace_id)
-            self._recorded.pop(trace_id, None)
-        else:
+        if first is None:
             self._recorded[trace_id] = accesses
+        else:
+            self._known.add(trace_id)
 
     def abandon(self) -> None:
         """The pass failed: what was recorded is worth nothing."""

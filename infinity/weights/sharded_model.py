@@ -144,12 +144,17 @@ class ShardedModel:
         tier: HostTier | None,
         budget_bytes: int,
         poison: bool,
+        spare_bytes: int = 0,
     ) -> None:
         """Plan, open the store, register every chunk: after this, memory and disk space are reserved.
+
+        Args:
+            spare_bytes: if any, this rank will free so much disk space until ``reserve``, which comes then.
 
         Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
         """
         self.layout, self.precision = layout, precision
+        self._spare_bytes = spare_bytes
         self._collectives, self._device = collectives, device
         self.policy = StagePolicy.of(config)
         self.sharers = collectives if self.policy.shards_states else Collectives(None)
@@ -199,6 +204,11 @@ class ShardedModel:
         """By the parameter's index what was in ``param.grad`` before: torch's next backward would add to it."""
         self.units = frozenset(module for module in layout.modules if isinstance(module, UNITS))
         self.leaves = {anchor: groups for anchor, groups in self.anchors.items() if is_leaf(anchor)}
+
+    def reserve(self) -> None:
+        """Reserve the disk space that was only looked for. Raises SwapSpaceError."""
+        if self.host_store is not None:
+            self.host_store.reserve()
 
     def write_initial(self, values_of: ValuesOf) -> None:
         """Write weights and master weights, and take each parameter's own memory away as it is done."""
@@ -259,7 +269,8 @@ class ShardedModel:
         if self.plan is not None:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
         self._device_mask = reduce(or_, masks, 0)
-        if self.precision.remakes(tiers):  # not of masters on the device, which users may offload
+        if self.plan is not None and not self.plan.holds_all and self.precision.remakes(tiers):
+            # not of masters on the device, which users may offload
             pairs = enumerate(zip(self.chunks, masks, strict=True))
             self._remade = frozenset(i for i, (c, m) in pairs if self._is_trained(c) and not m & ObjectKind.MASTER.mask)
         self.device_store = MemoryStore(self._device, MemoryPool(self._store_bytes(masks), self._device))
@@ -268,7 +279,13 @@ class ShardedModel:
         if self.plan is not None:
             if tier is None:
                 raise AssertionError("a plan for the host needs a tier")
-            host = tier.open(self.plan, job=tier.job, pinned_mask=tiers.pinned_mask, device=self._device)
+            host = tier.open(
+                self.plan,
+                job=tier.job,
+                pinned_mask=tiers.pinned_mask,
+                device=self._device,
+                spare_bytes=self._spare_bytes,
+            )
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
         if self.precision.narrows:

@@ -29,7 +29,7 @@ class Net(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(DEPTH))
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        hidden = inputs.to(self.layers[0].weight.dtype)
+        hidden = inputs.to(self.get_parameter("layers.0.weight").dtype)
         for layer in self.layers:
             hidden = torch.tanh(layer(hidden))
         return hidden.float().square().mean()
@@ -97,7 +97,7 @@ def backward_twice(engine: Engine) -> list[torch.Tensor]:
 def gather_within_a_step(engine: Engine) -> list[torch.Tensor]:
     loss = engine(batch(50))
     engine.backward(loss)
-    weight = engine.module.layers[2].weight
+    weight = engine.module.get_parameter("layers.2.weight")
     with infinity.zero.GatheredParameters(weight):
         found = weight.detach().clone()
     engine.step()
@@ -107,7 +107,7 @@ def gather_within_a_step(engine: Engine) -> list[torch.Tensor]:
 def write_within_a_step(engine: Engine) -> list[torch.Tensor]:
     loss = engine(batch(50))
     engine.backward(loss)
-    weight = engine.module.layers[2].weight
+    weight = engine.module.get_parameter("layers.2.weight")
     with infinity.zero.GatheredParameters(weight, modifier_rank=0):
         weight.data[3] = 0.25
     engine.step()
@@ -116,8 +116,8 @@ def write_within_a_step(engine: Engine) -> list[torch.Tensor]:
 
 def other_layers(engine: Engine) -> list[torch.Tensor]:
     """A step in which the last layers have no gradient: they are not updated, and were not read either."""
-    layers = engine.module.layers
-    loss = layers[1](layers[0](batch(50).to(torch.bfloat16))).float().square().mean()
+    layer = engine.module.get_submodule("layers.0")
+    loss = layer(batch(50).to(torch.bfloat16)).float().square().mean()
     engine.backward(loss)
     engine.step()
     return [loss.detach().clone()]
@@ -153,16 +153,17 @@ def test_in_the_steady_state_no_weight_is_written_to_the_disk_nor_read_from_it(l
             train(engine, step, step + 1)
             moved = engine.io_report().nvme
             assert moved is not None
-            if step > 5 and moved.bytes_written["weight"] == moved.bytes_read["weight"] == 0:
+            written, weights = moved.bytes_written, (moved.bytes_written["weight"], moved.bytes_read["weight"])
+            if step > 5 and weights == (0, 0):
                 break
-        assert moved.bytes_written["master"] > 0  # the state does not fit
-        assert (moved.bytes_written["weight"], moved.bytes_read["weight"]) == (0, 0)
+        assert written["master"] > 0  # the state does not fit
+        assert weights == (0, 0)
 
 
 def test_halves_of_masters_are_weights_and_stay(tmp_path: Path) -> None:
-    section = {"host_budget_bytes": 600 << 10, "master_weights": "split"}
+    section = {"host_budget_bytes": 600 << 10}
     found = []
-    for tier, changes in (("none", {}), ("nvme", {"io_daemon": section})):
-        with engine_of(tmp_path, tier, **changes) as engine:
+    for tier, kept in (("none", {}), ("nvme", {"master_weights": "split"})):
+        with engine_of(tmp_path, tier, io_daemon={**section, **kept}) as engine:
             found.append(train(engine, 0, 5) + masters(engine))
     assert sum(differing_bits(*pair) for pair in zip(*found, strict=True)) == 0

@@ -31,7 +31,7 @@ class Fixture:
         lease = self.store.acquire(TRAINED, read=M.mask, write=W.mask | M.mask)
         lease.wait()
         for kind in (M, W):
-            for piece, part in zip(lease.pieces(kind), torch.tensor(values).split(3), strict=True):
+            for piece, part in zip(lease.pieces(kind), torch.split(torch.tensor(values), 3), strict=True):
                 piece.copy_(part)
         lease.release(dirty=W.mask | M.mask)
 
