@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
 from typing import Any
@@ -146,10 +147,10 @@ def initialize(
             poison=environment.poison,
             observers=observers,
             kind=engine_class,
+            spare_bytes=sum(area.swap_bytes for area in ending),
+            when_written=partial(_close_stores, ending),
         )
         cleanup.callback(engine.destroy)
-        for area in ending:
-            area.close_store()
         return_freed()
         engine.lr_scheduler = schedule
         apply_section(parsed.activation_checkpointing, activations)
@@ -158,6 +159,11 @@ def initialize(
             retire(optimizer, sharded_optimizer)
         cleanup.pop_all()  # all of it is the engine's now
     return engine, sharded_optimizer, loader, engine.lr_scheduler
+
+
+def _close_stores(areas: Sequence[StagingArea]) -> None:
+    for area in areas:
+        area.close_store()
 
 
 def _open_activations(

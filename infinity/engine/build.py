@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -41,12 +41,16 @@ def build_engine(
     poison: bool = False,
     observers: Observers | None = None,
     kind: type[Engine] = Engine,
+    spare_bytes: int = 0,
+    when_written: Callable[[], None] = lambda: None,
 ) -> Engine:
     """Reserve memory and disk space, write what the model holds there, and take its parameters over. Collective.
 
     Args:
         tier: where what is offloaded goes; the engine closes it at its end, and this does not where it fails.
         kind: the class of the engine.
+        spare_bytes: disk space of this rank that ``when_written`` gives back.
+        when_written: called when the engine has the model's weights, and before the rest of its space is reserved.
 
     Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
     """
@@ -65,6 +69,7 @@ def build_engine(
         tier=tier,
         budget_bytes=budget_bytes,
         poison=poison,
+        spare_bytes=spare_bytes,
     )
     try:
         if sharded.sharers.world_size < collectives.world_size:
@@ -80,6 +85,8 @@ def build_engine(
         for param in layout.params:
             if (staged := staged_param(param)) is not None:
                 staged.discard()
+        when_written()
+        collectives.together(sharded.reserve, "reserve swap space")
         if collectives.rank == 0 and (names := narrowed_against_the_model(model, precision.weight)):
             words = "the model wants %s and %d more in fp32; weights have one dtype here, %s: bf16 or fp32 is safer"
             _log.warning(words, names[0], len(names) - 1, precision.weight)

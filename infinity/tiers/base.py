@@ -115,14 +115,24 @@ class HostStore(ShardStore, Protocol):
     def tenant_stats(self) -> TenantStats | None:
         """None where there is no daemon."""
 
+    def reserve(self) -> None:
+        """The spare space that the store was opened with is free now: what was registered has its own from here on.
+        Raises SwapSpaceError."""
+
 
 class HostTier(Protocol):
     """Where host stores come from."""
 
     job: str
 
-    def open(self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device) -> HostStore:
-        """A store over an arena of ``plan``; the tier ``cpu`` holds the kinds of ``pinned_mask``."""
+    def open(
+        self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device, spare_bytes: int = 0
+    ) -> HostStore:
+        """A store over an arena of ``plan``; the tier ``cpu`` holds the kinds of ``pinned_mask``.
+
+        Args:
+            spare_bytes: disk space that will be free beside what is by the time of ``reserve``.
+        """
 
     def close(self) -> None:
         """No store of it is open any more."""

@@ -66,7 +66,9 @@ class DaemonConnection(HostTier):
             )
         self.socket_path: str = found[0]
 
-    def open(self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device) -> DaemonStore:
+    def open(
+        self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device, spare_bytes: int = 0
+    ) -> DaemonStore:
         """Attach this rank under the name ``job``, with an arena of ``plan``."""
         client = Client.connect(self.socket_path, job=job, rank=self._rank)
         self._clients.append(client)
@@ -78,7 +80,7 @@ class DaemonConnection(HostTier):
                 chunks_max=plan.chunks_max,
                 lock_memory="require" if self._config.pin_memory else "auto",
             )
-            return DaemonStore(client, pinned_mask=pinned_mask, device=device)
+            return DaemonStore(client, pinned_mask=pinned_mask, device=device, spare_bytes=spare_bytes)
         except BaseException:
             client.close()
             raise

@@ -40,9 +40,11 @@ class DaemonLease(Lease):
 
 
 class DaemonStore(HostStore):
-    def __init__(self, client: Client, *, pinned_mask: int, device: torch.device) -> None:
-        """``client`` is attached; ``pinned_mask``: kinds of the ``cpu`` tier."""
+    def __init__(self, client: Client, *, pinned_mask: int, device: torch.device, spare_bytes: int = 0) -> None:
+        """``client`` is attached; ``pinned_mask``: kinds of the ``cpu`` tier; ``spare_bytes`` as of
+        ``HostTier.open``."""
         self.client = client
+        self._spare_bytes = spare_bytes
         self._pinned_mask = pinned_mask
         self._arena = torch.from_numpy(client.arena.array())
         self._layouts: dict[int, ChunkLayout] = {}
@@ -50,9 +52,15 @@ class DaemonStore(HostStore):
         self._registration = CudaRegistration(self._arena) if device.type == "cuda" else None
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
-        chunks = self.client.register([chunk_spec(layout, self._pinned_mask) for layout in layouts])
+        specs = [chunk_spec(layout, self._pinned_mask) for layout in layouts]
+        chunks = self.client.register(specs, spare_bytes=self._spare_bytes)
         self._layouts.update(zip(chunks, layouts, strict=True))
         return chunks
+
+    def reserve(self) -> None:
+        if self._spare_bytes:
+            self._spare_bytes = 0
+            self.client.reserve()
 
     def unregister(self, chunks: range) -> None:
         self.client.unregister(chunks)

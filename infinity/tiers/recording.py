@@ -133,6 +133,9 @@ class RecordingStore(MemoryStore):
     def tenant_stats(self) -> TenantStats | None:
         return None
 
+    def reserve(self) -> None:
+        """There is no disk."""
+
 
 class RecordingTier(HostTier):
     """Opens one store, which then is ``store``."""
@@ -144,7 +147,9 @@ class RecordingTier(HostTier):
         self._device = device
         self.plan: MemoryPlan | None = None
 
-    def open(self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device) -> RecordingStore:
+    def open(
+        self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device, spare_bytes: int = 0
+    ) -> RecordingStore:
         self.plan = plan
         self.store = RecordingStore(plan.frame_bytes, pinned_mask, self._device)
         return self.store

@@ -21,6 +21,7 @@ from infinity.plan.staging_plan import PIECE_BYTES_MAX, staging_plan
 from infinity.tiers.base import ChunkLayout, ShardStore, leased
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
+from infinity.tiers.daemon import DaemonStore
 from infinity.tiers.memory import MemoryStore
 from infinity.weights import access, arrays, owners, placeholder, shard_copies
 from infinity.weights.ds_names import end_loan, lend
@@ -69,9 +70,16 @@ class StagingArea(owners.Owner):
         own = {id(param) for param in params}
         return self.is_building or any(s.area is self and id(p) not in own for p, s in _all_staged())
 
+    @property
+    def swap_bytes(self) -> int:
+        """What this rank's shards take on disks; once the store is closed, it is free."""
+        stats = self.store.tenant_stats() if isinstance(self.store, DaemonStore) else None
+        return 0 if stats is None else stats.swap_bytes
+
     def close_store(self) -> None:
-        """Remove the staged shards. The connection stays: the engine goes on with it."""
-        self._let_go.detach()
+        """Remove the staged shards. The connection stays: the engine goes on with it. Idempotent."""
+        if self._let_go.detach() is None:
+            return
         self.store.close()
         self.collectives.close()
 

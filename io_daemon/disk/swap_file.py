@@ -139,6 +139,8 @@ class SwapFile:
         self.path = path
         self.fd = fd
         self.header = header
+        self._unreserved_from: int | None = None
+        """Where the first bytes begin that no space is reserved for; None: all has its space."""
 
     @classmethod
     def create(
@@ -171,14 +173,27 @@ class SwapFile:
     def file_bytes(self) -> int:
         return self.header.file_bytes
 
-    def grow(self, file_bytes: int) -> None:
-        """Reserve space up to ``file_bytes`` in all, header page included. On failure the file is as before.
+    @property
+    def device(self) -> int:
+        """The number of the filesystem that it lies on."""
+        return os.fstat(self.fd).st_dev
+
+    @property
+    def free_bytes(self) -> int:
+        """What its filesystem has left."""
+        space = os.fstatvfs(self.fd)
+        return space.f_bavail * space.f_frsize
+
+    def grow(self, file_bytes: int, *, reserve: bool = True) -> None:
+        """Reserve space up to ``file_bytes`` in all, header page included; or later, where the filesystem can do that
+        beside what is written by then. On failure the file is as before.
 
         Raises SwapSpaceError or DeviceIOError."""
         if file_bytes <= self.file_bytes:
             return
         before = self.header
-        self._allocate(file_bytes)
+        if reserve or not self._lengthen(file_bytes):
+            self._allocate(file_bytes)
         self.header = replace(before, file_bytes=file_bytes)
         try:
             self._write_header()
@@ -187,9 +202,23 @@ class SwapFile:
                 self.shrink(before.file_bytes)
             raise
 
+    def reserve(self) -> None:
+        """Reserve what ``grow`` put off. What was written meanwhile stays, and I/O may be in flight. Raises
+        SwapSpaceError."""
+        if self._unreserved_from is None:
+            return
+        num_bytes = self.file_bytes - self._unreserved_from
+        try:
+            allocate(self.fd, self._unreserved_from, num_bytes)
+        except OSError as error:
+            raise self._no_space(error, num_bytes) from error
+        self._unreserved_from = None
+
     def shrink(self, file_bytes: int) -> None:
         """Give back what lies beyond ``file_bytes``: the undoing of a ``grow``. Raises DeviceIOError."""
         self.header = replace(self.header, file_bytes=file_bytes)
+        if self._unreserved_from is not None and self._unreserved_from >= file_bytes:
+            self._unreserved_from = None
         try:
             os.ftruncate(self.fd, file_bytes)
         except OSError as error:
@@ -226,15 +255,33 @@ class SwapFile:
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(self.fd, before_bytes)  # also gives back blocks that were reserved beyond the end
-            space = os.fstatvfs(self.fd)
-            free_bytes = space.f_bavail * space.f_frsize
-            raise SwapSpaceError(
-                path=str(self.path.parent),
-                needed_bytes=file_bytes - before_bytes,
-                free_bytes=free_bytes,
-                errno=error.errno or errno.EIO,
-                remedy=remedy_against(error.errno, "name another directory, or add one"),
-            ) from error
+            raise self._no_space(error, file_bytes - before_bytes) from error
+
+    def _lengthen(self, file_bytes: int) -> bool:
+        """Make it longer without any space. False where none could be reserved afterwards but by writing zeros, which
+        must not meet what is there by then."""
+        before_bytes = os.fstat(self.fd).st_size
+        try:
+            allocate(self.fd, before_bytes, PAGE_BYTES)
+            os.ftruncate(self.fd, file_bytes)
+        except OSError as error:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self.fd, before_bytes)
+            if error.errno == errno.EOPNOTSUPP:
+                return False
+            raise self._no_space(error, file_bytes - before_bytes) from error
+        if self._unreserved_from is None:
+            self._unreserved_from = before_bytes
+        return True
+
+    def _no_space(self, error: OSError, needed_bytes: int) -> SwapSpaceError:
+        return SwapSpaceError(
+            path=str(self.path.parent),
+            needed_bytes=needed_bytes,
+            free_bytes=self.free_bytes,
+            errno=error.errno or errno.EIO,
+            remedy=remedy_against(error.errno, "name another directory, or add one"),
+        )
 
     def _write_header(self) -> None:
         with mmap.mmap(-1, PAGE_BYTES) as page:  # page-aligned, as direct I/O wants it

@@ -30,6 +30,7 @@ from io_daemon.shared.control import (
     Message,
     Register,
     Registered,
+    Reserve,
     Stats,
     StatsRequest,
     Unregister,
@@ -150,12 +151,20 @@ class Client:
 
     # --- control plane
 
-    def register(self, specs: Sequence[ChunkSpec]) -> range:
-        """Reserve space for new chunks; their ids, consecutive. Raises SwapSpaceError or BudgetError."""
-        answer, _ = self._ask_in_bulk(
-            Register(num_chunks=len(specs)), pack_specs(specs), Registered, timeout_s=RESERVE_TIMEOUT_S
-        )
+    def register(self, specs: Sequence[ChunkSpec], *, spare_bytes: int = 0) -> range:
+        """Reserve space for new chunks; their ids, consecutive. Raises SwapSpaceError or BudgetError.
+
+        Args:
+            spare_bytes: if any, the disks will have so much more free soon: the space is looked for now, and
+                ``reserve`` follows.
+        """
+        request = Register(num_chunks=len(specs), spare_bytes=spare_bytes)
+        answer, _ = self._ask_in_bulk(request, pack_specs(specs), Registered, timeout_s=RESERVE_TIMEOUT_S)
         return range(answer.start, answer.stop)
+
+    def reserve(self) -> None:
+        """Reserve what chunks were registered without. Raises SwapSpaceError."""
+        self._connection.request(Reserve(), Done, timeout_s=RESERVE_TIMEOUT_S)
 
     def unregister(self, chunks: range) -> None:
         """Give chunks and their space back; none may be leased."""

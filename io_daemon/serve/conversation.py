@@ -30,6 +30,7 @@ from io_daemon.shared.control import (
     Message,
     Register,
     Registered,
+    Reserve,
     Stats,
     StatsRequest,
     Status,
@@ -166,8 +167,11 @@ class Conversation:
         match message:
             case Register():
                 num_bytes = message.num_chunks * CHUNK_BYTES
-                chunks = await tenant.register(lambda: unpack_specs(_bulk(fds, num_bytes)))
+                chunks = await tenant.register(lambda: unpack_specs(_bulk(fds, num_bytes)), message.spare_bytes)
                 return Registered(start=chunks.start, stop=chunks.stop)
+            case Reserve():
+                await tenant.reserve()
+                return Done()
             case Unregister():
                 await tenant.unregister(range(message.start, message.stop))
                 return Done()

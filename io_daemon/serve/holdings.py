@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import socket
@@ -12,7 +13,7 @@ from typing import Final
 
 from io_daemon._native import CompletionRing, Region, SubmissionRing
 from io_daemon.disk.swap_file import Owner, SwapFile
-from io_daemon.errors import ProtocolError, SwapSpaceError
+from io_daemon.errors import ProtocolError, SwapSpaceError, remedy_against
 from io_daemon.policy.actions import Complete, StartIo
 from io_daemon.serve.swap_device import Requester, SwapDevice, SwapRequest
 from io_daemon.shared.arena import SEALS, adopt_arena, frame_offset
@@ -171,6 +172,7 @@ class Holdings:
             for index, device in enumerate(devices):
                 self.seats.append(Seat.take(device, request, index, owner, arena))
                 resources.callback(self.seats[-1].leave)
+            resources.callback(self._stop_looking)
             self._resources = resources.pop_all()
 
     @property
@@ -178,8 +180,10 @@ class Holdings:
         """All its swap files together."""
         return sum(seat.swap_file.file_bytes for seat in self.seats)
 
-    def grow(self, growth_bytes: Sequence[int], budget_bytes: int) -> None:
-        """Reserve so much more in each swap file; all or none. Raises SwapSpaceError, also beyond the budget."""
+    def grow(self, growth_bytes: Sequence[int], budget_bytes: int, spare_bytes: int = 0) -> None:
+        """Reserve so much more in each swap file; all or none. Raises SwapSpaceError, also beyond the budget.
+
+        With ``spare_bytes``, which will be free beside what is, the disks are only asked whether they would do."""
         if self.swap_bytes + sum(growth_bytes) > budget_bytes:
             raise SwapSpaceError(
                 path=", ".join(str(seat.device.swap_dir.path) for seat in self.seats),
@@ -187,12 +191,38 @@ class Holdings:
                 free_bytes=max(0, budget_bytes - self.swap_bytes),
                 remedy="the daemon grants one rank no more: raise its --swap-budget-bytes",
             )
+        if spare_bytes:
+            self._look_for(sum(growth_bytes), spare_bytes)
         with contextlib.ExitStack() as undo:
             for seat, num_bytes in zip(self.seats, growth_bytes, strict=True):
                 before_bytes = seat.swap_file.file_bytes
-                seat.swap_file.grow(before_bytes + num_bytes)
+                seat.swap_file.grow(before_bytes + num_bytes, reserve=not spare_bytes)
                 undo.callback(seat.swap_file.shrink, before_bytes)
             undo.pop_all()
+
+    def reserve(self) -> None:
+        """Reserve what the swap files grew by without. Raises SwapSpaceError; some of it may be reserved then."""
+        self._stop_looking()
+        for seat in self.seats:
+            seat.swap_file.reserve()
+
+    def _look_for(self, num_bytes: int, spare_bytes: int) -> None:
+        """Ranks of a job name the same directories in the same order: the first one's device knows of all."""
+        looked_for = self.seats[0].device.looked_for
+        free_bytes = sum({seat.swap_file.device: seat.swap_file.free_bytes for seat in self.seats}.values())
+        free_bytes += spare_bytes - sum(looked_for.values())
+        if num_bytes > free_bytes:
+            raise SwapSpaceError(
+                path=", ".join(str(seat.device.swap_dir.path) for seat in self.seats),
+                needed_bytes=num_bytes,
+                free_bytes=max(0, free_bytes),
+                errno=errno.ENOSPC,
+                remedy=remedy_against(errno.ENOSPC, "name another directory, or add one"),
+            )
+        looked_for[self] = looked_for.get(self, 0) + num_bytes - spare_bytes
+
+    def _stop_looking(self) -> None:
+        self.seats[0].device.looked_for.pop(self, None)
 
     def close(self) -> None:
         self._resources.close()

@@ -70,6 +70,8 @@ class SwapDevice:
         """Why the engine as a whole failed. What was in flight then may land at any time: only the end of the process
         makes its memory and files safe."""
         self._on_broken = on_broken
+        self.looked_for: dict[object, int] = {}
+        """By tenant, the bytes that it found room for and has not reserved yet, less what it will give back."""
         self.reactor = reactor
         self._queue: FairQueue[SwapRequest] = FairQueue(DEPTHS_IN_FLIGHT * config.queue_depth * config.block_bytes)
         self._in_flight: dict[int, SwapRequest] = {}

@@ -150,9 +150,15 @@ class Tenant:
         self._loop.add_reader(self.rings.wake_fd, self._on_submissions)
         self._on_submissions()
 
-    async def register(self, read: Callable[[], list[ChunkSpec]]) -> range:
-        """Reserve disk space, then frames and extents. ``read``, called in a thread, says for which chunks. Raises
-        SwapSpaceError, BudgetError, ValueError or what ``read`` raises; nothing has changed then."""
+    async def register(self, read: Callable[[], list[ChunkSpec]], spare_bytes: int = 0) -> range:
+        """Reserve disk space, then frames and extents. Raises SwapSpaceError, BudgetError, ValueError or what ``read``
+        raises; nothing has changed then.
+
+        Args:
+            read: called in a thread, says for which chunks.
+            spare_bytes: if any, so much will be free beside what is: the disk space is looked for, and ``reserve``
+                follows.
+        """
         specs: list[ChunkSpec] = []
 
         def needed() -> tuple[list[int], Sequence[Action]]:
@@ -167,12 +173,16 @@ class Tenant:
 
         try:
             growth_bytes = await self._apart(needed)
-            await in_thread(lambda: self._holdings.grow(growth_bytes, self._config.swap_budget_bytes))
+            await in_thread(lambda: self._holdings.grow(growth_bytes, self._config.swap_budget_bytes, spare_bytes))
             chunks = await self._apart(enter)
         finally:
             await asyncio.to_thread(free_piecemeal, specs)
         self._count_chunks(len(chunks))
         return chunks
+
+    async def reserve(self) -> None:
+        """Reserve the disk space that chunks were registered without. Raises SwapSpaceError."""
+        await in_thread(self._holdings.reserve)
 
     async def unregister(self, chunks: range) -> None:
         """Raises ValueError if a chunk is unknown or leased."""

@@ -69,6 +69,15 @@ class Register(Message):
 
     type: Literal["register"] = "register"
     num_chunks: Annotated[int, Field(ge=0, le=CHUNKS_MAX)]
+    spare_bytes: Uint63 = 0
+    """If any: so much will be given back on the same disks before ``Reserve`` comes, so that space is only looked for
+    now, and reserved then."""
+
+
+class Reserve(Message):
+    """What was registered beside spare bytes is to have its space now."""
+
+    type: Literal["reserve"] = "reserve"
 
 
 class Unregister(Message):
@@ -191,6 +200,7 @@ AnyMessage = Annotated[
     Hello
     | Attach
     | Register
+    | Reserve
     | Unregister
     | UploadTrace
     | StatsRequest

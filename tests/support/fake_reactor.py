@@ -70,7 +70,7 @@ class FakeSwapFile:
     linked: bool = True
     closed: bool = False
 
-    def grow(self, file_bytes: int) -> None:
+    def grow(self, file_bytes: int, *, reserve: bool = True) -> None:
         if file_bytes > self.file_bytes and self.rng.random() < self.full_chance:
             raise SwapSpaceError(path=str(self.path), needed_bytes=file_bytes, free_bytes=0, remedy="it is simulated")
         self.file_bytes = file_bytes

@@ -38,6 +38,9 @@ class Host(StrictStore):
     def tenant_stats(self) -> None:
         return None
 
+    def reserve(self) -> None:
+        """There is no disk."""
+
 
 class HostTier:
     job = "a job"
@@ -46,7 +49,9 @@ class HostTier:
         self.store = Host()
         self.opened: list[tuple[MemoryPlan, str, int]] = []
 
-    def open(self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device) -> HostStore:
+    def open(
+        self, plan: MemoryPlan, *, job: str, pinned_mask: int, device: torch.device, spare_bytes: int = 0
+    ) -> HostStore:
         self.opened.append((plan, job, pinned_mask))
         return self.store
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import gc
 import itertools
+import mmap
 import os
 import subprocess
 import sys
@@ -108,6 +109,46 @@ def test_a_full_disk_is_found_before_step_0_and_the_file_cut_back(small_disk: Pa
     assert swap_file.file_bytes == swap_file.path.stat().st_size == 1 << 20
     assert swap_file.path.stat().st_blocks * 512 < 2 << 20  # the rest is metadata
     swap_file.grow(2 << 20)
+    swap_file.close()
+
+
+@pytest.mark.root
+def test_space_is_reserved_later_beside_what_was_written_meanwhile(small_disk: Path) -> None:
+    swap_file = create(small_disk)
+    swap_file.grow(64 << 20, reserve=False)  # more than the disk has
+    assert swap_file.file_bytes == swap_file.path.stat().st_size == 64 << 20
+    assert swap_file.path.stat().st_blocks * 512 < 1 << 20
+    with mmap.mmap(-1, 1 << 20) as page:
+        page[:] = b"x" * (1 << 20)
+        assert os.pwrite(swap_file.fd, page, 3 << 20) == 1 << 20
+    with pytest.raises(SwapSpaceError) as caught:
+        swap_file.reserve()
+    assert (caught.value.errno, caught.value.needed_bytes) == (errno.ENOSPC, (64 << 20) - PAGE_BYTES)
+    swap_file.shrink(8 << 20)
+    swap_file.reserve()
+    assert swap_file.path.stat().st_blocks * 512 >= 8 << 20
+    with mmap.mmap(-1, 1 << 20) as page:
+        assert os.preadv(swap_file.fd, [page], 3 << 20) == 1 << 20
+        assert page[:] == b"x" * (1 << 20)
+    blocks = swap_file.path.stat().st_blocks
+    swap_file.reserve()  # there is nothing left to reserve
+    assert swap_file.path.stat().st_blocks == blocks
+    swap_file.grow(9 << 20)
+    swap_file.close()
+
+
+def test_where_zeros_are_what_reserves_it_is_done_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Afterwards they would take the place of what was written."""
+
+    def refuse(fd: int, offset: int, num_bytes: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    swap_file = create(tmp_path)
+    monkeypatch.setattr("io_daemon.disk.swap_file.allocate", refuse)
+    swap_file.grow(PAGE_BYTES + (1 << 20), reserve=False)
+    assert swap_file.path.stat().st_size == PAGE_BYTES + (1 << 20)
+    assert swap_file.path.stat().st_blocks * 512 >= 1 << 20
+    swap_file.reserve()
     swap_file.close()
 
 
