@@ -7,12 +7,12 @@ no bit, since weights are their masters, rounded.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 
 import torch
 
 from infinity.tiers.base import Lease, ShardStore, StoreLayer, spans
-from io_daemon.shared.protocol import ObjectKind
+from io_daemon.shared.protocol import Access, ObjectKind
 
 WEIGHT, MASTER = ObjectKind.WEIGHT.mask, ObjectKind.MASTER.mask
 
@@ -28,6 +28,10 @@ class RemadeStore(StoreLayer):
         self._num_out: dict[int, int] = {}
         """Leases on a chunk's weights that are not released yet."""
 
+    def is_given_up(self, chunk: int) -> bool:
+        """Whether who reads the chunk's weights next has them made."""
+        return chunk in self._given_up
+
     def unregister(self, chunks: range) -> None:
         super().unregister(chunks)
         self._given_up.difference_update(chunks)
@@ -37,10 +41,13 @@ class RemadeStore(StoreLayer):
             return super().acquire(chunk, read=read, write=write)
         makes = bool(read & WEIGHT) and chunk in self._given_up
         if makes:
-            read, write = read & ~WEIGHT | MASTER, write | WEIGHT
+            read, write = _making(read, write)
         lease = super().acquire(chunk, read=read, write=write)
         self._num_out[chunk] = self._num_out.get(chunk, 0) + 1
         return RemadeLease(self, lease, makes=makes)
+
+    def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
+        super().set_trace(trace_id, remade_accesses(accesses, self._remade))
 
     def note_released(self, chunk: int, *, dirty: int, dead: int) -> int:
         """A lease on the chunk's weights is about to end. What is dead of what it says is."""
@@ -52,6 +59,28 @@ class RemadeStore(StoreLayer):
         elif dirty & WEIGHT:
             self._given_up.discard(chunk)
         return dead
+
+
+def remade_accesses(accesses: Sequence[Access], remade: Container[int]) -> list[Access]:
+    """What the store below is asked for in a pass that repeats: of a whole pass, what above it was."""
+    given_up: set[int] = set()
+    for _ in range(2):  # the first time shows what is given up when a pass begins
+        below = []
+        for chunk, read, write, dead in accesses:
+            if chunk in remade and (read | write) & WEIGHT:
+                if read & WEIGHT and chunk in given_up:
+                    read, write = _making(read, write)
+                if dead & WEIGHT:
+                    given_up.add(chunk)
+                elif write & WEIGHT:
+                    given_up.discard(chunk)
+            below.append(Access(chunk, read, write, dead))
+    return below
+
+
+def _making(read: int, write: int) -> tuple[int, int]:
+    """The kinds that a lease reads and writes which makes the weights that it is to read."""
+    return read & ~WEIGHT | MASTER, write | WEIGHT
 
 
 class RemadeLease(Lease):

@@ -7,7 +7,7 @@ looks at their chunk, or the next step begins.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from enum import Enum, auto
@@ -54,12 +54,14 @@ class Update:
         counts_all: bool,
         max_norm: float,
         whole: WholeParams | None = None,
+        remade: Container[int] = (),
     ) -> None:
         """
         Args:
             left_out: the parameters that are in no group of the optimizer: it steps none of them.
             counts_all: the norm is that of all gradients; else of those that are stepped.
             whole: the parameters that the optimizer's rule steps as wholes; None where it has no such groups.
+            remade: chunks whose weights the store need not keep behind an update inside backward.
         """
         self._works = [(sub_group, self._work_of(sub_group)) for sub_group in sub_groups]
         self._sub_group_of = {sub_group.chunk: sub_group for sub_group in sub_groups}
@@ -68,7 +70,7 @@ class Update:
         self.is_early = False
         """Whether the running step began inside backward, and ``begin`` is still to come."""
         self._optimizer, self._gradients = optimizer, gradients
-        self._store = store
+        self._store, self._remade = store, remade
         self._max_norm = max_norm
         self.scale = scale
         self._left_out, self._counts_all = left_out, counts_all
@@ -173,7 +175,8 @@ class Update:
 
         def step(lease: Lease, sub_group: SubGroup) -> tuple[int, int]:
             self._run(sub_group, lease, gradient_of)
-            return sub_group.dirty, ObjectKind.GRAD.mask & ~grad
+            given_up = ObjectKind.WEIGHT.mask if sub_group.chunk in self._remade else 0
+            return sub_group.dirty, ObjectKind.GRAD.mask & ~grad | given_up
 
         sub_groups = (self._sub_group_of[chunk] for chunk in chunks)
         issued = (

@@ -18,12 +18,20 @@ from infinity.weights.param_group import ParamGroup
 
 class LiveSet:
     def __init__(
-        self, groups: Sequence[ParamGroup], *, live_numel_max: int, reuse_distance_max: int, prefetch_numel_max: int
+        self,
+        groups: Sequence[ParamGroup],
+        *,
+        live_numel_max: int,
+        reuse_distance_max: int,
+        prefetch_numel_max: int,
+        makes_each: bool = False,
     ) -> None:
+        """``makes_each``: the store may make weights of their masters for each read of a training step."""
         self._groups = groups
         self._live_numel_max = live_numel_max
         self._reuse_distance_max = reuse_distance_max
         self._prefetch_numel_max = prefetch_numel_max
+        self._makes_each = makes_each
         numels = [group.numel for group in groups]
         self._traces = {training: GroupTrace(numels) for training in (True, False)}
         self._trace = self._traces[True]
@@ -74,7 +82,7 @@ class LiveSet:
         if self._trace is not self._traces[True]:
             return False
         self._reads[group.index] += 1
-        return self._reads[group.index] == self._reads_before[group.index]
+        return self._makes_each or self._reads[group.index] == self._reads_before[group.index]
 
     def done(self, group: ParamGroup) -> None:
         """A use ended. Keep the group if it is needed again soon, else reshard it."""

@@ -185,8 +185,10 @@ class ShardedModel:
             for placement in layout.placements
             for chunk in cut_chunks(placement, rank=self.sharers.rank, chunk_numel=chunk_numel)
         ]
-        self._remade: frozenset[int] = frozenset()
+        self.remade: frozenset[int] = frozenset()
         """Chunks whose weights can be given up, and are made anew of their masters."""
+        self._makes_weights: Callable[[int], bool] = lambda _chunk: False
+        """Whether a lease on a chunk's weights takes its masters, too."""
         self.store = collectives.together(lambda: self._open_store(tiers, tier, poison), "open the store of shards")
         self.resident: dict[int, ShardedParam] = {}
         """Parameters whose weights are on the device now, by the identity of their storage."""
@@ -272,7 +274,7 @@ class ShardedModel:
         if self.plan is not None and not self.plan.holds_all and self.precision.remakes(tiers):
             # not of masters on the device, which users may offload
             pairs = enumerate(zip(self.chunks, masks, strict=True))
-            self._remade = frozenset(i for i, (c, m) in pairs if self._is_trained(c) and not m & ObjectKind.MASTER.mask)
+            self.remade = frozenset(i for i, (c, m) in pairs if self._is_trained(c) and not m & ObjectKind.MASTER.mask)
         self.device_store = MemoryStore(self._device, MemoryPool(self._store_bytes(masks), self._device))
         store: ShardStore = self.device_store
         self.host_store: HostStore | None = None
@@ -293,8 +295,9 @@ class ShardedModel:
         if self.precision.markers is not None:
             store = HalvedStore(store, self.precision.markers)
         store = snapshots = SnapshotStore(store)
-        if self._remade:
-            store = RemadeStore(snapshots, self._remade)
+        if self.remade:
+            store = made = RemadeStore(snapshots, self.remade)
+            self._makes_weights = made.is_given_up
         traced = PoisonStore(store) if poison else TracedStore(store)
         stacked = DueStore(traced, snapshots, num_ahead=self.sub_groups_ahead)
         try:
@@ -319,9 +322,14 @@ class ShardedModel:
     def _build_groups(self) -> list[ParamGroup]:
         streamed = self.plan.num_frames - self.plan.pinned_frames if self.plan else len(self.chunks) * LEASE_SHARE
         due_frames = self.plan.demand_frames if self.plan else 1
-        allowance = LeaseAllowance(
-            max(0, streamed // LEASE_SHARE), lambda chunk: due_frames if self.store.is_due(chunk) else 1
-        )
+        making_frames = 1 + -(-FP32.itemsize // self.precision.weight.itemsize)  # the weights', and their masters'
+
+        def frames_of(chunk: int) -> int:
+            if self.store.is_due(chunk):
+                return due_frames
+            return making_frames if self._makes_weights(chunk) else 1
+
+        allowance = LeaseAllowance(max(0, streamed // LEASE_SHARE), frames_of)
         copies = CopyStream(self._device)
         chunks_of: list[list[tuple[int, ChunkPlacement]]] = [[] for _ in self.layout.placements]
         for chunk_id, chunk in enumerate(self.chunks):
@@ -343,7 +351,7 @@ class ShardedModel:
                 persistent=members.persistent,
                 name=members.name,
                 pool=self.pool,
-                remade=self._remade,
+                remade=self.remade,
                 lent_to=self.device_store if self.precision.lies_in_params(trainable=placement.trainable) else None,
             )
             for placement, members in zip(self.layout.placements, self.layout.members, strict=True)

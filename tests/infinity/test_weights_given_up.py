@@ -76,6 +76,10 @@ def train(engine: Engine, first: int, last: int) -> list[torch.Tensor]:
     return losses
 
 
+def train_on(engine: Engine) -> list[torch.Tensor]:
+    return train(engine, 50, 51)
+
+
 def evaluate(engine: Engine) -> list[torch.Tensor]:
     engine.eval()
     with torch.no_grad():
@@ -104,6 +108,14 @@ def gather_within_a_step(engine: Engine) -> list[torch.Tensor]:
     return [loss.detach().clone(), found]
 
 
+def gather_between_steps(engine: Engine) -> list[torch.Tensor]:
+    weight = engine.module.get_parameter("layers.2.weight")
+    with infinity.zero.GatheredParameters(weight, modifier_rank=0):
+        found = weight.detach().clone()
+        weight.data[3] = 0.25
+    return [found]
+
+
 def write_within_a_step(engine: Engine) -> list[torch.Tensor]:
     loss = engine(batch(50))
     engine.backward(loss)
@@ -128,7 +140,7 @@ def masters(engine: Engine) -> list[torch.Tensor]:
     return [value for value in found if value is not None]
 
 
-@pytest.mark.parametrize("live", [0, 2 * LAYER, 100 * LAYER])
+@pytest.mark.parametrize("live", [0, 100 * LAYER])
 @pytest.mark.parametrize(
     "interlude", [evaluate, backward_twice, gather_within_a_step, write_within_a_step, other_layers]
 )
@@ -146,7 +158,28 @@ def test_whoever_reads_them_after_all_sees_the_same_bits(
     assert sum(differing_bits(*pair) for pair in zip(*found, strict=True)) == 0
 
 
-@pytest.mark.parametrize("live", [0, 2 * LAYER, 100 * LAYER])
+@pytest.mark.parametrize("live", [0, 100 * LAYER])
+@pytest.mark.parametrize("interlude", [train_on, evaluate, gather_between_steps, other_layers])
+def test_an_update_inside_backward_keeps_none_and_everybody_sees_the_same_bits(
+    interlude: Callable[[Engine], list[torch.Tensor]], live: int, tmp_path: Path
+) -> None:
+    found = []
+    for tier in ("none", "nvme"):
+        section = {"host_budget_bytes": 600 << 10, "update_in_backward": True}
+        with engine_of(tmp_path, tier, live=live, gradient_clipping=0.0, io_daemon=section) as engine:
+            seen = train(engine, 0, 4)
+            for first in (4, 6):
+                seen += interlude(engine) + train(engine, first, first + 2)
+            moved = engine.io_report().nvme
+            if tier == "nvme" and interlude is train_on:
+                assert moved is not None
+                assert (moved.bytes_written["weight"], moved.bytes_read["weight"]) == (0, 0)
+            found.append(seen + evaluate(engine) + masters(engine))
+    assert len(found[0]) == len(found[1])
+    assert sum(differing_bits(*pair) for pair in zip(*found, strict=True)) == 0
+
+
+@pytest.mark.parametrize("live", [0, 100 * LAYER])
 def test_in_the_steady_state_no_weight_is_written_to_the_disk_nor_read_from_it(live: int, tmp_path: Path) -> None:
     with engine_of(tmp_path, "nvme", live=live, io_daemon={"host_budget_bytes": 1200 << 10}) as engine:
         for step in range(NUM_STEPS_MAX):  # a plan comes from another process, some steps after the order is known

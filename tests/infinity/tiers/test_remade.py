@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
 from infinity.tiers.base import ChunkLayout
-from infinity.tiers.remade import RemadeStore
-from io_daemon.shared.protocol import ObjectKind
+from infinity.tiers.remade import RemadeStore, remade_accesses
+from io_daemon.shared.protocol import Access, ObjectKind
 from tests.support.strict_store import StrictLease, StrictStore
 
 W, M = ObjectKind.WEIGHT, ObjectKind.MASTER
@@ -141,3 +143,46 @@ def test_weights_without_masters_die_as_anything_does() -> None:
     fixture.read(chunk=FROZEN, dead=W.mask)
     assert fixture.read(chunk=FROZEN).tolist() == [0.0] * NUMEL
     assert fixture.strict.acquired()[-1] == (FROZEN, W.mask, 0)
+
+
+def test_a_trace_names_what_the_store_below_will_be_asked_for() -> None:
+    w, m, g = W.mask, M.mask, ObjectKind.GRAD.mask
+    above = [
+        Access(TRAINED, w, 0, 0),
+        Access(FROZEN, w, 0, 0),
+        Access(TRAINED, w, 0, w),
+        Access(TRAINED, w | g, g, w),
+        Access(TRAINED, m, m, 0),
+    ]
+    made = Access(TRAINED, m, w, 0)  # the pass before has given them up
+    assert remade_accesses(above, {TRAINED}) == [
+        made,
+        Access(FROZEN, w, 0, 0),
+        Access(TRAINED, w, 0, w),
+        Access(TRAINED, m | g, w | g, w),
+        Access(TRAINED, m, m, 0),
+    ]
+    updated = [*above, Access(TRAINED, m, m | w, 0)]
+    assert remade_accesses(updated, {TRAINED})[0] == above[0]
+    assert remade_accesses([*above, Access(TRAINED, m, m | w, w)], {TRAINED})[0] == made
+    assert remade_accesses(above, set()) == above
+
+
+def test_the_store_below_is_told_so() -> None:
+    fixture = Fixture()
+    told = []
+    with mock.patch.object(fixture.strict, "set_trace", side_effect=lambda *given: told.append(given)):
+        fixture.store.set_trace(0, [Access(TRAINED, W.mask, 0, W.mask)])
+    assert told == [(0, [Access(TRAINED, M.mask, W.mask, W.mask)])]
+
+
+def test_who_asks_is_told_what_is_given_up() -> None:
+    fixture = Fixture()
+    assert not fixture.store.is_given_up(TRAINED)
+    fixture.read(dead=W.mask)
+    assert fixture.store.is_given_up(TRAINED)
+    fixture.update(VALUES)
+    assert not fixture.store.is_given_up(TRAINED)
+    fixture.read(dead=W.mask)
+    fixture.store.unregister(range(1))
+    assert not fixture.store.is_given_up(TRAINED)
