@@ -56,5 +56,5 @@ def build_update(
         counts_all=config.zero_optimization.stage == 0 and precision.weight is torch.float32,
         max_norm=config.gradient_clipping,
         whole=whole,
-        remade=sharded.remade,
+        remade=sharded.remade if sharded.makes_each else (),
     )

@@ -71,7 +71,7 @@ class Runtime(owners.Owner):
             live_numel_max=zero.stage3_max_live_parameters,
             reuse_distance_max=zero.stage3_max_reuse_distance,
             prefetch_numel_max=zero.stage3_prefetch_bucket_size,
-            makes_each=config.io_daemon.update_in_backward,
+            makes_each=sharded.makes_each,
         )
         num_params = len(sharded.params)
         self.gradients = GradientChunks(

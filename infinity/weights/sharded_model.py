@@ -187,6 +187,9 @@ class ShardedModel:
         ]
         self.remade: frozenset[int] = frozenset()
         """Chunks whose weights can be given up, and are made anew of their masters."""
+        self.makes_each = config.io_daemon.update_in_backward and not config.accumulates
+        """Whether weights are made of their masters for each read of a training step, and none are kept: of two reads,
+        one comes right before an update that reads the masters, too."""
         self._makes_weights: Callable[[int], bool] = lambda _chunk: False
         """Whether a lease on a chunk's weights takes its masters, too."""
         self.store = collectives.together(lambda: self._open_store(tiers, tier, poison), "open the store of shards")
