@@ -141,9 +141,14 @@ class StagingArea(owners.Owner):
                     end_loan(param)
             if modifier_rank:
                 for param in params:
-                    values = flattened(param.detach(), memory_order(param))
-                    what = f"share the changes of {self.staged(param).name}"
-                    self.collectives.broadcast(values, what, source=modifier_rank)
+                    self._share_changes(param, modifier_rank)
+
+    def _share_changes(self, param: nn.Parameter, source: int) -> None:
+        values = flattened(param.detach(), memory_order(param))
+        # a copy: a library may hold what it was given a moment longer, on one rank alone; ``is_aliased`` counts that
+        sent = values.clone()
+        self.collectives.broadcast(sent, f"share the changes of {self.staged(param).name}", source=source)
+        values.copy_(sent)
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         staged = self.staged(param)
