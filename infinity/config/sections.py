@@ -177,6 +177,8 @@ class ZeroOptimization(Section):
     """Whether trainers shall save by taking all weights into rank 0's memory."""
     ignore_unused_parameters: bool = True
     """False: a step in which a trainable parameter has no gradient ends with its name."""
+    enable_sanity_checks: bool = False
+    """True: what an engine always refuses is refused under ``Init`` already."""
     offload_param: OffloadParam = OffloadParam()
     offload_optimizer: OffloadOptimizer = OffloadOptimizer()
     leaf_module: LeafModule = LeafModule()

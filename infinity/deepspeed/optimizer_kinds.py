@@ -18,6 +18,7 @@ from infinity.deepspeed.hooks import DeepSpeedZeRoOffload
 from infinity.deepspeed.shown_state import ShownState
 from infinity.engine import Engine
 from infinity.errors import EngineStateError
+from infinity.plan.leaves import get_leaf_modules
 from infinity.update.optimizer import ShardedOptimizer
 
 _STATES: Final = (
@@ -189,6 +190,11 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
         """This rank's part of each group's fp32 weights, 1-D: copies, of which a write is refused."""
         return self.state.masters()
+
+    @property
+    def leaf_parameters(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """The parameters of each module that is gathered as one, ``set_z3_leaf_modules``."""
+        return {leaf: list(leaf.parameters()) for leaf in get_leaf_modules(self._of().module)}
 
     @property
     def persistent_parameters(self) -> list[nn.Parameter]:

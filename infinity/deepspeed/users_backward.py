@@ -44,7 +44,7 @@ class UsersBackward:
         if self._loop.update is None:
             raise EngineStateError("there is no optimizer: pass one to initialize(), or write the section optimizer")
         if not (isinstance(loss, torch.Tensor) and loss.numel() == 1 and loss.grad_fn is not None):
-            raise EngineStateError("scale() takes a scalar with a graph; for others call output.backward(gradient)")
+            raise EngineStateError("scale() takes a scalar tensor with a graph; for others, tensor.backward(gradient)")
         self._is_scaled = True
         scale = self._loop.update.scale.value
         return loss if scale == 1.0 else loss.float() * scale
@@ -96,7 +96,7 @@ class UsersBackward:
         scale = None if loop.update is None else loop.update.scale
         if scale is not None and (scale.dynamic or scale.value != 1.0) and not self._is_scaled:
             raise EngineStateError(
-                "the loss of fp16 is scaled: call engine.backward(loss), or engine.scale(loss).backward()"
+                "Loss scaling is required with fp16: call engine.backward(loss), or engine.scale(loss).backward()"
             )
         self._is_scaled = False
         opened = loop.around_backward(

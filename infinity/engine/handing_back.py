@@ -30,7 +30,9 @@ def hand_back(runtime: Runtime, config: Config) -> None:
             values = runtime.io.read_flat(param, kind)
             dtype = torch.float32 if has_master else param.dtype
             access.drop_gradient(param.param)
-            access.show(param.param, param.unflattened(values.to(dtype)))
+            # memory that a collective filled may be held by its library a moment longer, on one rank and not on another
+            access.show(param.param, param.unflattened(values.to(dtype, copy=True)))
+            del values
             owners.disown(param.param)
             if area is not None:
                 area.adopt(param.param, param.name)

@@ -9,12 +9,16 @@ model between ``Init`` and ``initialize``.
 
 from __future__ import annotations
 
+import weakref
 from typing import Any, Final
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 
 from infinity.config import Config, parse_config
 from infinity.config.load import Source
@@ -80,7 +84,9 @@ class Init:
         source = WITHOUT_CONFIG if source is None else source
         self._config_source: Source = placed(source, remote_device, pin_memory=pin_memory) if enabled else source
         self._process_group, self._dtype, self._enabled = process_group, dtype, enabled
-        self._hook: Any = None
+        self._hooks: list[Any] = []
+        self._on_meta: dict[int, weakref.ref[nn.Module]] = {}
+        """Modules that registered parameters without memory: ``to_empty`` gives them some and tells nobody."""
         self._area: StagingArea | None = None
         if module is not None:
             with self:
@@ -105,26 +111,39 @@ class Init:
         except BaseException:
             collectives.close()
             raise
-        self._hook = register_module_parameter_registration_hook(self._registered)
+        self._hooks = [
+            register_module_parameter_registration_hook(self._registered),
+            register_module_module_registration_hook(self._attached),
+        ]
         _open.append(self)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if not self._enabled:
             return
-        self._hook.remove()
-        _open.remove(self)
         if self._area is None:
             raise AssertionError("left before it was entered")
-        self._area.is_building = False
-        if error is None:
+        is_built = False
+        try:
+            if error is None:
+                self._take_in(list(self._on_meta))
+                is_built = True
+        finally:
+            for hook in self._hooks:
+                hook.remove()
+            _open.remove(self)
+            self._area.is_building = False
+            if not is_built:
+                self._area.close()
+        if is_built:
             self._area.stage_everything()
-        else:
-            self._area.close()
 
     def _registered(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         innermost = _open[-1] if _open else None
-        if param is None or innermost is not self or staged_param(param) is not None or param.device.type == "meta":
+        if param is None or innermost is not self or staged_param(param) is not None:
+            return
+        if param.device.type == "meta":
+            self._on_meta[id(module)] = weakref.ref(module)
             return
         key = f"{type(module).__name__}.{name}"
         admit_kind(key, param)
@@ -134,3 +153,15 @@ class Init:
             self._area.casts_weights |= param.dtype is torch.float32
             param.data = param.data.to(self._dtype)
         self._area.adopt(param, key)
+
+    def _attached(self, _parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+        if child is not None and self._on_meta and _open and _open[-1] is self:
+            self._take_in([key for key in map(id, child.modules()) if key in self._on_meta])
+
+    def _take_in(self, modules: list[int]) -> None:
+        """Parameters of modules made on the meta device (``skip_init``) that have memory by now."""
+        for key in modules:
+            module = self._on_meta.pop(key)()
+            if module is not None:
+                for name, param in module.named_parameters(recurse=False):
+                    self._registered(module, name, param)  # what is still on meta is noted again

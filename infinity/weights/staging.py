@@ -138,8 +138,10 @@ class StagingArea(owners.Owner):
 
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
-        """What is written is kept: that of ``modifier_rank``, by default of rank 0."""
+        """What is written is kept: that of ``modifier_rank``, by default of rank 0, or by ``enable_sanity_checks`` of
+        nobody, but refused."""
         with self.borrow(params):
+            before = [param._version for param in params]
             for param in params:
                 lend(param, self)
             try:
@@ -147,11 +149,25 @@ class StagingArea(owners.Owner):
             finally:
                 for param in params:
                     end_loan(param)
+            if modifier_rank is None and self.config.zero_optimization.enable_sanity_checks:
+                self._refuse_changes(params, before)
             if modifier_rank:
                 for param in params:
-                    values = flattened(param.detach(), memory_order(param))
-                    what = f"share the changes of {self.staged(param).name}"
-                    self.collectives.broadcast(values, what, source=modifier_rank)
+                    self._share_changes(param, modifier_rank)
+
+    def _refuse_changes(self, params: Sequence[nn.Parameter], before: Sequence[int]) -> None:
+        changed = [param._version != version for param, version in zip(params, before, strict=True)]
+        told = self.collectives.gather_objects(changed, f"look for changes of {len(params)} gathered parameters")
+        for param, flags in zip(params, zip(*told, strict=True), strict=True):
+            if any(flags):
+                owners.refuse_write(self, param)
+
+    def _share_changes(self, param: nn.Parameter, source: int) -> None:
+        values = flattened(param.detach(), memory_order(param))
+        # a copy: a library may hold what it was given a moment longer, on one rank alone; ``is_aliased`` counts that
+        sent = values.clone()
+        self.collectives.broadcast(sent, f"share the changes of {self.staged(param).name}", source=source)
+        values.copy_(sent)
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         staged = self.staged(param)

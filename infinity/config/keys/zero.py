@@ -62,6 +62,12 @@ MODULES = (
         "need no such memory and save in any case",
         auto="default",
     ),
+    works(
+        "zero_optimization.enable_sanity_checks",
+        "true: a change inside GatheredParameters that no modifier_rank keeps is refused before initialize, too; an "
+        "engine always refuses it",
+        auto="default",
+    ),
     *(
         works(f"zero_optimization.leaf_module.{name}", f"modules that are gathered as one, by {what}", auto="default")
         for name, what in (
@@ -81,7 +87,6 @@ SWITCHES = tuple(
         ("parameter_alignment", "shards are always cut at multiples of 64 elements"),
         ("compute_grad_norm", "the norm is computed where gradient_clipping asks for it"),
         ("memory_efficient_linear", "autograd never holds a gathered copy of a weight"),
-        ("enable_sanity_checks", "state transitions are always checked"),
         ("save_muon_momentum_buffer_in_memory", "offload_optimizer.device says where all states lie"),
         ("log_trace_cache_warnings", "a changed order never invalidates the trace; io_report() shows what it cost"),
         ("override_module_apply", "Module.apply() works on staged parameters as it is"),

@@ -194,6 +194,9 @@ _ZERO = {
     "ignore_unused_parameters": Example(
         False, f"{_SETTINGS}::test_unused_parameters_end_the_step_where_they_are_not_ignored"
     ),
+    "enable_sanity_checks": Example(
+        True, "infinity/weights/test_staging.py::test_a_change_that_nobody_keeps_is_refused_where_checks_are_asked_for"
+    ),
     "stage3_gather_16bit_weights_on_model_save": Example(
         True, "infinity/test_weight_files.py::test_what_trainers_take_into_memory"
     ),

@@ -146,6 +146,28 @@ def test_two_ranks_hand_a_model_over_together(tmp_path: Path) -> None:
         assert (found_rank, world_size) == (rank, 2)
 
 
+def test_ranks_hand_over_together_what_a_library_still_holds_on_one_of_them(tmp_path: Path) -> None:
+    """A thread of gloo's lets go of what it has gathered when it gets to it: what is staged must not depend on that."""
+    holding = """
+from infinity.tiers.collectives import Collectives
+held, gather = [], Collectives.all_gather
+
+def holding(collectives, output, shard):
+    gather(collectives, output, shard)
+    if os.environ["RANK"] == "1":
+        held.append(output)
+
+Collectives.all_gather = holding
+first.destroy()
+"""
+    script = RANKS.replace("first.destroy()\n", holding).replace(
+        '"stage3_param', '"stage3_prefetch_bucket_size": 64, "stage3_param'
+    )
+    for ended in run_ranks(script, tmp_path, num_ranks=2):
+        expected, losses, *_ = ended.answer
+        assert losses == expected
+
+
 def test_without_an_optimizer_it_evaluates_and_says_what_training_needs() -> None:
     batch = _batches(1)[0]
     expected = _net()(batch)

@@ -121,3 +121,12 @@ def test_an_engine_that_ends_leaves_no_hook_on_the_model() -> None:
     assert model._forward_hooks
     engine.destroy()
     assert not model._forward_hooks
+
+
+def test_the_optimizer_of_stage_3_lists_the_parameters_of_leaves() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), nn.Linear(8, 8))
+    deepspeed.utils.set_z3_leaf_module(model[0], True)
+    engine, optimizer, *_ = deepspeed.initialize(model=model, config=config())
+    assert list(optimizer.leaf_parameters) == [model[0]]
+    assert all(a is b for a, b in zip(optimizer.leaf_parameters[model[0]], model[0].parameters(), strict=True))
+    engine.destroy()

@@ -123,9 +123,11 @@ def test_a_refused_backward_leaves_nothing_behind() -> None:
     x = next(micro_batches(1, torch.float16))
     engine = _engine(net(), fp16={"enabled": True, "loss_scale": 8.0})
     for loss in (engine(x)["loss"], sum(param.float().sum() for param in engine.module.parameters())):
-        with pytest.raises(EngineStateError, match=r"engine\.scale\(loss\)"):
+        with pytest.raises(EngineStateError, match=r"Loss scaling is required.*engine\.scale\(loss\)"):
             loss.backward()
         assert not engine._loop.is_within_step
+    with pytest.raises(AssertionError, match="scalar tensor"):
+        engine.scale(x)
     engine.scale(engine(x)["loss"]).backward()
     engine.step()
     assert engine.global_steps == 1

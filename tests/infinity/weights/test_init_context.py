@@ -13,7 +13,7 @@ import infinity
 from infinity.errors import ConfigError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.access import ShardedParameter
-from infinity.weights.staging import StagingArea
+from infinity.weights.staging import StagingArea, staged_param
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -50,6 +50,21 @@ def test_without_a_configuration() -> None:
         model = _build()
     assert all(isinstance(param, ShardedParameter) for param in model.parameters())
     assert _same(_trained(model), _trained(_build()))
+
+
+def test_what_gets_its_memory_after_it_was_made_is_staged() -> None:
+    """By ``skip_init`` as soon as it belongs to another module, else when the context ends."""
+    with infinity.Init(CONFIG):
+        layer: nn.Linear = nn.utils.skip_init(nn.Linear, 16, 32)  # type: ignore[no-untyped-call]
+        model = nn.Sequential(layer, nn.Tanh(), nn.Linear(32, 16))
+        assert all(staged_param(param) is not None for param in layer.parameters())
+        alone = nn.Linear(8, 8, device="meta").to_empty(device="cpu")
+        without = nn.Linear(8, 8, device="meta")
+        for param in (layer.weight, alone.weight):
+            nn.init.ones_(param)
+    assert all(isinstance(param, ShardedParameter) for param in (*model.parameters(), *alone.parameters()))
+    assert without.weight.is_meta
+    assert (layer.weight.sum().item(), alone.weight.sum().item()) == (16 * 32.0, 64.0)
 
 
 def test_a_process_group_has_two_names() -> None:

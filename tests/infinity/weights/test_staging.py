@@ -406,6 +406,57 @@ def test_what_one_rank_changes_while_weights_are_gathered_is_every_ranks() -> No
         assert found == [[10.0] * 3, [11.0] * 3, [10.0] * 3]
 
 
+def test_a_change_that_nobody_keeps_is_refused_where_checks_are_asked_for() -> None:
+    """On every rank, whichever made it; what is only read is not, and what a ``modifier_rank`` changes is kept."""
+
+    def work(collectives: ThreadedCollectives) -> list[float]:
+        area = Area(collectives)
+        area.area.config = config_of({"enable_sanity_checks": True})
+        param, other = area.add(3, value=0.0), area.add(2, value=0.0)
+        area.area.stage_everything()
+        with area.area.gathered([other, param], None):
+            assert values(param).tolist() == [0.0] * 3
+
+        def change() -> None:
+            with area.area.gathered([other, param], None), torch.no_grad():
+                if collectives.rank == 1:
+                    param.fill_(5.0)
+
+        with pytest.raises(WeightsError, match=r"parameter 1 under Init.*in-place modification"):
+            change()
+        area.area.stage_everything()
+        assert area.is_staged(param, other) == [True, True]
+        with area.area.gathered([param], 1), torch.no_grad():
+            param.fill_(collectives.rank + 10.0)
+        return values(param).tolist()
+
+    assert list(on_ranks(2, work)) == [[11.0] * 3] * 2
+
+
+def test_what_a_library_holds_of_a_broadcast_on_one_rank_keeps_no_parameter_in_memory_there() -> None:
+    """Else that rank does not stage it out, and the next call finds the ranks apart."""
+
+    def work(collectives: ThreadedCollectives) -> list[bool]:
+        area = Area(collectives)
+        param = area.add(3, value=0.0)
+        area.area.stage_everything()
+        held, broadcast = [], collectives.broadcast
+
+        def held_broadcast(tensor: torch.Tensor, what: str, *, source: int = 0) -> None:
+            broadcast(tensor, what, source=source)
+            held.append(tensor if collectives.rank == 1 else None)
+
+        collectives.broadcast = held_broadcast  # type: ignore[method-assign]
+        with area.area.gathered([param], 1), torch.no_grad():
+            param.fill_(collectives.rank + 10.0)
+        area.area.stage_everything()
+        assert values(param).tolist() == [11.0] * 3
+        area.area.stage_everything()
+        return area.is_staged(param)
+
+    assert list(on_ranks(2, work)) == [[True], [True]]
+
+
 def test_ranks_that_bring_back_different_parameters_are_told_apart_before_they_do() -> None:
     def work(collectives: ThreadedCollectives) -> None:
         area = Area(collectives)
