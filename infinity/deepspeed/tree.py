@@ -235,7 +235,9 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.fp16.fused_optimizer": _of(f"{_OURS}.optimizer_kinds", "FP16_Optimizer"),
     "runtime.fp16.unfused_optimizer": _of(f"{_OURS}.optimizer_kinds", "FP16_UnfusedOptimizer"),
     "runtime.fp16.loss_scaler": _of(
-        f"{_OURS}.loss_scalers", "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler"
+        f"{_OURS}.loss_scalers",
+        "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler LossScaleConfig LossScaleProfile "
+        "INITIAL_LOSS_SCALE SCALE_WINDOW DELAYED_SHIFT CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE",
     ),
     "runtime.pipe": _PIPELINE,
     "runtime.pipe.engine": _of(_REFUSED, "PipelineEngine"),
