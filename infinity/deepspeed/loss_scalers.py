@@ -15,7 +15,6 @@ from infinity.deepspeed.precision_config_classes import (
     MIN_LOSS_SCALE,
     SCALE_WINDOW,
 )
-from infinity.errors import LossScaleError
 from infinity.update.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 
 _ARGUMENTS: Final = {
@@ -85,25 +84,16 @@ class DynamicLossScaler(LossScalerBase):
         dtype: torch.dtype = torch.half,
     ) -> None:
         """``raise_error_at_min_scale`` False: an overflow at the least scale leaves it as it is. ``dtype`` is shown."""
-        self.raise_error_at_min_scale, self.dtype = raise_error_at_min_scale, dtype
-        super().__init__(
-            DynamicLossScale(
-                initial=float(init_scale),
-                window=scale_window,
-                hysteresis=delayed_shift,
-                consecutive_hysteresis=consecutive_hysteresis,
-                least=float(min_scale),
-            )
+        self.dtype = dtype
+        scale = DynamicLossScale(
+            initial=float(init_scale),
+            window=scale_window,
+            hysteresis=delayed_shift,
+            consecutive_hysteresis=consecutive_hysteresis,
+            least=float(min_scale),
         )
-
-    def update_scale(self, overflow: bool) -> None:
-        """A step was applied, or overflowed. Raises LossScaleError where no smaller scale is allowed."""
-        try:
-            super().update_scale(overflow)
-        except LossScaleError:
-            if self.raise_error_at_min_scale:
-                raise
-            self._scale.cur_iter += 1
+        scale.raises_at_least = self.raise_error_at_min_scale = raise_error_at_min_scale
+        super().__init__(scale)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _SHOWN:

@@ -22,6 +22,7 @@ from infinity.deepspeed.shown_state import ShownState
 from infinity.engine import Engine
 from infinity.errors import EngineStateError
 from infinity.update.algorithms import make_optimizer
+from infinity.update.loss_scale import DynamicLossScale
 from infinity.update.optimizer import ShardedOptimizer
 
 _STATES: Final = (
@@ -261,6 +262,8 @@ def speak(optimizer: ShardedOptimizer, engine: Engine, config: Config) -> None:
         kind = FP16_Optimizer if issubclass(basic, FusedAdam) else FP16_UnfusedOptimizer
     vars(optimizer).update(_engine=weakref.ref(engine), _config=config, _basic=basic)
     vars(optimizer)["state"] = ShownState(optimizer, engine)
+    if isinstance(optimizer.scale, DynamicLossScale) and not config.zero_optimization.stage:
+        optimizer.scale.raises_at_least = False  # ZeRO's optimizers alone give up there
     optimizer.__class__ = kind
     if optimizer.taken_over is not None:
         optimizer.taken_over.state = optimizer.state

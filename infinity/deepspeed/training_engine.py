@@ -47,6 +47,8 @@ class DeepSpeedEngine(Engine):
     deals_to_one = True
     gradient_average = enable_backward_allreduce = warn_unscaled_loss = True
     has_moe_layers = False
+    sparse_tensor_module_names: frozenset[str] = frozenset()
+    """Modules whose gradients are sparse: gradients are dense."""
 
     def speak(self, raw: Mapping[str, Any]) -> None:
         """``raw``: what the user gave as configuration."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -95,6 +96,18 @@ def test_its_loss_scale_config_goes_on_with_the_steps() -> None:
         engine.step()
         seen.append((shown.cur_scale, shown.cur_iter, shown.last_overflow_iter))
     assert seen == [(128, 1, 0), (128, 2, 0), (128, 3, 0), (256, 4, 0)]
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_at_the_least_scale_zeros_optimizers_alone_give_up(stage: int) -> None:
+    fp16 = {**FP16, "initial_scale_power": 1}
+    engine, optimizer = start(FusedAdam, fp16=fp16, zero_optimization={"stage": stage})
+    with pytest.raises(AssertionError, match="least loss scale") if stage else nullcontext():
+        for _ in range(3):
+            next(engine.module.parameters()).grad = torch.full((5, 6), torch.nan, dtype=torch.float16)
+            engine.step()
+    assert (optimizer.cur_scale, optimizer.overflow) == (1, True)
     engine.destroy()
 
 
