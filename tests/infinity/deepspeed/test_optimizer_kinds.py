@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from infinity import deepspeed
 from infinity.deepspeed.loss_scalers import LossScaleConfig, LossScaleProfile
 from infinity.deepspeed.optimizer_kinds import DeepSpeedOptimizer, FP16_Optimizer, FP16_UnfusedOptimizer
 from infinity.deepspeed.optimizers import FusedAdam, FusedLion
+from infinity.errors import ConfigError
 from infinity.utils import safe_get_full_fp32_param
 
 FP16 = {"enabled": True, "loss_scale": 0, "initial_scale_power": 8, "loss_scale_window": 2, "hysteresis": 1}
@@ -109,6 +112,29 @@ def test_at_the_least_scale_zeros_optimizers_alone_give_up(stage: int) -> None:
             engine.step()
     assert (optimizer.cur_scale, optimizer.overflow) == (1, True)
     engine.destroy()
+
+
+def test_an_optimizer_of_mups_is_made_by_mup(monkeypatch: pytest.MonkeyPatch) -> None:
+    def mu_sgd(params: Any, lr: float, **others: Any) -> torch.optim.Optimizer:
+        params = list(params)
+        return torch.optim.SGD([{"params": params[:1], "lr": lr / 2}, {"params": params[1:]}], lr, **others)
+
+    section = {"type": "MuSGD", "params": {"lr": 0.1, "momentum": 0.9}}
+    monkeypatch.setitem(sys.modules, "mup", None)
+    with pytest.raises(ConfigError, match="pip install mup"):
+        start(optimizer=section)
+    monkeypatch.setitem(sys.modules, "mup", SimpleNamespace(MuSGD=mu_sgd))
+    weights = []
+    for make, given in ((None, {"optimizer": section}), (lambda params: mu_sgd(params, 0.1, momentum=0.9), {})):
+        engine, optimizer = start(make, zero_optimization={"stage": 2}, **given)
+        assert isinstance(optimizer.optimizer, torch.optim.SGD)
+        assert [group["lr"] for group in optimizer.param_groups] == [0.05, 0.1]
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 6)).sum())
+            engine.step()
+        weights.append(engine.full_state_dict())
+        engine.destroy()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
 def test_a_loss_scale_config_begins_where_its_profile_says() -> None:
