@@ -171,7 +171,7 @@ def test_fp32_weights_of_a_checkpoint(tmp_path: Path) -> None:
     )  # fmt: skip
     assert _differing(expected, torch.load(tmp_path / "out" / "pytorch_model.bin")) == set()
     subprocess.run(
-        [sys.executable, str(tmp_path / "zero_to_torch.py"), str(tmp_path), str(tmp_path / "halves"), "--dtype", "bf16"],
+        [sys.executable, tmp_path / "zero_to_torch.py", tmp_path, tmp_path / "halves", "--dtype", "bf16"],
         env=quiet_environment(), check=True, timeout=300,
     )  # fmt: skip
     halves = {name: values.bfloat16() for name, values in expected.items()}
