@@ -114,6 +114,11 @@ def test_at_the_least_scale_zeros_optimizers_alone_give_up(stage: int) -> None:
     engine.destroy()
 
 
+def test_gradients_in_fewer_bits_than_fp32_weights_are_not_implemented() -> None:
+    with pytest.raises(NotImplementedError, match=r"grad_accum_dtype.*write fp32"):
+        start(FusedAdam, data_types={"grad_accum_dtype": "bf16"})
+
+
 def test_an_optimizer_of_mups_is_made_by_mup(monkeypatch: pytest.MonkeyPatch) -> None:
     def mu_sgd(params: Any, lr: float, **others: Any) -> torch.optim.Optimizer:
         params = list(params)
