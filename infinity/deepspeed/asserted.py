@@ -25,14 +25,15 @@ class ZeRORuntimeException(Exception):  # noqa: N818
 
 
 _ALSO: Final[Mapping[type[Exception], tuple[type[Exception], ...]]] = {
-    ConfigError: (ZeRORuntimeException,),
-    CombinedConfigError: (ZeRORuntimeException,),
+    ConfigError: (ZeRORuntimeException, NotImplementedError),
+    CombinedConfigError: (ZeRORuntimeException, NotImplementedError),
     EngineStateError: (),
     WeightsError: (),
     CheckpointError: (ValueError,),
     LossScaleError: (),
 }
-"""What each is caught as beside AssertionError; ValueError is that of a directory without a checkpoint."""
+"""What each is caught as beside AssertionError: ValueError is that of a directory without a checkpoint,
+NotImplementedError that of dtypes which do not go together."""
 
 
 def _asserted(kind: type[Exception], *others: type[Exception]) -> type[Exception]:

@@ -148,6 +148,11 @@ class DeepSpeedConfig(View):
         vars(self).update(zip(BATCH_KEYS, sizes, strict=True))
 
 
+def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
+    """What the norm of gradients is clipped to by a raw configuration; 0: to nothing."""
+    return float(param_dict.get("gradient_clipping", CLIPPING))
+
+
 def aio_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``aio`` with DeepSpeed's defaults."""
     return {**AIO_DEFAULTS, **section_of(raw, "aio")}

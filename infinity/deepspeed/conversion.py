@@ -1,4 +1,5 @@
-"""``utils.zero_to_torch``: the weights of a checkpoint in a dtype as files that others load."""
+#!/usr/bin/env python3
+"""The weights of a checkpoint in a dtype as files that others load: zero_to_torch.py CHECKPOINT OUT --dtype bf16."""
 
 from __future__ import annotations
 

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from enum import StrEnum
 from typing import Any, Final
 
 import torch
 
-from infinity.errors import LossScaleError
+from infinity.deepspeed.precision_config_classes import (
+    CONSECUTIVE_HYSTERESIS,
+    DELAYED_SHIFT,
+    INITIAL_LOSS_SCALE,
+    MIN_LOSS_SCALE,
+    SCALE_WINDOW,
+)
 from infinity.update.loss_scale import DynamicLossScale, FixedLossScale, LossScale
 
 _ARGUMENTS: Final = {
-    "init_scale": 2.0**32, "scale_window": 1000, "min_scale": 1.0, "delayed_shift": 1, "consecutive_hysteresis": False,
+    INITIAL_LOSS_SCALE: 2.0**32, SCALE_WINDOW: 1000, MIN_LOSS_SCALE: 1.0, DELAYED_SHIFT: 1,
+    CONSECUTIVE_HYSTERESIS: False,
 }  # fmt: skip
-
 
 _SHOWN: Final = (
     "cur_iter", "last_overflow_iter", "cur_hysteresis", "scale_factor", "scale_window", "min_scale", "delayed_shift",
@@ -77,25 +84,16 @@ class DynamicLossScaler(LossScalerBase):
         dtype: torch.dtype = torch.half,
     ) -> None:
         """``raise_error_at_min_scale`` False: an overflow at the least scale leaves it as it is. ``dtype`` is shown."""
-        self.raise_error_at_min_scale, self.dtype = raise_error_at_min_scale, dtype
-        super().__init__(
-            DynamicLossScale(
-                initial=float(init_scale),
-                window=scale_window,
-                hysteresis=delayed_shift,
-                consecutive_hysteresis=consecutive_hysteresis,
-                least=float(min_scale),
-            )
+        self.dtype = dtype
+        scale = DynamicLossScale(
+            initial=float(init_scale),
+            window=scale_window,
+            hysteresis=delayed_shift,
+            consecutive_hysteresis=consecutive_hysteresis,
+            least=float(min_scale),
         )
-
-    def update_scale(self, overflow: bool) -> None:
-        """A step was applied, or overflowed. Raises LossScaleError where no smaller scale is allowed."""
-        try:
-            super().update_scale(overflow)
-        except LossScaleError:
-            if self.raise_error_at_min_scale:
-                raise
-            self._scale.cur_iter += 1
+        scale.raises_at_least = self.raise_error_at_min_scale = raise_error_at_min_scale
+        super().__init__(scale)
 
     def __getattr__(self, name: str) -> Any:
         if name not in _SHOWN:
@@ -114,3 +112,75 @@ def CreateLossScaler(  # noqa: N802
         given = dynamic_loss_args or {}
         return DynamicLossScaler(**{name: given.get(name, default) for name, default in _ARGUMENTS.items()})
     return LossScaler(static_loss_scale if dtype is torch.float16 else 1.0)
+
+
+class LossScaleProfile(StrEnum):
+    """Which of DeepSpeed's optimizers at stage 0 a loss scale is of: it decides where a dynamic one begins."""
+
+    FUSED = "fused"
+    UNFUSED = "unfused"
+
+
+_BEGINS: Final[Mapping[LossScaleProfile, Mapping[str, float]]] = {
+    LossScaleProfile.FUSED: {INITIAL_LOSS_SCALE: 2.0**32, MIN_LOSS_SCALE: 1.0},
+    LossScaleProfile.UNFUSED: {INITIAL_LOSS_SCALE: 2.0**16, MIN_LOSS_SCALE: 0.25},
+}
+_OF_DYNAMIC: Final = {
+    "cur_iter": "cur_iter", "last_overflow_iter": "last_overflow_iter", "scale_factor": "scale_factor",
+    "scale_window": "scale_window", "min_loss_scale": "min_scale",
+}  # fmt: skip
+"""What is shown of a dynamic scale, and what the scale itself calls it."""
+
+
+class LossScaleConfig:
+    """A loss scale as DeepSpeed's optimizers at stage 0 show it: how it moves, and where it stands now."""
+
+    def __init__(
+        self,
+        low_precision_dtype: torch.dtype,
+        dynamic_loss_scale: bool,
+        static_loss_scale: float,
+        dynamic_loss_args: Mapping[str, Any] | None,
+        *,
+        profile: LossScaleProfile = LossScaleProfile.FUSED,
+        initial_dynamic_scale: float | None = None,
+    ) -> None:
+        """
+        Args:
+            low_precision_dtype: the scale is 1, and fixed, unless this is fp16.
+            static_loss_scale: the scale where it is not dynamic.
+            dynamic_loss_args: what ``DynamicLossScaler`` takes; None: the profile's.
+            initial_dynamic_scale: where a dynamic scale begins without ``dynamic_loss_args``.
+        """
+        scale: LossScale = FixedLossScale(static_loss_scale if low_precision_dtype is torch.float16 else 1.0)
+        if low_precision_dtype is torch.float16 and dynamic_loss_scale:
+            begins = dict(_BEGINS[profile])
+            if initial_dynamic_scale is not None:
+                begins[INITIAL_LOSS_SCALE] = initial_dynamic_scale
+            scale = DynamicLossScaler(**{**begins, **(dynamic_loss_args or {})})._scale
+        self._show(scale, low_precision_dtype)
+
+    def _show(self, scale: LossScale, dtype: torch.dtype) -> None:
+        self._scale, self.use_grad_scaling = scale, dtype is torch.float16
+
+    @classmethod
+    def of(cls, scale: LossScale, dtype: torch.dtype) -> LossScaleConfig:
+        """What shows ``scale`` as steps change it, of an optimizer of weights in ``dtype``."""
+        shown = cls.__new__(cls)
+        shown._show(scale, dtype)
+        return shown
+
+    @property
+    def dynamic_loss_scale(self) -> bool:
+        """Whether steps change the scale."""
+        return self._scale.dynamic
+
+    @property
+    def cur_scale(self) -> float:
+        """The scale now."""
+        return self._scale.value
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in _OF_DYNAMIC or not self.dynamic_loss_scale:
+            raise AttributeError(f"{type(self).__name__} has no {name}{' of a fixed scale' * (name in _OF_DYNAMIC)}")
+        return getattr(self._scale, _OF_DYNAMIC[name])

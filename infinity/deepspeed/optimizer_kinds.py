@@ -14,11 +14,16 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.config.optimizer import AdamOptimizer, LionOptimizer
 from infinity.deepspeed.hooks import DeepSpeedZeRoOffload
+from infinity.deepspeed.loss_scalers import LossScaleConfig
+from infinity.deepspeed.optimizers import FusedAdam, FusedLion
 from infinity.deepspeed.shown_state import ShownState
 from infinity.engine import Engine
 from infinity.errors import EngineStateError
 from infinity.plan.leaves import get_leaf_modules
+from infinity.update.algorithms import make_optimizer
+from infinity.update.loss_scale import DynamicLossScale
 from infinity.update.optimizer import ShardedOptimizer
 
 _STATES: Final = (
@@ -105,12 +110,63 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return engine
 
 
-class FP16_Optimizer(DeepSpeedOptimizer):  # noqa: N801
-    """The optimizer of fp16 at stage 0."""
+class BasicOptimizer(DeepSpeedOptimizer):
+    """Stage 0 in fp32, where DeepSpeed's engine has the optimizer itself that was passed or configured.
+
+    ``isinstance`` finds it to be of that one's class, and it is equal to one that was passed. A class derived from both
+    would take properties and methods of the user's, which are of an optimizer that nobody steps.
+    """
+
+    _basic: type[torch.optim.Optimizer]
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        return self._basic
+
+    def __eq__(self, other: object) -> bool:
+        return other is self or (self.taken_over is not None and other is self.taken_over)
+
+    def __hash__(self) -> int:
+        return object.__hash__(self if self.taken_over is None else self.taken_over)
 
 
-class FP16_UnfusedOptimizer(DeepSpeedOptimizer):  # noqa: N801
-    """The same for what DeepSpeed does not fuse; here an engine's is FP16_Optimizer."""
+class _HalfOptimizer(DeepSpeedOptimizer):
+    """Stage 0 in 16 bits."""
+
+    @property
+    def low_precision_dtype(self) -> torch.dtype:
+        """The dtype of the weights in forward."""
+        return self.dtype
+
+    @property
+    def loss_scale_config(self) -> LossScaleConfig:
+        """How the loss scale moves, and where it stands."""
+        return LossScaleConfig.of(self.scale, self.dtype)
+
+
+class FP16_Optimizer(_HalfOptimizer):  # noqa: N801
+    """Stage 0 in fp16 or bf16 under FusedAdam, which is the Adam that a configuration names."""
+
+    @property
+    def fp32_groups_flat(self) -> list[torch.Tensor]:
+        """Each group's fp32 weights, 1-D: copies, of which a write is refused."""
+        return self.state.masters()
+
+
+class FP16_UnfusedOptimizer(_HalfOptimizer):  # noqa: N801
+    """The same under any other optimizer."""
+
+    @property
+    def fp32_groups(self) -> list[list[torch.Tensor]]:
+        """The fp32 weights of each group's parameters: copies, of which a write is refused."""
+        split = zip(self.state.masters(), self.fp16_groups, strict=True)
+        return [
+            [
+                part.view(param.shape)
+                for part, param in zip(torch.split(flat, [p.numel() for p in group]), group, strict=True)
+            ]
+            for flat, group in split
+        ]
 
 
 class ZeROOptimizer(DeepSpeedOptimizer):
@@ -158,7 +214,7 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 class BF16_Optimizer(ZeROOptimizer):  # noqa: N801
-    """bf16 at stage 0."""
+    """What DeepSpeed has for pipelines, and for stage 1 in bf16 whose gradients add up in fp32; here no engine's."""
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -204,14 +260,28 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
 
 def speak(optimizer: ShardedOptimizer, engine: Engine, config: Config) -> None:
     """Make the engine's optimizer one of DeepSpeed's classes."""
-    kind: type[DeepSpeedOptimizer] = DeepSpeedOptimizer
+    basic = _basic_kind(optimizer, config)
+    kind: type[DeepSpeedOptimizer] = BasicOptimizer
     if config.zero_optimization.stage:
         kind = DeepSpeedZeroOptimizer_Stage3 if config.zero_optimization.stage == 3 else DeepSpeedZeroOptimizer
     elif config.fp16.enabled or config.bf16.enabled:
-        kind = FP16_Optimizer if config.fp16.enabled else BF16_Optimizer
+        kind = FP16_Optimizer if issubclass(basic, FusedAdam) else FP16_UnfusedOptimizer
+    vars(optimizer).update(_engine=weakref.ref(engine), _config=config, _basic=basic)
+    vars(optimizer)["state"] = ShownState(optimizer, engine)
+    if isinstance(optimizer.scale, DynamicLossScale) and not config.zero_optimization.stage:
+        optimizer.scale.raises_at_least = False  # ZeRO's optimizers alone give up there
     optimizer.__class__ = kind
-    vars(optimizer).update(_engine=weakref.ref(engine), _config=config, state=ShownState(optimizer, engine))
     if optimizer.taken_over is not None:
         optimizer.taken_over.state = optimizer.state
     if kind is DeepSpeedZeroOptimizer_Stage3:
         vars(optimizer)["parameter_offload"] = DeepSpeedZeRoOffload(engine.module)
+
+
+def _basic_kind(optimizer: ShardedOptimizer, config: Config) -> type[torch.optim.Optimizer]:
+    """The class of the optimizer that DeepSpeed would have below its own."""
+    section = config.optimizer
+    if optimizer.taken_over is not None or section is None:
+        return type(optimizer.taken_over or optimizer)
+    if isinstance(section, AdamOptimizer) and not section.params.torch_adam:
+        return FusedAdam
+    return FusedLion if isinstance(section, LionOptimizer) else type(make_optimizer(section, [{}]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -56,6 +57,7 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
     "base_dir": "load weights before: infinity.load_pretrained(model, path)",
     "triangular_masking": "the model's own modules run as they are: leave it out",
 }
+_MUPS: Final = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
 
 
 @asserted
@@ -120,6 +122,9 @@ def initialize(
     with_schedule = {"gradient_clipping": CLIPPING, **raw}
     if optimizer is not None and section_of(raw, "optimizer"):
         _log.info("the optimizer that was passed goes before the configuration's section")
+        with_schedule.pop("optimizer")
+    elif optimizer is None and (mups := _mups_optimizer(section_of(raw, "optimizer"))) is not None:
+        optimizer = mups
         with_schedule.pop("optimizer")
     if lr_scheduler is not None and section_of(raw, "scheduler"):
         _log.info("the scheduler that was passed goes before the configuration's section")
@@ -217,6 +222,18 @@ def _torchs_scheduler(section: Mapping[str, Any]) -> DeepSpeedSchedulerCallable 
     if not (isinstance(kind, type) and issubclass(kind, LRScheduler)):
         return None
     return partial(kind, **(section.get("params") or {}))
+
+
+def _mups_optimizer(section: Mapping[str, Any]) -> DeepSpeedOptimizerCallable | None:
+    """What makes the optimizer of a section that names one of the package mup's, one of torch's over rates by width."""
+    name = _MUPS.get(str(section.get("type")).lower())
+    if name is None:
+        return None
+    try:
+        mup = importlib.import_module("mup")
+    except ImportError as error:
+        raise ConfigError("optimizer.type", section["type"], "the package mup is not here: pip install mup") from error
+    return partial(getattr(mup, name), **(section.get("params") or {}))
 
 
 def _made(make: DeepSpeedOptimizerCallable, model: nn.Module, model_parameters: Iterable[Any] | None) -> Optimizer:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -34,7 +34,8 @@ from infinity.plan.precision import DTYPES
 from infinity.states import StepPhase
 from infinity.weights.owners import owner_of
 
-RECOVERY_SCRIPT = "zero_to_fp32.py"
+SCRIPTS: Final[Mapping[str, str]] = {"zero_to_fp32.py": "recovery.py", "zero_to_torch.py": "conversion.py"}
+"""What lies beside checkpoints, and the file here that it is a copy of."""
 
 
 class DeepSpeedEngine(Engine):
@@ -47,6 +48,8 @@ class DeepSpeedEngine(Engine):
     deals_to_one = True
     gradient_average = enable_backward_allreduce = warn_unscaled_loss = True
     has_moe_layers = False
+    sparse_tensor_module_names: frozenset[str] = frozenset()
+    """Modules whose gradients are sparse: gradients are dense."""
 
     def speak(self, raw: Mapping[str, Any]) -> None:
         """``raw``: what the user gave as configuration."""
@@ -335,7 +338,7 @@ class DeepSpeedEngine(Engine):
         *,
         asynchronous: bool = False,
     ) -> bool:
-        """Save as ``infinity.Engine.save_checkpoint`` does, and the script ``zero_to_fp32.py`` beside it.
+        """Save as ``infinity.Engine.save_checkpoint`` does, and ``zero_to_fp32.py`` and ``zero_to_torch.py`` beside it.
 
         Ranks that name different tags save under rank 0's: a checkpoint is one for all. They do so with a warning,
         without one or not at all, as ``checkpoint.tag_validation`` says.
@@ -348,10 +351,10 @@ class DeepSpeedEngine(Engine):
             exclude_frozen_parameters,
             asynchronous=asynchronous,
         )
-        if self.global_rank == 0:
-            script = Path(save_dir) / RECOVERY_SCRIPT
+        for name, ours in SCRIPTS.items() if self.global_rank == 0 else ():
+            script = Path(save_dir) / name
             with disk_errors(script, "written"):
-                script.write_text(Path(__file__).with_name("recovery.py").read_text())
+                script.write_text(Path(__file__).with_name(ours).read_text())
             self._change_recovery_script_permissions(script)
         return saved
 

@@ -218,6 +218,7 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.bf16_optimizer": _of(f"{_OURS}.optimizer_kinds", "BF16_Optimizer"),
     "runtime.config": _CONFIG
     | _ZERO_CONFIG
+    | _of(f"{_OURS}.config_classes", "get_gradient_clipping")
     | _of(
         f"{_OURS}.constants",
         "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
@@ -225,7 +226,8 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "runtime.config_utils": _of(f"{_OURS}.kinds", "get_scalar_param get_list_param get_dict_param")
     | _of(f"{_OURS}.config_model", "DeepSpeedConfigModel get_config_default"),
-    "runtime.constants": _of(f"{_OURS}.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE"),
+    "runtime.constants": _of(f"{_OURS}.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE")
+    | _renamed(f"{_OURS}.config_classes", GRADIENT_CLIPPING_DEFAULT="CLIPPING"),
     "runtime.dataloader": _LOADERS,
     "runtime.data_pipeline": {},
     "runtime.data_pipeline.data_sampling": {},
@@ -235,7 +237,9 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.fp16.fused_optimizer": _of(f"{_OURS}.optimizer_kinds", "FP16_Optimizer"),
     "runtime.fp16.unfused_optimizer": _of(f"{_OURS}.optimizer_kinds", "FP16_UnfusedOptimizer"),
     "runtime.fp16.loss_scaler": _of(
-        f"{_OURS}.loss_scalers", "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler"
+        f"{_OURS}.loss_scalers",
+        "LossScaler DynamicLossScaler LossScalerBase CreateLossScaler LossScaleConfig LossScaleProfile "
+        "INITIAL_LOSS_SCALE SCALE_WINDOW DELAYED_SHIFT CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE",
     ),
     "runtime.pipe": _PIPELINE,
     "runtime.pipe.engine": _of(_REFUSED, "PipelineEngine"),

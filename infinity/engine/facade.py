@@ -149,9 +149,9 @@ class Engine(Checkpoints, Exports):
         """
         if not self._runtime.policy.may_skip_reduction:
             raise EngineStateError(
-                f"no_sync() keeps whole gradients on every rank, and stage {self.zero_optimization_stage()} shards "
-                "them: leave it out, and write gradient_accumulation_steps into the configuration; micro-batches are "
-                "reduced while backward goes on"
+                f"no_sync context manager is incompatible with stage {self.zero_optimization_stage()}, which shards "
+                "the gradients that it keeps whole on every rank: leave it out, and write "
+                "gradient_accumulation_steps into the configuration; micro-batches are reduced while backward goes on"
             )
         return self._loop.without_reduction()
 

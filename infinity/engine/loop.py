@@ -156,7 +156,10 @@ class TrainingLoop:
                 "lr_kwargs", dict(scheduled), "there is no schedule whose step could take it: leave it out"
             )
         if self._num_without_reduction:
-            raise EngineStateError("step() inside no_sync(): the gradients are not reduced yet; call it outside")
+            raise EngineStateError(
+                "It is illegal to call Engine.step() inside no_sync context manager, where gradients are not reduced "
+                "yet: call it outside"
+            )
         if self.phases.phase is not StepPhase.IDLE:
             self.phases.go(StepPhase.OPTIMIZER)  # refused: the message says what the engine is in
         self.was_step_applied = False

@@ -63,6 +63,8 @@ class FixedLossScale(LossScale):
 class DynamicLossScale(LossScale):
     checks_overflow = dynamic = True
     scale_factor = FACTOR
+    raises_at_least = True
+    """Whether an overflow at the smallest scale is an error, or one more step that is skipped."""
 
     def __init__(
         self, *, initial: float, window: int, hysteresis: int, consecutive_hysteresis: bool, least: float
@@ -120,7 +122,7 @@ class DynamicLossScale(LossScale):
         if self.cur_hysteresis > 1:
             self.cur_hysteresis -= 1
             return
-        if self.value <= self.min_scale:
+        if self.value <= self.min_scale and self.raises_at_least:
             raise LossScaleError(self.value)
         self.value = max(self.value / FACTOR, self.min_scale)
 

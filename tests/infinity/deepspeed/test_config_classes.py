@@ -135,3 +135,8 @@ def test_offload_sections_alone() -> None:
         assert states.pipeline is (read or write)
     with pytest.raises(ValidationError, match=r"did you mean zero_optimization\.offload_optimizer\.nvme_path"):
         DeepSpeedZeroOffloadOptimizerConfig(nvmepath="/nvme")
+
+
+def test_clipping_is_read_of_a_raw_configuration_with_its_default() -> None:
+    read = config_classes.get_gradient_clipping
+    assert (read({}), read({"gradient_clipping": 0}), read({"gradient_clipping": 0.5})) == (1.0, 0.0, 0.5)

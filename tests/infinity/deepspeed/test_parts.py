@@ -170,6 +170,12 @@ def test_fp32_weights_of_a_checkpoint(tmp_path: Path) -> None:
         env=quiet_environment(), check=True, timeout=300,
     )  # fmt: skip
     assert _differing(expected, torch.load(tmp_path / "out" / "pytorch_model.bin")) == set()
+    subprocess.run(
+        [sys.executable, tmp_path / "zero_to_torch.py", tmp_path, tmp_path / "halves", "--dtype", "bf16"],
+        env=quiet_environment(), check=True, timeout=300,
+    )  # fmt: skip
+    halves = {name: values.bfloat16() for name, values in expected.items()}
+    assert _differing(halves, torch.load(tmp_path / "halves" / "pytorch_model.bin")) == set()
 
 
 def test_the_accelerator_is_torchs() -> None:
