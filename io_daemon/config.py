@@ -40,7 +40,7 @@ class ServeConfig(BaseModel):
     socket_path: Path
     swap_dirs: Annotated[tuple[Path, ...], Field(min_length=1, max_length=256)]
     engine: EngineChoice = "auto"
-    block_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=1 << 30)] = 1 << 20
+    block_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=1 << 30)] = 512 << 10
     queue_depth: Annotated[int, Field(ge=1, le=4096)] = 32
     verify_checksums: bool = True
     """False: no checksums are kept at all."""

@@ -199,7 +199,7 @@ class IoDaemon(Section):
     swap_dirs: Annotated[tuple[PathText, ...], BeforeValidator(as_tuple)] = ()
     engine: EngineChoice = "auto"
     block_size: BlockBytes | Literal["auto"] = "auto"
-    """Bytes per I/O; also the unit of checksums. "auto": what ``io-daemon bench`` found best here, else 1 MiB."""
+    """Bytes per I/O; also the unit of checksums. "auto": what ``io-daemon bench`` found best here, else 512 KiB."""
     queue_depth: QueueDepth | Literal["auto"] = "auto"
     """"auto": what ``io-daemon bench`` found best here, else 32."""
     commit_every_n_steps: Count = 0

@@ -21,7 +21,7 @@ from io_daemon.machine.tuning import BLOCK_BYTES, QUEUE_DEPTH
 
 BLOCK_SIZES: Final = tuple(1 << shift for shift in range(16, 23))
 DEPTHS: Final = tuple(1 << shift for shift in range(7))
-STARTS: Final = ((1 << 18, 4), (1 << 18, 32), (1 << 20, 4), (1 << 20, 32))
+STARTS: Final = ((1 << 17, 4), (1 << 17, 32), (1 << 19, 4), (1 << 19, 32))
 CLIMBS_MAX: Final = 10
 FAST_CANDIDATES, NEAR_CANDIDATES = 3, 3
 CANDIDATE_SHARE: Final = 0.90

@@ -25,7 +25,7 @@ from io_daemon.shared.protocol import PAGE_BYTES
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "tuning.json"
-BLOCK_BYTES: Final = 1 << 20
+BLOCK_BYTES: Final = 512 << 10
 QUEUE_DEPTH: Final = 32
 """Where nothing is remembered."""
 

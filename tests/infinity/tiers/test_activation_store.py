@@ -29,6 +29,9 @@ class SmallStore(StrictStore, HostStore):
     def tenant_stats(self) -> TenantStats | None:
         return None
 
+    def reserve(self) -> None:
+        raise AssertionError("it was opened with all of its space")
+
 
 def values(num_frames: int) -> torch.Tensor:
     return torch.randint(256, (num_frames * FRAME_BYTES - 7,), dtype=torch.uint8)

@@ -25,7 +25,7 @@ from io_daemon.bench.sweep_plan import (
 SHARPNESS = 4
 """Of the knee where one limit takes over from another."""
 ENGINES = ("io_uring", "libaio", "posix")
-DEFAULT = Cell("io_uring", 1 << 20, 32)
+DEFAULT = Cell("io_uring", 512 << 10, 32)
 
 
 class Drive:
@@ -75,7 +75,7 @@ def test_the_chosen_one_is_near_the_best_of_the_grid(
 
 def test_on_a_plateau_the_default_wins() -> None:
     plan, _ = search(Drive(peak=1e9, latency_s=1e-5, io_cost_s=1e-9, noise=0.01))
-    assert plan.chosen({}) == ("io_uring", 1 << 20, 32)
+    assert plan.chosen({}) == DEFAULT
 
 
 class Training:
@@ -157,7 +157,7 @@ def test_the_same_rounds_lead_to_the_same_choice() -> None:
 
 
 def test_finalists_are_measured_in_turns() -> None:
-    plan = SweepPlan(("io_uring",), (1 << 18, 1 << 20), (4, 32))
+    plan = SweepPlan(("io_uring",), (1 << 17, 1 << 19), (4, 32))
     asked = []
     while (cell := plan.next_cell()) is not None:
         asked.append(cell)

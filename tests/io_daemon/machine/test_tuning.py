@@ -23,7 +23,7 @@ def state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_nothing_is_known_at_first(tmp_path: Path) -> None:
     assert recall([tmp_path]) is None
-    assert choose([tmp_path], "auto", None, None) == ("auto", 1 << 20, 32, None)
+    assert choose([tmp_path], "auto", None, None) == ("auto", 512 << 10, 32, None)
 
 
 def test_what_was_found_is_what_auto_means(tmp_path: Path) -> None:
@@ -34,9 +34,9 @@ def test_what_was_found_is_what_auto_means(tmp_path: Path) -> None:
 
 def test_what_was_found_together_is_not_taken_apart(tmp_path: Path) -> None:
     remember([tmp_path], FOUND)
-    assert choose([tmp_path], "require:libaio", None, None) == ("require:libaio", 1 << 20, 32, None)
+    assert choose([tmp_path], "require:libaio", None, None) == ("require:libaio", 512 << 10, 32, None)
     assert choose([tmp_path], "auto", 4096, None) == ("auto", 4096, 32, None)
-    assert choose([tmp_path], "auto", None, 2) == ("auto", 1 << 20, 2, None)
+    assert choose([tmp_path], "auto", None, 2) == ("auto", 512 << 10, 2, None)
 
 
 def test_other_directories_of_the_device_share_it(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_devices_are_kept_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_an_engine_that_works_no_more_is_forgotten(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     remember([tmp_path], FOUND)
     monkeypatch.setattr(tuning, "probe_engine", lambda engine: "gone")
-    assert choose([tmp_path], "auto", None, None) == ("auto", 1 << 20, 32, None)
+    assert choose([tmp_path], "auto", None, None) == ("auto", 512 << 10, 32, None)
 
 
 @pytest.mark.parametrize(
