@@ -74,9 +74,9 @@ def listen(patch: pytest.MonkeyPatch) -> dict[str, Any]:
         asked.update(num_frames=words["num_frames"], frame_bytes=words["frame_bytes"])
         attach(client, **words)
 
-    def heard_register(client: Client, specs: Sequence[ChunkSpec]) -> range:
+    def heard_register(client: Client, specs: Sequence[ChunkSpec], *, spare_bytes: int = 0) -> range:
         asked["specs"] += [(spec.object_bytes, spec.pinned_mask) for spec in specs]
-        return register(client, specs)
+        return register(client, specs, spare_bytes=spare_bytes)
 
     def heard_upload(client: Client, trace_id: int, accesses: Sequence[Access]) -> None:
         asked["accesses"] = list(
