@@ -22,6 +22,7 @@ def unknown_calls(words: str, engine: Any) -> list[str]:
     model = engine.module
     homes = {
         "engine": engine,
+        "Engine": engine,  # DeepSpeed's words for it
         "model": model,
         "optimizer": engine.optimizer,
         "param": nn.Parameter(),

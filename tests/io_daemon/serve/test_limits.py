@@ -145,6 +145,7 @@ def test_what_a_tenant_held_is_gone_without_the_cyclic_collector(
     def use(socket_path: str) -> None:
         one(socket_path, clean=True)  # what is made once, for all, is made here
         eventually(lambda: not list(swap_dir.iterdir()), "it is gone")
+        eventually(lambda: held()[1] == 0, "its mappings are gone")  # they go after its files
         gc.collect()
         gc.disable()
         try:
