@@ -30,7 +30,6 @@ LARGE_NUMEL: Final = 1 << 22
 """A chunk is no larger where the arena holds everything, so that nothing is streamed and fewer leases are all that
 counts: of 135 leases on 1.3M elements each a step took 1.1 ms to find its way, whose code the data had driven out of
 the caches."""
-UNLIMITED_BYTES: Final = 1 << 62
 AUTO_STREAMED_BYTES_MAX: Final = 2 << 30
 """Without a stated budget, the arena takes what is pinned plus at most this much for streaming."""
 
@@ -48,7 +47,7 @@ class MemoryPlan:
     """Disk space of this rank, padding included."""
     chunks_max: int
     holds_all: bool = False
-    """Every object has frames of its own: nothing leaves them."""
+    """Every object has frames of its own, and updates have theirs beside: a larger budget would change nothing."""
 
     @property
     def arena_bytes(self) -> int:
@@ -99,13 +98,13 @@ def plan_memory(
     if chunk_numel >= LEASE_NUMEL:
         for numel in _equal_parts(largest_group, chunk_numel, min(chunk_numel_max, LARGE_NUMEL)):
             candidate = _plan_for_chunk(shape, numel, budget_bytes, local_world_size)
-            if _holds_all(shape, candidate) and _is_sparing(candidate) and _waste(shape, numel) <= WASTE_MAX:
+            if candidate.holds_all and _is_sparing(candidate) and _waste(shape, numel) <= WASTE_MAX:
                 return candidate
     candidates: list[MemoryPlan] = []
     while True:
         candidate = _plan_for_chunk(shape, chunk_numel, budget_bytes, local_world_size)
         streamed_frames = candidate.num_frames - candidate.pinned_frames
-        if _holds_all(shape, candidate) or streamed_frames >= DEMAND_SETS_WANTED * candidate.demand_frames:
+        if candidate.holds_all or streamed_frames >= DEMAND_SETS_WANTED * candidate.demand_frames:
             return candidate
         if streamed_frames >= DEMAND_SETS_MIN * candidate.demand_frames:
             candidates.append(candidate)
@@ -146,12 +145,12 @@ def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | Non
                 else:
                     streamed_frames += count * frames[kind]
                     swap_bytes += count * needs[kind]
+    all_frames = pinned_frames + streamed_frames + DEMAND_SETS_MIN * demand_frames
     if budget_bytes is None:
         streamed_max = max(DEMAND_SETS_WANTED * demand_frames, AUTO_STREAMED_BYTES_MAX // frame_bytes)
-        num_frames = pinned_frames + min(streamed_frames + DEMAND_SETS_MIN * demand_frames, streamed_max)
+        num_frames = min(all_frames, pinned_frames + streamed_max)
     else:
-        affordable = max(0, (budget_bytes // local_world_size - PAGE_BYTES) // frame_bytes)
-        num_frames = min(affordable, pinned_frames + streamed_frames + DEMAND_SETS_MIN * demand_frames)
+        num_frames = min(all_frames, max(0, (budget_bytes // local_world_size - PAGE_BYTES) // frame_bytes))
     return MemoryPlan(
         chunk_numel=chunk_numel,
         frame_bytes=frame_bytes,
@@ -160,13 +159,8 @@ def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | Non
         demand_frames=demand_frames,
         swap_bytes=swap_bytes,
         chunks_max=max(num_chunks, 1),
-        holds_all=num_frames >= pinned_frames + streamed_frames,
+        holds_all=num_frames == all_frames,
     )
-
-
-def _holds_all(shape: StateShape, plan: MemoryPlan) -> bool:
-    """Whether a larger budget would change nothing."""
-    return plan.num_frames == _plan_for_chunk(shape, plan.chunk_numel, UNLIMITED_BYTES, 1).num_frames
 
 
 def _is_sparing(plan: MemoryPlan) -> bool:

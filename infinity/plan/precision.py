@@ -147,10 +147,9 @@ class Precision:
         return self.weights_stay and self.home(trainable=trainable) is ObjectKind.WEIGHT
 
     def remakes(self, tiers: Tiers) -> bool:
-        """Whether trained weights, which stream, can be made anew of whole masters outside of the device."""
-        host = tiers.nvme_mask | tiers.pinned_mask
-        masters = self.master and self.markers is None and bool(host & ObjectKind.MASTER.mask)
-        return masters and self.keeps_weights and bool(tiers.nvme_mask & ObjectKind.WEIGHT.mask)
+        """Whether trained weights stream and have whole masters beside, of which they can be made anew."""
+        streams = self.keeps_weights and bool(tiers.nvme_mask & ObjectKind.WEIGHT.mask)
+        return streams and self.master and self.markers is None
 
     @property
     def stepped(self) -> ObjectKind:

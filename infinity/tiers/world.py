@@ -317,4 +317,5 @@ def _leave() -> None:
         peers._close()
         while peers.let_go:
             peers.let_go.pop(min(peers.let_go))()
-    gc.collect()  # a group within a circle of references goes now, too, and not while the interpreter ends
+    if everyone:  # a group within a circle of references goes now, too, and not while the interpreter ends
+        gc.collect()

@@ -26,7 +26,8 @@ class LiveSet:
         prefetch_numel_max: int,
         makes_each: bool = False,
     ) -> None:
-        """``makes_each``: the store may make weights of their masters for each read of a training step."""
+        """``makes_each``: of each read of a training step the store may give up the weights, and make them of their
+        masters for the next."""
         self._groups = groups
         self._live_numel_max = live_numel_max
         self._reuse_distance_max = reuse_distance_max
@@ -70,15 +71,16 @@ class LiveSet:
         if group.state is not ShardedState.UNSHARDED:
             self._settle_lingering()
             self._make_room(group.numel)
-            group.wait_for_unshard(is_last=in_pass and self._is_last_read(group))
+            group.wait_for_unshard(gives_up=in_pass and self._gives_up(group))
             self._live[group.index] = group
             self.live_numel += group.numel
             self.live_numel_peak = max(self.live_numel_peak, self.live_numel)
         if in_pass:
             self._gather_ahead()
 
-    def _is_last_read(self, group: ParamGroup) -> bool:
-        """A training step reads the group's weights: whether as often as the one before."""
+    def _gives_up(self, group: ParamGroup) -> bool:
+        """A training step is about to read the group's weights: whether the store need not keep them. It is the last
+        read when there were as many as in the step before."""
         if self._trace is not self._traces[True]:
             return False
         self._reads[group.index] += 1

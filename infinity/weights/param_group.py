@@ -141,14 +141,15 @@ class ParamGroup:
             self._frames_ahead += frames
             self._leases.append(self._store.acquire(chunk, read=self._home.mask))
 
-    def wait_for_unshard(self, *, updated: bool = False, is_last: bool = False) -> None:
+    def wait_for_unshard(self, *, updated: bool = False, gives_up: bool = False) -> None:
         """Copy the weights into the parameters. Blocks until every chunk was resident once.
 
         Args:
             updated: an update has changed them, and nothing else. Where the store has masters only, it has put this
                 rank's part into the parameters already; what is lent to the store is where it belongs, whoever wrote
                 it.
-            is_last: nobody is expected to read them again before an update writes them: the store need not keep them.
+            gives_up: the store need not keep them: nobody is expected to read them before an update writes them, or
+                they are better made anew.
         """
         own_is_here = self._is_lent or (updated and self._home is not ObjectKind.WEIGHT)
         try:
@@ -162,7 +163,7 @@ class ParamGroup:
                 if own_is_here:
                     self._share(flats)
                 else:
-                    self._gather_into(flats, self._home, self._dtype, is_last=is_last)
+                    self._gather_into(flats, self._home, self._dtype, gives_up=gives_up)
         except BaseException:  # whoever comes next begins anew, be the weights to stay or not
             with suppress(WorldError):  # the first error says what is wrong
                 self.reshard()
@@ -228,15 +229,15 @@ class ParamGroup:
         self._frames_ahead = 0
 
     def _gather_into(
-        self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype, *, is_last: bool = False
+        self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype, *, gives_up: bool = False
     ) -> None:
         with self._copies.issue():
             if self._collectives.world_size == 1:
                 self._read_chunks(
-                    kind, lambda s: flats[s.param][s.param_offset : s.param_offset + s.numel], is_last=is_last
+                    kind, lambda s: flats[s.param][s.param_offset : s.param_offset + s.numel], gives_up=gives_up
                 )
             else:
-                self._all_gather(flats, kind, dtype, is_last=is_last)
+                self._all_gather(flats, kind, dtype, gives_up=gives_up)
         self._copies.join()
 
     def _share(self, flats: dict[int, torch.Tensor]) -> None:
@@ -254,7 +255,7 @@ class ParamGroup:
             self._exchange(flats, fill, "weight", self._dtype)
         self._copies.join()
 
-    def _read_chunks(self, kind: ObjectKind, target_of: Target, *, is_last: bool) -> None:
+    def _read_chunks(self, kind: ObjectKind, target_of: Target, *, gives_up: bool) -> None:
         """Copy every segment to its target, holding few leases at a time."""
         leases = deque(self._leases)
         self._leases = []
@@ -267,19 +268,19 @@ class ParamGroup:
                 leases[0].wait()
                 _copy_segments(leases[0].pieces(kind), placement.segments, target_of)
                 self._copies.finish()
-                leases.popleft().release(dead=kind.mask if is_last and chunk in self._remade else 0)
+                leases.popleft().release(dead=kind.mask if gives_up and chunk in self._remade else 0)
         finally:
             self._leases = list(leases)
             self._drop_leases()
 
     def _all_gather(
-        self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype, *, is_last: bool
+        self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype, *, gives_up: bool
     ) -> None:
         rank = self._collectives.rank
         starts = {p.param: p.offset - rank * p.shard_numel for p in self.placement.params}
 
         def fill(shard: torch.Tensor) -> None:
-            self._read_chunks(kind, lambda s: shard[starts[s.param] + s.param_offset :][: s.numel], is_last=is_last)
+            self._read_chunks(kind, lambda s: shard[starts[s.param] + s.param_offset :][: s.numel], gives_up=gives_up)
 
         self._exchange(flats, fill, kind.name.lower(), dtype)
 

@@ -154,7 +154,6 @@ class ShardedModel:
         Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
         """
         self.layout, self.precision = layout, precision
-        self._spare_bytes = spare_bytes
         self._collectives, self._device = collectives, device
         self.policy = StagePolicy.of(config)
         self.sharers = collectives if self.policy.shards_states else Collectives(None)
@@ -192,7 +191,9 @@ class ShardedModel:
         one comes right before an update that reads the masters, too."""
         self._makes_weights: Callable[[int], bool] = lambda _chunk: False
         """Whether a lease on a chunk's weights takes its masters, too."""
-        self.store = collectives.together(lambda: self._open_store(tiers, tier, poison), "open the store of shards")
+        self.store = collectives.together(
+            lambda: self._open_store(tiers, tier, poison, spare_bytes), "open the store of shards"
+        )
         self.resident: dict[int, ShardedParam] = {}
         """Parameters whose weights are on the device now, by the identity of their storage."""
         self.pool = MemoryPool(self._pool_bytes(config), device, poison=poison)
@@ -269,7 +270,7 @@ class ShardedModel:
             num_bytes += int(chunk.numel * sum(size for kind, size in sizes.items() if mask >> kind & 1))
         return num_bytes * 5 // 4 + len(self.chunks) * ALIGNMENT_BYTES
 
-    def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool) -> DueStore:
+    def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool, spare_bytes: int) -> DueStore:
         masks = [0xFF] * len(self.chunks)
         if self.plan is not None:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
@@ -289,7 +290,7 @@ class ShardedModel:
                 job=tier.job,
                 pinned_mask=tiers.pinned_mask,
                 device=self._device,
-                spare_bytes=self._spare_bytes,
+                spare_bytes=spare_bytes,
             )
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host

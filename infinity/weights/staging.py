@@ -73,8 +73,7 @@ class StagingArea(owners.Owner):
     @property
     def swap_bytes(self) -> int:
         """What this rank's shards take on disks; once the store is closed, it is free."""
-        stats = self.store.tenant_stats() if isinstance(self.store, DaemonStore) else None
-        return 0 if stats is None else stats.swap_bytes
+        return self.store.tenant_stats().swap_bytes if isinstance(self.store, DaemonStore) else 0
 
     def close_store(self) -> None:
         """Remove the staged shards. The connection stays: the engine goes on with it. Idempotent."""
@@ -156,10 +155,11 @@ class StagingArea(owners.Owner):
                     self._share_changes(param, modifier_rank)
 
     def _refuse_changes(self, params: Sequence[nn.Parameter], before: Sequence[int]) -> None:
-        changed = [param._version != version for param, version in zip(params, before, strict=True)]
-        told = self.collectives.gather_objects(changed, f"look for changes of {len(params)} gathered parameters")
-        for param, flags in zip(params, zip(*told, strict=True), strict=True):
-            if any(flags):
+        pairs = zip(params, before, strict=True)
+        changed = torch.tensor([param._version != version for param, version in pairs], dtype=torch.uint8)
+        self.collectives.max(changed, f"look for changes of {len(params)} gathered parameters")
+        for param, flag in zip(params, changed.tolist(), strict=True):
+            if flag:
                 owners.refuse_write(self, param)
 
     def _share_changes(self, param: nn.Parameter, source: int) -> None:

@@ -7,7 +7,7 @@ import errno
 import fcntl
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -191,9 +191,9 @@ class Holdings:
                 free_bytes=max(0, budget_bytes - self.swap_bytes),
                 remedy="the daemon grants one rank no more: raise its --swap-budget-bytes",
             )
-        if spare_bytes:
-            self._look_for(sum(growth_bytes), spare_bytes)
         with contextlib.ExitStack() as undo:
+            if spare_bytes:
+                undo.callback(self._look_for(sum(growth_bytes), spare_bytes))
             for seat, num_bytes in zip(self.seats, growth_bytes, strict=True):
                 before_bytes = seat.swap_file.file_bytes
                 seat.swap_file.grow(before_bytes + num_bytes, reserve=not spare_bytes)
@@ -206,8 +206,9 @@ class Holdings:
         for seat in self.seats:
             seat.swap_file.reserve()
 
-    def _look_for(self, num_bytes: int, spare_bytes: int) -> None:
-        """Ranks of a job name the same directories in the same order: the first one's device knows of all."""
+    def _look_for(self, num_bytes: int, spare_bytes: int) -> Callable[[], None]:
+        """Ranks of a job name the same directories in the same order: the first one's device knows of all. Gives what
+        undoes it."""
         looked_for = self.seats[0].device.looked_for
         free_bytes = sum({seat.swap_file.device: seat.swap_file.free_bytes for seat in self.seats}.values())
         free_bytes += spare_bytes - sum(looked_for.values())
@@ -219,7 +220,9 @@ class Holdings:
                 errno=errno.ENOSPC,
                 remedy=remedy_against(errno.ENOSPC, "name another directory, or add one"),
             )
-        looked_for[self] = looked_for.get(self, 0) + num_bytes - spare_bytes
+        before_bytes = looked_for.get(self, 0)
+        looked_for[self] = before_bytes + num_bytes - spare_bytes
+        return lambda: looked_for.update({self: before_bytes})
 
     def _stop_looking(self) -> None:
         self.seats[0].device.looked_for.pop(self, None)

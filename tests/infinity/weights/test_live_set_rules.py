@@ -27,11 +27,11 @@ class CountedGroup:
         self.state = ShardedState.UNSHARDING
         self.log.append("unshard")
 
-    def wait_for_unshard(self, *, is_last: bool = False) -> None:
+    def wait_for_unshard(self, *, gives_up: bool = False) -> None:
         assert self.state is not ShardedState.UNSHARDED
         self.state = ShardedState.UNSHARDED
         self.log.append("wait")
-        self.last_reads.append(is_last)
+        self.last_reads.append(gives_up)
 
     def reshard(self) -> None:
         assert not self.in_use
