@@ -1,11 +1,12 @@
-"""A user's JSON, from a dict or a file. As in DeepSpeed a file may have comments, and commas behind the last entry."""
+"""A user's JSON, from a dict or a file. As in DeepSpeed a file may have comments, and commas behind the last entry, and
+be Hjson where the package ``hjson`` is installed, which DeepSpeed brings along."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
 from infinity.config.complaints import Complaints
@@ -54,7 +55,8 @@ def read_text(text: str, path: str, complaints: Complaints) -> Raw:
     try:
         raw = json.loads(_LAST_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text)), object_pairs_hook=unique)
     except ValueError as error:
-        raise ConfigError("config", path, f"is not JSON: {error}") from error
+        twice.clear()
+        raw = _read_hjson(text, path, unique, error)
     except RecursionError as error:
         raise ConfigError("config", path, "is nested too deeply: no section is more than a few levels deep") from error
     if not isinstance(raw, dict):
@@ -64,6 +66,21 @@ def read_text(text: str, path: str, complaints: Complaints) -> Raw:
         prefix = prefixes.get(id(section), "")
         complaints.add(f"{prefix}{name}", value, "stands twice in the same object; remove one of the two")
     return raw
+
+
+def _read_hjson(text: str, path: str, object_of: Callable[[list[tuple[str, Any]]], Raw], no_json: ValueError) -> Any:
+    """What is in ``text``, which is no JSON. Raises ``ConfigError`` if it is no Hjson either, or there is no reader."""
+    if not text.strip():  # an empty object in Hjson, and a file that went wrong here
+        raise ConfigError("config", path, f"is not JSON: {no_json}") from no_json
+    try:
+        import hjson  # type: ignore[import-untyped]
+    except ImportError:
+        remedy = f"is not JSON: {no_json}; if it is Hjson, pip install infinity[hjson]"
+        raise ConfigError("config", path, remedy) from no_json
+    try:
+        return hjson.loads(text, object_pairs_hook=object_of)
+    except ValueError as error:
+        raise ConfigError("config", path, f"is not JSON: {no_json}; nor Hjson: {error}") from error
 
 
 def _prefixes(section: Raw, prefix: str) -> Iterator[tuple[int, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import logging
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
@@ -534,8 +535,41 @@ def test_a_file_may_have_comments_and_commas_behind_the_last_entry(tmp_path: Pat
     assert (config.train_batch_size, config.zero_optimization.stage) == (8, 3)
     assert (config.csv_monitor.output_path, config.csv_monitor.job_name) == ("//a/*b*/#c,}", 'a " // b')
     assert config.zero_optimization.leaf_module.names == ("a", "b")
-    file.write_text('{\n  /* here */ "a": 1,\n  b: 2\n}')
-    assert "line 3 column 3" in _refusal(file).remedy, "places are the file's"
+    file.write_text('{\n  /* here */ "a": 1,\n  "b": 2]\n}')
+    assert "line 3 column 9" in _refusal(file).remedy, "places are the file's"
+
+
+HJSON = """{
+  # as DeepSpeed reads it
+  train_batch_size: 8
+  bf16: {enabled: true}
+  zero_optimization: {
+    stage: 3
+    offload_param: {"device": "cpu"}
+  }
+}
+"""
+
+
+def test_a_file_may_be_hjson(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text(HJSON)
+    config = parse_config(file)
+    assert (config.train_batch_size, config.bf16.enabled) == (8, True)
+    assert (config.zero_optimization.stage, config.zero_optimization.offload_param.device) == (3, "cpu")
+    file.write_text(HJSON.replace("stage: 3", "stage: 3\n    stage: 2"))
+    assert "twice" in _refusal(file).remedy
+    file.write_text(HJSON.replace("stage: 3", "stage: three"))
+    assert _refusal(file).key == "zero_optimization.stage"
+    file.write_text(HJSON[:-3])
+    assert "nor Hjson" in _refusal(file).remedy
+
+
+def test_hjson_without_its_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "hjson", None)
+    file = tmp_path / "config.json"
+    file.write_text(HJSON)
+    assert "infinity[hjson]" in _refusal(file).remedy
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
