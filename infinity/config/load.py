@@ -53,10 +53,7 @@ def read_text(text: str, path: str, complaints: Complaints) -> Raw:
         return seen
 
     try:
-        raw = json.loads(_LAST_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text)), object_pairs_hook=unique)
-    except ValueError as error:
-        twice.clear()
-        raw = _read_hjson(text, path, unique, error)
+        raw = _parsed(text, path, unique, twice.clear)
     except RecursionError as error:
         raise ConfigError("config", path, "is nested too deeply: no section is more than a few levels deep") from error
     if not isinstance(raw, dict):
@@ -68,19 +65,27 @@ def read_text(text: str, path: str, complaints: Complaints) -> Raw:
     return raw
 
 
-def _read_hjson(text: str, path: str, object_of: Callable[[list[tuple[str, Any]]], Raw], no_json: ValueError) -> Any:
-    """What is in ``text``, which is no JSON. Raises ``ConfigError`` if it is no Hjson either, or there is no reader."""
-    if not text.strip():  # an empty object in Hjson, and a file that went wrong here
-        raise ConfigError("config", path, f"is not JSON: {no_json}") from no_json
+def _parsed(
+    text: str, path: str, object_of: Callable[[list[tuple[str, Any]]], Raw], begin_anew: Callable[[], None]
+) -> Any:
+    """What is in ``text``, be it JSON or, where that can be read, Hjson; before that ``begin_anew`` is called. Raises
+    ``ConfigError`` if it is neither."""
+    plain = _LAST_COMMAS.sub(_blank, _COMMENTS.sub(_blank, text))
     try:
-        import hjson  # type: ignore[import-untyped]
-    except ImportError:
-        remedy = f"is not JSON: {no_json}; if it is Hjson, pip install infinity[hjson]"
-        raise ConfigError("config", path, remedy) from no_json
-    try:
-        return hjson.loads(text, object_pairs_hook=object_of)
+        return json.loads(plain, object_pairs_hook=object_of)
     except ValueError as error:
-        raise ConfigError("config", path, f"is not JSON: {no_json}; nor Hjson: {error}") from error
+        remedy, cause = f"is not JSON: {error}", error
+    if plain.strip():  # nothing at all is an empty object in Hjson, and a file that went wrong here
+        try:
+            import hjson  # type: ignore[import-untyped]
+
+            begin_anew()
+            return hjson.loads(text, object_pairs_hook=object_of)
+        except ImportError:
+            remedy += "; if it is Hjson, pip install infinity[hjson]"
+        except ValueError as error:
+            remedy += f"; nor Hjson: {error}"
+    raise ConfigError("config", path, remedy) from cause
 
 
 def _prefixes(section: Raw, prefix: str) -> Iterator[tuple[int, str]]:

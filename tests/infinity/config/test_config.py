@@ -563,6 +563,10 @@ def test_a_file_may_be_hjson(tmp_path: Path) -> None:
     assert _refusal(file).key == "zero_optimization.stage"
     file.write_text(HJSON[:-3])
     assert "nor Hjson" in _refusal(file).remedy
+    file.write_text("# nothing but a comment\n")
+    assert "is not JSON" in _refusal(file).remedy
+    file.write_text("{a:" * 20_000)
+    assert "nested too deeply" in _refusal(file).remedy
 
 
 def test_hjson_without_its_package_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
