@@ -124,11 +124,12 @@ class Walking:
             return "left out"
         if name in NEEDS_SAVED and args[0] not in self.files:
             return "left out"
+        losses = list(pair.driven.losses)
         kwargs_step = name == "step" and args
         found, error = self.ours.run(_WithEpoch(pair.driven) if kwargs_step else pair.driven, name, args)
         self._compare_ranks(error)
         if error is not None and (refusal := refusal_in(error)) is not None:
-            return self._refused(pair, name, args, refusal)
+            return self._refused(pair, name, args, refusal, losses)
         before = pair.shadow.kept(args[0] if name == "write" else "")
         expected, plain_error = self.plain.run(_WithEpoch(pair.shadow) if kwargs_step else pair.shadow, name, args)
         if error is not None or plain_error is not None:
@@ -210,7 +211,10 @@ class Walking:
         self.ours.random = self.plain.random
         return "refused"
 
-    def _refused(self, pair: _Pair, name: str, args: list[Any], refusal: BaseException) -> str:
+    def _refused(
+        self, pair: _Pair, name: str, args: list[Any], refusal: BaseException, losses: list[Tensor]
+    ) -> str:
+        """``losses``: what the engine had to go backward from before the call."""
         words = str(refusal)
         if self.has_diverged and DIVERGED.search(words):  # they are told once more
             raise WalkOver
@@ -235,6 +239,8 @@ class Walking:
         if name in DROPPING and "call step()" not in words and "before it trains on" not in words:
             pair.shadow.drop()
             pair.forget_losses()
+        else:  # as if it had not been called
+            pair.driven.losses[:] = losses
         return "refused"
 
     def finish(self) -> None:
