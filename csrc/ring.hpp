@@ -42,6 +42,9 @@ class RingBase {
   // timeout_ms has passed.
   WaitResult wait(int timeout_ms, int other_fd);
 
+  // Producer: wakes the consumer if its sleep flag was raised. Any thread.
+  void wake_consumer();
+
   // Entries in the ring, as a snapshot.
   std::size_t num_ready() const;
 
@@ -56,8 +59,6 @@ class RingBase {
   std::size_t num_to_pop(std::size_t num_wanted = 1);
   // Free entries for this producer, loading the head only if fewer than wanted are known of.
   std::size_t num_free(std::size_t num_wanted);
-  // Producer: wakes the consumer if its sleep flag was raised.
-  void wake_consumer();
 
   void advance_tail(std::size_t num_pushed) noexcept {
     store_release(header_->tail, tail_ += num_pushed);
@@ -95,8 +96,9 @@ class Ring : public RingBase {
     return sizeof(wire::RingHeader) + num_entries * sizeof(Entry);
   }
 
-  // All of the batch or, if there is no room for all of it, nothing. Any thread.
-  bool push(std::span<const Entry> batch) {
+  // All of the batch or, if there is no room for all of it, nothing. Any thread. Who does not wake
+  // the consumer with it owes it a wake_consumer().
+  bool push(std::span<const Entry> batch, bool wakes = true) {
     {
       const std::lock_guard lock(producer_mutex_);
       if (num_free(batch.size()) < batch.size()) return false;
@@ -105,7 +107,7 @@ class Ring : public RingBase {
       }
       advance_tail(batch.size());
     }
-    wake_consumer();
+    if (wakes) wake_consumer();
     return true;
   }
 
