@@ -168,12 +168,14 @@ class Tiers:
     """The part of the trained elements that the masks hold for; the others keep all but their weights on the device."""
 
     @classmethod
-    def of(cls, config: Config, precision: Precision) -> Tiers:
+    def of(cls, config: Config, precision: Precision, *, gradients_stay: bool = False) -> Tiers:
+        """``gradients_stay``: gradients wait for their update on the device, whatever is offloaded."""
         zero = config.zero_optimization
         masks = {"none": 0, "cpu": 0, "nvme": 0}
         for kind in precision.dtypes(trainable=True) | precision.dtypes(trainable=False):
             offload = zero.offload_param if kind == ObjectKind.WEIGHT else zero.offload_optimizer
             stays = kind != ObjectKind.WEIGHT and zero.offload_optimizer.ratio == 0
+            stays |= kind == ObjectKind.GRAD and gradients_stay
             masks["none" if stays else offload.device] |= 1 << kind
         return cls(
             device_mask=masks["none"],

@@ -119,6 +119,18 @@ class Layout:
             for p in placement.params
         ]
 
+    def gradients_stay(self, config: Config, precision: Precision) -> bool:
+        """Whether gradients wait for their update on the device although states stream: where all weights and this
+        rank's gradients are within what may be live. Backward gives gradients as it lets go of weights, whose memory
+        they take."""
+        zero = config.zero_optimization
+        if not StagePolicy.of(config).shards_weights or zero.offload_optimizer.device != "nvme":
+            return False
+        weights = sum(placement.numel for placement in self.placements)
+        gradients = sum(placement.shard_numel for placement in self.placements if placement.trainable)
+        num_bytes = weights * precision.weight.itemsize + gradients * precision.gradient.itemsize
+        return num_bytes <= zero.stage3_max_live_parameters * precision.weight.itemsize
+
     def state_shape(self, precision: Precision, tiers: Tiers) -> StateShape:
         stored = precision.stored_bytes(trainable=True) | precision.stored_bytes(trainable=False)
         return StateShape(
@@ -159,7 +171,7 @@ class ShardedModel:
         self.sharers = collectives if self.policy.shards_states else Collectives(None)
         """The ranks that have a shard each of what is sharded; at stage 0 every rank has everything."""
         collectives.follow(self.policy)
-        tiers = Tiers.of(config, precision)
+        tiers = Tiers.of(config, precision, gradients_stay=layout.gradients_stay(config, precision))
         self.plan: MemoryPlan | None = None
         if tiers.host_mask:
             self.plan = plan_memory(
@@ -191,12 +203,19 @@ class ShardedModel:
         one comes right before an update that reads the masters, too."""
         self._makes_weights: Callable[[int], bool] = lambda _chunk: False
         """Whether a lease on a chunk's weights takes its masters, too."""
+        masks = [0xFF] * len(self.chunks)
+        if self.plan is not None:
+            masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
+        self._device_mask = reduce(or_, masks, 0)
+        live_bytes, kept_bytes = self._pool_bytes(config), self._store_bytes(masks)
+        takes_turns = self._device_mask == ObjectKind.GRAD.mask  # gradients come when weights go
+        self.pool = MemoryPool(live_bytes + (kept_bytes if takes_turns else 0), device, poison=poison)
+        self.device_store = MemoryStore(device, self.pool if takes_turns else MemoryPool(kept_bytes, device))
         self.store = collectives.together(
-            lambda: self._open_store(tiers, tier, poison, spare_bytes), "open the store of shards"
+            lambda: self._open_store(tiers, masks, tier, poison, spare_bytes), "open the store of shards"
         )
         self.resident: dict[int, ShardedParam] = {}
         """Parameters whose weights are on the device now, by the identity of their storage."""
-        self.pool = MemoryPool(self._pool_bytes(config), device, poison=poison)
         self.params = [
             ShardedParam(index, name, param, precision.weight, device, self.resident, self.pool)
             for index, (name, param) in enumerate(zip(layout.names, layout.params, strict=True))
@@ -270,16 +289,13 @@ class ShardedModel:
             num_bytes += int(chunk.numel * sum(size for kind, size in sizes.items() if mask >> kind & 1))
         return num_bytes * 5 // 4 + len(self.chunks) * ALIGNMENT_BYTES
 
-    def _open_store(self, tiers: Tiers, tier: HostTier | None, poison: bool, spare_bytes: int) -> DueStore:
-        masks = [0xFF] * len(self.chunks)
-        if self.plan is not None:
-            masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
-        self._device_mask = reduce(or_, masks, 0)
+    def _open_store(
+        self, tiers: Tiers, masks: Sequence[int], tier: HostTier | None, poison: bool, spare_bytes: int
+    ) -> DueStore:
         if self.plan is not None and not self.plan.holds_all and self.precision.remakes(tiers):
             # not of masters on the device, which users may offload
             pairs = enumerate(zip(self.chunks, masks, strict=True))
             self.remade = frozenset(i for i, (c, m) in pairs if self._is_trained(c) and not m & ObjectKind.MASTER.mask)
-        self.device_store = MemoryStore(self._device, MemoryPool(self._store_bytes(masks), self._device))
         store: ShardStore = self.device_store
         self.host_store: HostStore | None = None
         if self.plan is not None:

@@ -23,7 +23,7 @@ THRESHOLDS = tuple(
         ("stage3_prefetch_bucket_size", "elements gathered ahead of use"),
         ("stage3_param_persistence_threshold", "smaller parameters are never resharded"),
         ("stage3_model_persistence_threshold", "elements of all that is never resharded; what comes first stays"),
-        ("stage3_max_live_parameters", "elements unsharded at once; gates prefetch and retention"),
+        ("stage3_max_live_parameters", "elements unsharded at once; gates prefetch, and keeping weights and gradients"),
         ("stage3_max_reuse_distance", "keep what is used again within so many elements"),
     )
 )
