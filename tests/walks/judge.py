@@ -211,9 +211,7 @@ class Walking:
         self.ours.random = self.plain.random
         return "refused"
 
-    def _refused(
-        self, pair: _Pair, name: str, args: list[Any], refusal: BaseException, losses: list[Tensor]
-    ) -> str:
+    def _refused(self, pair: _Pair, name: str, args: list[Any], refusal: BaseException, losses: list[Tensor]) -> str:
         """``losses``: what the engine had to go backward from before the call."""
         words = str(refusal)
         if self.has_diverged and DIVERGED.search(words):  # they are told once more
