@@ -185,7 +185,7 @@ void bind_rings(nb::module_& module) {
             return self.push({&entry, 1}, wakes);
           },
           "seq"_a, "opcode"_a, "flags"_a, "read_mask"_a = 0, "write_mask"_a = 0, "chunk"_a = 0,
-          "arg"_a = 0, "dirty_mask"_a = 0, "dead_mask"_a = 0, "wakes"_a = true)
+          "arg"_a = 0, "dirty_mask"_a = 0, "dead_mask"_a = 0, nb::kw_only(), "wakes"_a = true)
       .def("wake", &SubmissionRing::wake_consumer);
   bind_ring<wire::Cqe>(module, "CompletionRing")
       .def(

@@ -114,6 +114,7 @@ class SubmissionRing:
         arg: int = 0,
         dirty_mask: int = 0,
         dead_mask: int = 0,
+        *,
         wakes: bool = True,
     ) -> bool:
         """False if the ring is full. Wakes a sleeping consumer through the sockets, unless ``wake`` is to follow.

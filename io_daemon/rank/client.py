@@ -314,7 +314,7 @@ class Client:
             if lease is not None:
                 self._leases[seq] = lease
                 self._awaited.add(seq)
-            while not self._sq.push(seq, opcode, 0, read, write, chunk, arg, dirty, dead, wakes):
+            while not self._sq.push(seq, opcode, 0, read, write, chunk, arg, dirty, dead, wakes=wakes):
                 self._sq.wake()
                 with self._arrival:
                     if not self._reaping:

@@ -47,7 +47,7 @@ def engine_of(directory: Path, live: int, *, tier: str = "nvme", accumulation: i
 
 def backward(engine: Engine, number: int) -> torch.Tensor:
     inputs = torch.randn(BATCH, WIDTH, generator=torch.Generator().manual_seed(number)).bfloat16()
-    loss = engine(inputs).float().square().mean()
+    loss: torch.Tensor = engine(inputs).float().square().mean()
     engine.backward(loss)
     return loss.detach()
 
