@@ -97,14 +97,17 @@ def _predict(parsed: argparse.Namespace, budget: int, interpreter_bytes: int, di
 
 
 def _beside_arena(step: StepOfModel) -> int:
-    """Bytes of a rank's full-size weights in use, and of the gradients of one group on their way to the arena."""
-    weight = Precision.of(step.config).weight
-    numels = [sum(param.numel() for param in members.params) for members in step.layout.members]
+    """Bytes of a rank's full-size weights in use, and of gradients: those that stay, and one group's on their way."""
+    precision, layout = Precision.of(step.config), step.layout
+    numels = [sum(param.numel() for param in members.params) for members in layout.members]
     largest, total = max(numels), sum(numels)
     live = total
     if StagePolicy.of(step.config).shards_weights:
         live = min(total, max(largest, step.config.zero_optimization.stage3_max_live_parameters))
-    return weight.itemsize * (live + largest) + 4 * largest
+    beside = precision.weight.itemsize * (live + largest) + 4 * largest
+    if step.config.accumulates and layout.gradients_stay(step.config, precision):  # else they take turns with weights
+        beside += layout.gradients_numel * precision.gradient.itemsize
+    return beside
 
 
 def _replay(parsed: argparse.Namespace, trace: Path) -> dict[str, Any]:

@@ -356,7 +356,7 @@ class Update:
             self.grad_norm = None
         factor = torch.ones(()) if norm is None or not clips else (max_norm / (norm + 1e-6)).clamp(max=1.0)
         if self.scale.value == 1.0:
-            return factor if clips else None
+            return factor if clips and factor != 1.0 else None
         return factor / self.scale.value
 
     def _norm(self, present: Sequence[bool]) -> torch.Tensor:

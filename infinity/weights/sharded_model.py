@@ -119,6 +119,11 @@ class Layout:
             for p in placement.params
         ]
 
+    @property
+    def gradients_numel(self) -> int:
+        """Elements of this rank's gradients."""
+        return sum(placement.shard_numel for placement in self.placements if placement.trainable)
+
     def gradients_stay(self, config: Config, precision: Precision) -> bool:
         """Whether gradients wait for their update on the device although states stream: where all weights and this
         rank's gradients are within what may be live. Backward gives gradients as it lets go of weights, whose memory
@@ -127,8 +132,7 @@ class Layout:
         if not StagePolicy.of(config).shards_weights or zero.offload_optimizer.device != "nvme":
             return False
         weights = sum(placement.numel for placement in self.placements)
-        gradients = sum(placement.shard_numel for placement in self.placements if placement.trainable)
-        num_bytes = weights * precision.weight.itemsize + gradients * precision.gradient.itemsize
+        num_bytes = weights * precision.weight.itemsize + self.gradients_numel * precision.gradient.itemsize
         return num_bytes <= zero.stage3_max_live_parameters * precision.weight.itemsize
 
     def state_shape(self, precision: Precision, tiers: Tiers) -> StateShape:
