@@ -179,14 +179,13 @@ void bind_rings(nb::module_& module) {
           "push",
           [](SubmissionRing& self, std::uint64_t seq, std::uint8_t opcode, std::uint8_t flags,
              std::uint8_t read_mask, std::uint8_t write_mask, std::uint32_t chunk,
-             std::uint64_t arg, std::uint8_t dirty_mask, std::uint8_t dead_mask, bool wakes) {
+             std::uint64_t arg, std::uint8_t dirty_mask, std::uint8_t dead_mask) {
             const wire::Sqe entry{seq,   opcode, flags,      read_mask, write_mask,
                                   chunk, arg,    dirty_mask, dead_mask, {}};
-            return self.push({&entry, 1}, wakes);
+            return self.push({&entry, 1});
           },
           "seq"_a, "opcode"_a, "flags"_a, "read_mask"_a = 0, "write_mask"_a = 0, "chunk"_a = 0,
-          "arg"_a = 0, "dirty_mask"_a = 0, "dead_mask"_a = 0, nb::kw_only(), "wakes"_a = true)
-      .def("wake", &SubmissionRing::wake_consumer);
+          "arg"_a = 0, "dirty_mask"_a = 0, "dead_mask"_a = 0);
   bind_ring<wire::Cqe>(module, "CompletionRing")
       .def(
           "push",

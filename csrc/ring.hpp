@@ -42,9 +42,6 @@ class RingBase {
   // timeout_ms has passed.
   WaitResult wait(int timeout_ms, int other_fd);
 
-  // Producer: wakes the consumer if its sleep flag was raised. Any thread.
-  void wake_consumer();
-
   // Entries in the ring, as a snapshot.
   std::size_t num_ready() const;
 
@@ -59,6 +56,8 @@ class RingBase {
   std::size_t num_to_pop(std::size_t num_wanted = 1);
   // Free entries for this producer, loading the head only if fewer than wanted are known of.
   std::size_t num_free(std::size_t num_wanted);
+  // Producer: wakes the consumer if its sleep flag was raised.
+  void wake_consumer();
 
   void advance_tail(std::size_t num_pushed) noexcept {
     store_release(header_->tail, tail_ += num_pushed);
@@ -96,9 +95,8 @@ class Ring : public RingBase {
     return sizeof(wire::RingHeader) + num_entries * sizeof(Entry);
   }
 
-  // All of the batch or, if there is no room for all of it, nothing. Any thread. Who does not wake
-  // the consumer with it owes it a wake_consumer().
-  bool push(std::span<const Entry> batch, bool wakes = true) {
+  // All of the batch or, if there is no room for all of it, nothing. Any thread.
+  bool push(std::span<const Entry> batch) {
     {
       const std::lock_guard lock(producer_mutex_);
       if (num_free(batch.size()) < batch.size()) return false;
@@ -107,7 +105,7 @@ class Ring : public RingBase {
       }
       advance_tail(batch.size());
     }
-    if (wakes) wake_consumer();
+    wake_consumer();
     return true;
   }
 

@@ -114,13 +114,8 @@ class SubmissionRing:
         arg: int = 0,
         dirty_mask: int = 0,
         dead_mask: int = 0,
-        *,
-        wakes: bool = True,
     ) -> bool:
-        """False if the ring is full. Wakes a sleeping consumer through the sockets, unless ``wake`` is to follow.
-        Never blocks."""
-    def wake(self) -> None:
-        """Wake a sleeping consumer, for what was pushed without."""
+        """False if the ring is full. Wakes a sleeping consumer through the sockets. Never blocks."""
     def pop(self) -> tuple[int, int, int, int, int, int, int, int, int] | None: ...
     def pop_batch(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int, int, int]]: ...
     def prepare_sleep(self) -> bool:

@@ -104,10 +104,12 @@ def _beside_arena(step: StepOfModel) -> int:
     live = total
     if StagePolicy.of(step.config).shards_weights:
         live = min(total, max(largest, step.config.zero_optimization.stage3_max_live_parameters))
-    beside = precision.weight.itemsize * (live + largest) + 4 * largest
-    if step.config.accumulates and layout.gradients_stay(step.config, precision):  # else they take turns with weights
-        beside += layout.gradients_numel * precision.gradient.itemsize
-    return beside
+    weights = precision.weight.itemsize * (live + largest)
+    if not layout.gradients_stay(step.config, precision):
+        return weights + 4 * largest
+    gradients = precision.gradient.itemsize * layout.gradients_numel
+    # of one micro-batch they take turns with weights
+    return (weights + gradients if step.config.accumulates else max(weights, gradients)) + 4 * largest
 
 
 def _replay(parsed: argparse.Namespace, trace: Path) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -42,9 +42,12 @@ class MemoryStore(ShardStore):
     """Every object a plain tensor on ``device``, made when first needed, dropped when dead; but for those that lie in
     memory of somebody else's."""
 
-    def __init__(self, device: torch.device, pool: MemoryPool | None = None) -> None:
-        """``pool``: where the tensors come from; None: torch."""
+    def __init__(
+        self, device: torch.device, pool: MemoryPool | None = None, *, pools: Mapping[int, MemoryPool] | None = None
+    ) -> None:
+        """``pool``: where the tensors come from; None: torch. ``pools``: those of some kinds come from another."""
         self._device = device
+        self._pools = dict(pools or {})
         self._pool = pool if pool is not None else MemoryPool(0, device)
         self._layouts: dict[int, ChunkLayout] = {}
         self._objects: dict[tuple[int, int], torch.Tensor] = {}
@@ -94,7 +97,7 @@ class MemoryStore(ShardStore):
         tensor = self._objects.get((chunk, kind))
         if tensor is None:
             layout = self._layouts[chunk]
-            tensor = self._pool.empty(layout.numel_of(kind), layout.dtypes[kind])
+            tensor = self._pools.get(kind, self._pool).empty(layout.numel_of(kind), layout.dtypes[kind])
             self._objects[chunk, kind] = tensor.zero_() if read else tensor
         return [tensor]
 
@@ -118,7 +121,8 @@ class MemoryStore(ShardStore):
 
     def trim(self) -> None:
         """Give the memory of what has died back to the system."""
-        self._pool.trim()
+        for pool in (self._pool, *self._pools.values()):
+            pool.trim()
 
     def mark(self, trace_id: int) -> None:
         """Nothing is prefetched here."""

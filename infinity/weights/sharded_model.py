@@ -126,14 +126,15 @@ class Layout:
 
     def gradients_stay(self, config: Config, precision: Precision) -> bool:
         """Whether gradients wait for their update on the device although states stream: where all weights and this
-        rank's gradients are within what may be live. Backward gives gradients as it lets go of weights, whose memory
-        they take."""
+        rank's gradients are within what may be live, and kept until backward. That gives gradients as it lets go of
+        weights, whose memory they take."""
         zero = config.zero_optimization
         if not StagePolicy.of(config).shards_weights or zero.offload_optimizer.device != "nvme":
             return False
         weights = sum(placement.numel for placement in self.placements)
         num_bytes = weights * precision.weight.itemsize + self.gradients_numel * precision.gradient.itemsize
-        return num_bytes <= zero.stage3_max_live_parameters * precision.weight.itemsize
+        kept = min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+        return num_bytes <= kept * precision.weight.itemsize
 
     def state_shape(self, precision: Precision, tiers: Tiers) -> StateShape:
         stored = precision.stored_bytes(trainable=True) | precision.stored_bytes(trainable=False)
@@ -175,7 +176,8 @@ class ShardedModel:
         self.sharers = collectives if self.policy.shards_states else Collectives(None)
         """The ranks that have a shard each of what is sharded; at stage 0 every rank has everything."""
         collectives.follow(self.policy)
-        tiers = Tiers.of(config, precision, gradients_stay=layout.gradients_stay(config, precision))
+        gradients_stay = layout.gradients_stay(config, precision)
+        tiers = Tiers.of(config, precision, gradients_stay=gradients_stay)
         self.plan: MemoryPlan | None = None
         if tiers.host_mask:
             self.plan = plan_memory(
@@ -211,10 +213,15 @@ class ShardedModel:
         if self.plan is not None:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
         self._device_mask = reduce(or_, masks, 0)
-        live_bytes, kept_bytes = self._pool_bytes(config), self._store_bytes(masks)
-        takes_turns = self._device_mask == ObjectKind.GRAD.mask  # gradients come when weights go
-        self.pool = MemoryPool(live_bytes + (kept_bytes if takes_turns else 0), device, poison=poison)
-        self.device_store = MemoryStore(device, self.pool if takes_turns else MemoryPool(kept_bytes, device))
+        take_turns = ObjectKind.GRAD.mask if gradients_stay else 0  # with weights, when these go
+        turns_bytes = self._store_bytes([mask & take_turns for mask in masks])
+        kept_bytes = self._store_bytes([mask & ~take_turns for mask in masks])
+        self.pool = MemoryPool(self._pool_bytes(config) + turns_bytes, device, poison=poison)
+        self.device_store = MemoryStore(
+            device,
+            MemoryPool(kept_bytes, device),
+            pools={ObjectKind.GRAD: self.pool} if gradients_stay else {},
+        )
         self.store = collectives.together(
             lambda: self._open_store(tiers, masks, tier, poison, spare_bytes), "open the store of shards"
         )

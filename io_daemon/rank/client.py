@@ -87,8 +87,6 @@ class Client:
         self._arrived: dict[int, Completion] = {}
         self._awaited: set[int] = set()
         self._reaping = False
-        self._is_untold = False
-        """Whether the daemon may sleep beside something that was submitted."""
         self._refusal: ProtocolError | None = None
         _open_clients.add(self)
 
@@ -166,11 +164,11 @@ class Client:
 
     def reserve(self) -> None:
         """Reserve what chunks were registered without. Raises SwapSpaceError."""
-        self._request(Reserve(), Done, timeout_s=RESERVE_TIMEOUT_S)
+        self._connection.request(Reserve(), Done, timeout_s=RESERVE_TIMEOUT_S)
 
     def unregister(self, chunks: range) -> None:
         """Give chunks and their space back; none may be leased."""
-        self._request(Unregister(start=chunks.start, stop=chunks.stop), Done, timeout_s=CONTROL_TIMEOUT_S)
+        self._connection.request(Unregister(start=chunks.start, stop=chunks.stop), Done, timeout_s=CONTROL_TIMEOUT_S)
 
     def upload_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
         """Tell the daemon the order in which a pass over ``trace_id`` acquires. It plans in the background; the first
@@ -183,17 +181,10 @@ class Client:
         self, request: Message, data: bytes, answer_type: type[M], *, timeout_s: float
     ) -> tuple[M, list[int]]:
         with as_memfd(data) as fd:
-            return self._request(request, answer_type, [fd], timeout_s=timeout_s)
-
-    def _request(
-        self, request: Message, answer_type: type[M], fds: Sequence[int] = (), *, timeout_s: float
-    ) -> tuple[M, list[int]]:
-        """Ask, once the daemon knows of everything that was submitted before."""
-        self._tell()
-        return self._connection.request(request, answer_type, fds, timeout_s=timeout_s)
+            return self._connection.request(request, answer_type, [fd], timeout_s=timeout_s)
 
     def stats(self) -> TenantStats:
-        answer, _ = self._request(StatsRequest(), Stats, timeout_s=CONTROL_TIMEOUT_S)
+        answer, _ = self._connection.request(StatsRequest(), Stats, timeout_s=CONTROL_TIMEOUT_S)
         return answer.tenant
 
     # --- data plane
@@ -237,11 +228,7 @@ class Client:
             self._awaited.discard(seq)
             answered = self._arrived.pop(seq, None)
         if answered is None or answered.status == Status.OK:
-            # a wake-up is a switch to the daemon and back: who has other leases acquires or waits before long
-            wakes = not self._leases
-            self._push(Opcode.RELEASE, None, chunk=lease.chunk, arg=seq, dirty=dirty, dead=dead, wakes=wakes)
-            if self._reaping:  # what another thread waits for may be what was released
-                self._tell()
+            self._push(Opcode.RELEASE, None, chunk=lease.chunk, arg=seq, dirty=dirty, dead=dead)
 
     def mark(self, trace_id: int) -> None:
         """A pass over ``trace_id`` begins."""
@@ -270,7 +257,7 @@ class Client:
         _open_clients.discard(self)
         if clean and self._attached is not None:
             try:
-                self._request(Detach(), Done, timeout_s=CONTROL_TIMEOUT_S)
+                self._connection.request(Detach(), Done, timeout_s=CONTROL_TIMEOUT_S)
             except WorldError:
                 pass  # it is gone, and a successor reclaims by the header
         self._attached = None
@@ -301,12 +288,9 @@ class Client:
         arg: int = 0,
         dirty: int = 0,
         dead: int = 0,
-        wakes: bool = True,
     ) -> int:
         """Submit one entry, whose seq is the order of submission. A full ring is back-pressure: completions are
-        filed meanwhile, so that the daemon finds room to answer.
-
-        ``wakes``: the daemon is told now, else with what is submitted or waited for next."""
+        filed meanwhile, so that the daemon finds room to answer."""
         self._check()
         deadline = time.monotonic() + LEASE_TIMEOUT_S
         with self._submission:
@@ -314,8 +298,7 @@ class Client:
             if lease is not None:
                 self._leases[seq] = lease
                 self._awaited.add(seq)
-            while not self._sq.push(seq, opcode, 0, read, write, chunk, arg, dirty, dead, wakes=wakes):
-                self._sq.wake()
+            while not self._sq.push(seq, opcode, 0, read, write, chunk, arg, dirty, dead):
                 with self._arrival:
                     if not self._reaping:
                         self._file_arrivals()
@@ -324,19 +307,11 @@ class Client:
                 if time.monotonic() > deadline:
                     raise self._connection.lose(self._dump("room in the submission ring", LEASE_TIMEOUT_S))
             self._next_seq = seq + 1
-            self._is_untold = not wakes
         return seq
-
-    def _tell(self) -> None:
-        """Wake the daemon for what was submitted without."""
-        if self._is_untold:
-            self._is_untold = False
-            self._sq.wake()
 
     def _completion(self, seq: int, timeout_s: float) -> Completion:
         """The answer to ``seq``; blocks, at most ``timeout_s``."""
         self._check()
-        self._tell()
         with self._arrival:
             if not self._reaping:
                 self._file_arrivals()
@@ -364,7 +339,6 @@ class Client:
         self._arrival.release()
         gone = False
         try:
-            self._tell()
             gone = self._cq.wait(int(min(timeout_s, WAIT_S_MAX) * 1000) + 1, self._connection.watch_fd) == 2
         finally:
             self._arrival.acquire()

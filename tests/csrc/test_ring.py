@@ -235,21 +235,6 @@ def test_push_signals_only_a_sleeper(
         consumer_wake.recv(1, socket.MSG_DONTWAIT)
 
 
-def test_a_wake_up_may_follow_what_was_pushed_without(
-    producer: SubmissionRing, consumer: SubmissionRing, consumer_wake: socket.socket
-) -> None:
-    assert consumer.prepare_sleep()
-    assert producer.push(1, 0, 0, wakes=False)
-    with pytest.raises(BlockingIOError):
-        consumer_wake.recv(1, socket.MSG_DONTWAIT)
-    producer.wake()
-    assert consumer_wake.recv(64, socket.MSG_DONTWAIT)
-    producer.wake()  # nobody sleeps any more
-    with pytest.raises(BlockingIOError):
-        consumer_wake.recv(1, socket.MSG_DONTWAIT)
-    assert consumer.pop() is not None
-
-
 def test_wait_sees_time_pass_entries_and_the_other_descriptor(
     producer: SubmissionRing, consumer: SubmissionRing
 ) -> None:

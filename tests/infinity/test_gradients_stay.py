@@ -22,7 +22,9 @@ BATCH = 4
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
-def engine_of(directory: Path, live: int, *, tier: str = "nvme", accumulation: int = 1, **daemon: Any) -> Engine:
+def engine_of(
+    directory: Path, live: int, *, tier: str = "nvme", accumulation: int = 1, reuse: int = 1 << 30, **daemon: Any
+) -> Engine:
     offload = {"device": tier} | ({"nvme_path": str(directory)} if tier == "nvme" else {})
     config = {
         "train_micro_batch_size_per_gpu": BATCH,
@@ -34,6 +36,7 @@ def engine_of(directory: Path, live: int, *, tier: str = "nvme", accumulation: i
             "stage": 3,
             "stage3_param_persistence_threshold": 0,
             "stage3_max_live_parameters": live,
+            "stage3_max_reuse_distance": reuse,
             "stage3_prefetch_bucket_size": LAYER,
             "offload_param": offload,
             "offload_optimizer": offload,
@@ -88,6 +91,13 @@ def test_gradients_stay_as_far_as_the_live_limit_goes(
         report = engine.io_report().as_dict()
     streamed = [kinds["grad"] for kinds in _named(report, "bytes_written") if "grad" in kinds]
     assert not stays or not any(streamed)
+
+
+def test_gradients_of_weights_that_go_after_each_use_stream(tmp_path: Path) -> None:
+    with engine_of(tmp_path, 1 << 30, reuse=0) as engine:
+        backward(engine, 0)
+        assert gradient_bytes_on_device(engine) == 0
+        engine.zero_grad()
 
 
 def _named(tree: Any, name: str) -> list[dict[str, int]]:

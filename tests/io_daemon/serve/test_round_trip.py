@@ -179,23 +179,6 @@ def test_whoever_sleeps_is_told_what_another_thread_releases(daemon: ServedDaemo
         client.release(waiting)
 
 
-def test_a_release_is_told_before_anything_else_is_waited_or_asked_for(daemon: ServedDaemon) -> None:
-    with daemon.attached(num_frames=2) as client:
-        first, second, third = client.register(specs(3))
-        leases = [client.acquire(chunk, write=WEIGHT) for chunk in (first, second, third)]
-        for seq in leases[:2]:
-            client.wait(seq, DEADLINE_S)
-        client.release(leases[0], dirty=WEIGHT)
-        client.wait(leases[2], DEADLINE_S)  # for its frame
-        client.release(leases[1], dirty=WEIGHT)
-        assert client.stats().num_leases == 1
-        client.release(leases[2])
-        held = [client.acquire(chunk, read=WEIGHT) for chunk in (first, second)]
-        client.release(held[0])
-        client.unregister(range(first, first + 1))  # which would be refused of what is leased
-        client.release(held[1])
-
-
 def test_threads_share_a_client(daemon: ServedDaemon) -> None:
     with daemon.attached(num_frames=8) as client:
         chunks = client.register(specs(32))
