@@ -223,7 +223,7 @@ def test_the_device_has_room_for_all_that_lies_there_and_a_quarter_more(optimize
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_frozen_chunks_have_weights_alone(bf16: bool) -> None:
-    fixture = Fixture(Net(), config_of(bf16=bf16))
+    fixture = Fixture(Net(), config_of(bf16=bf16, stage3_max_live_parameters=0))
     trained = {ObjectKind.WEIGHT, ObjectKind.GRAD, ObjectKind.STATE_0, ObjectKind.STATE_1}
     trained |= {ObjectKind.MASTER} if bf16 else set()
     for layout, chunk in zip(fixture.store.layouts, fixture.sharded.chunks, strict=True):
@@ -333,16 +333,19 @@ def stores(store: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("param", "optimizer", "split", "pinned"),
+    ("param", "optimizer", "live", "split", "pinned"),
     [
-        ("nvme", "nvme", False, 0),
-        ("cpu", "nvme", False, WEIGHT),
-        ("none", "nvme", True, 0),
-        ("nvme", "cpu", False, ~WEIGHT),
+        ("nvme", "nvme", 0, False, 0),
+        ("cpu", "nvme", 0, False, WEIGHT),
+        ("none", "nvme", 0, True, 0),
+        ("nvme", "cpu", 1 << 30, False, ~WEIGHT),
+        ("nvme", "nvme", 1 << 30, True, 0),
+        ("cpu", "nvme", 1 << 30, True, WEIGHT),
+        ("none", "nvme", 1 << 30, True, 0),
     ],
 )
-def test_each_kind_lies_on_its_tier(param: str, optimizer: str, split: bool, pinned: int) -> None:
-    fixture = Fixture(Net(), config_of(param=param, optimizer=optimizer))
+def test_each_kind_lies_on_its_tier(param: str, optimizer: str, live: int, split: bool, pinned: int) -> None:
+    fixture = Fixture(Net(), config_of(param=param, optimizer=optimizer, stage3_max_live_parameters=live))
     ((plan, job, pinned_mask),) = fixture.tier.opened
     assert job == "a job"
     assert plan is fixture.sharded.plan
@@ -350,7 +353,8 @@ def test_each_kind_lies_on_its_tier(param: str, optimizer: str, split: bool, pin
     trained = ObjectKind.GRAD.mask | ObjectKind.STATE_0.mask | ObjectKind.STATE_1.mask
     assert pinned_mask == (trained if pinned == ~WEIGHT else pinned)
     assert isinstance(stores(fixture.sharded.store), SplitStore) is split
-    assert (ObjectKind.WEIGHT in kinds) is not split
+    assert (ObjectKind.WEIGHT in kinds) is (param != "none")
+    assert (ObjectKind.GRAD in kinds) is (live == 0 or optimizer != "nvme"), "else it waits where weights were"
     host: Any = fixture.sharded.host_store
     assert host is fixture.store
 
