@@ -226,7 +226,8 @@ def plot(results: dict[str, Any], path: Path) -> None:
     from matplotlib.figure import Figure
 
     words = list(results["contenders"])
-    figure = Figure(figsize=(9, 1.2 + 0.4 * len(words)), layout="constrained")
+    labels = [word.replace("+", "\n+") for word in words]  # a key a line
+    figure = Figure(figsize=(9, 1.2 + 0.25 * sum(1 + label.count("\n") for label in labels)), layout="constrained")
     times, memory = figure.subplots(1, 2, sharey=True)
     for row, word in enumerate(words):
         each = results["contenders"][word]
@@ -237,7 +238,7 @@ def plot(results: dict[str, Any], path: Path) -> None:
         floor = results["floors"].get(word)
         if floor:
             times.plot([floor["times"]["median_s"]] * 2, [row - 0.4, row + 0.4], color="#1f2328", linewidth=1.5)
-    times.set_yticks(range(len(words)), words)
+    times.set_yticks(range(len(words)), labels, fontsize=7)
     times.invert_yaxis()
     times.set_xlabel("seconds a step (bar: median, line: floor)")
     memory.set_xlabel("peak PSS of all processes, GB")
