@@ -18,6 +18,7 @@ from infinity.update.reducer import Reducer
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
+from infinity.weights.saved_tensors import stale_weights
 from infinity.weights.sharded_model import ShardedModel
 
 
@@ -42,9 +43,11 @@ class WeightChanges:
         self._check_params(self._sharded.params)
 
     def check_written(self) -> None:
-        """Raises WeightsError for what was written and is not kept, while nothing is updated: early updates cannot be
-        taken back for a write to a group that comes last."""
+        """Raises WeightsError for what was written and is not kept, or was since the forward that saved it, while
+        nothing is updated: early updates cannot be taken back for a write to a group that comes last."""
         self._written.check(self._sharded.params)
+        if stale := [param for param in self._sharded.params if param.take_stale()]:
+            raise stale_weights(stale[0].name)
 
     def make_ready(self, group: ParamGroup) -> None:
         """Backward is about to change the group's weights in the store. Raises WeightsError for what that would
@@ -97,7 +100,7 @@ class WeightChanges:
         """The store has them: what is on the device follows."""
         self.refresh()
         for param in self._sharded.params:
-            param.count_update()
+            param.count_write()
 
     def drop_weights(self) -> None:
         """Give up all weights that are in memory; ``refresh`` brings back those that stay.

@@ -99,7 +99,7 @@ class Gathering:
             values = self._io.read(param, ObjectKind.WEIGHT)
             with torch.no_grad():
                 param.allocate().copy_(flattened(values, param.order))
-        param.count_update()
+        param.count_write()
 
     def begin_write(self, param: ShardedParam) -> None:
         """The store is about to get new weights of the parameter."""
@@ -128,7 +128,7 @@ class Gathering:
                 self._collectives.broadcast(values, f"share the changes of {param.name}", source=modifier_rank)
             self._live_set.drop_ahead(self._group_of[param.index])
             self._written.keep(param, values)
-            param.count_update()
+            param.count_write()
 
     def _end(
         self, params: Sequence[ShardedParam], groups: Sequence[ParamGroup], *, writable: bool

@@ -2,13 +2,14 @@
 asking one another at the end of each step after it how far they are.
 
 What the thread reads is the store's, chunk by chunk, see ``tiers/snapshot.py``; the rest was copied when it was taken.
+So are weights that lie in the parameters themselves: users write to them there, and ask nobody for a lease.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -19,8 +20,9 @@ from infinity.checkpoint.writing import Files
 from infinity.engine.loop import TrainingLoop
 from infinity.engine.saving import Histories, Merged, Saving
 from infinity.errors import CheckpointError, EngineStateError
-from infinity.tiers.base import Lease
+from infinity.tiers.base import Lease, leased
 from infinity.weights.state_io import Seen
+from io_daemon.shared.protocol import ObjectKind
 
 ABANDON_TIMEOUT_S: Final = 10.0
 """A thread whose save nobody wants any more has so long to see it."""
@@ -61,6 +63,23 @@ class _Job:
         return self._result
 
 
+class _Copied(Lease):
+    """A granted lease, with weights that were copied before."""
+
+    def __init__(self, inner: Lease, weights: list[torch.Tensor]) -> None:
+        self.chunk = inner.chunk
+        self._inner, self._weights = inner, weights
+
+    def pieces(self, kind: int) -> list[torch.Tensor]:
+        return self._weights if kind == ObjectKind.WEIGHT else self._inner.pieces(kind)
+
+    def wait(self) -> None:
+        self._inner.wait()
+
+    def release(self, *, dirty: int = 0, dead: int = 0) -> None:
+        self._inner.release(dirty=dirty, dead=dead)
+
+
 class LateSave:
     """One such save. Its constructor, ``is_ready`` and ``go_on`` are collective."""
 
@@ -74,6 +93,7 @@ class LateSave:
         self._cleanup = ExitStack()
         self._aside = saving.make_aside(self._cleanup)
         masks = self._runtime.io.lasting_chunks(saving.params)
+        self._shown = self._copies_of_shown(masks)
         self._snapshot = self._runtime.store.snapshot(masks, self._note_histories)
         self._job = _Job(lambda: saving.write_own(self._aside, self._scan))
         self._held_up_s = time.perf_counter() - self._begun
@@ -129,6 +149,15 @@ class LateSave:
 
         return _Job(publish)
 
+    def _copies_of_shown(self, masks: Mapping[int, int]) -> dict[int, list[torch.Tensor]]:
+        """Weights in the parameters themselves, by chunk."""
+        lent = [chunk for group in self._runtime.sharded.groups if group.is_lent for chunk, _ in group.chunks]
+        copies = {}
+        for chunk in (chunk for chunk in lent if chunk in masks):
+            with leased(self._runtime.store, chunk, read=ObjectKind.WEIGHT.mask) as lease, torch.no_grad():
+                copies[chunk] = [piece.to("cpu", copy=True) for piece in lease.pieces(ObjectKind.WEIGHT)]
+        return copies
+
     def _note_histories(self) -> None:
         """All chunks are as they are to be kept."""
         update = self._loop.update
@@ -138,7 +167,8 @@ class LateSave:
         io, params = self._runtime.io, self._saving.params
 
         def show(lease: Lease) -> None:
-            io.show(lease, params, use, numel_max=PIECE_NUMEL_MAX)
+            shown = self._shown.pop(lease.chunk, None)
+            io.show(lease if shown is None else _Copied(lease, shown), params, use, numel_max=PIECE_NUMEL_MAX)
 
         try:
             self._snapshot.read_all(show)

@@ -75,7 +75,9 @@ class ShardedParam:
         self.dtype, self.device = dtype, device
         self.full: torch.Tensor | None = None
         self.generation = 0
-        """Updates that the weights have had: what was saved for backward is of one of them."""
+        """Updates and writes that the weights have had: what was saved for backward is of one of them."""
+        self._saved: int | None = None
+        """The generation that was saved for backward last, since the last update."""
         self.order = memory_order(param)
         self.layout = self.layout_for(param, dtype)
         self._lies_plainly = self.layout.is_contiguous()
@@ -238,8 +240,25 @@ class ShardedParam:
         if self._lent is not None:
             self._lent = self.checksum()
 
+    def note_saved(self) -> int:
+        """Autograd saves the weights, of the generation that is returned."""
+        self._saved = self.generation
+        return self.generation
+
+    def take_stale(self) -> bool:
+        """Whether the weights were written after a forward saved them, and by no update. That is told once."""
+        is_stale = self._saved not in (None, self.generation)
+        if is_stale:
+            self._saved = None
+        return is_stale
+
     def count_update(self) -> None:
-        """The optimizer has stepped the weights, or they were written; those that are shown, where they are."""
+        """The optimizer has stepped the weights: graphs of before are over."""
+        self.count_write()
+        self._saved = None
+
+    def count_write(self) -> None:
+        """The weights were written; those that are shown, where they are."""
         self.generation += 1
         if self._num_shown:
             self._version = self.param._version

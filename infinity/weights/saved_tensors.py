@@ -113,12 +113,7 @@ class SavedTensors:
         param = saved.param
         self._bring(param)
         if param.generation != saved.generation:
-            raise WeightsError(
-                param.name,
-                "is needed for gradient computation and has been modified by an inplace operation, "
-                "the optimizer's update or a write after that forward",
-                "call backward before step() and before the write, or forward again",
-            )
+            raise stale_weights(param.name)
         if param.full is None:
             raise AssertionError(f"{param.name} was brought and is not there")
         return param.full.as_strided(saved.size, saved.stride, saved.offset)
@@ -128,7 +123,7 @@ class SavedTensors:
         param = self.find(tensor)
         if param is None:
             return None
-        return SavedWeights(param, param.generation, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return SavedWeights(param, param.note_saved(), tensor.size(), tensor.stride(), tensor.storage_offset())
 
     def find(self, tensor: torch.Tensor) -> ShardedParam | None:
         """The parameter whose weights, of its own dtype, the tensor is a view of."""
@@ -153,6 +148,16 @@ class SavedTensors:
         return param
 
 
+def stale_weights(name: str) -> WeightsError:
+    """The error of a backward that needs weights which are no more."""
+    return WeightsError(
+        name,
+        "is needed for gradient computation and has been modified by an inplace operation, the optimizer's update or a "
+        "write after that forward",
+        "call backward before step() and before the write, or forward again",
+    )
+
+
 class _Pack:
     """The pack hook; a class, so that it is recognised on the stack of hooks."""
 
@@ -161,7 +166,7 @@ class _Pack:
 
     def __call__(self, tensor: torch.Tensor) -> SavedWeights | SavedCast | SavedTensor | SavedByUser:
         if (whole := self._owner._params.get(id(tensor))) is not None:
-            return SavedWeights(whole, whole.generation, whole.layout.size(), whole.layout.stride(), 0)
+            return SavedWeights(whole, whole.note_saved(), whole.layout.size(), whole.layout.stride(), 0)
         if (note := self._owner.note_of(tensor)) is not None:
             return note
         if (cast := self._cast(tensor)) is not None:
@@ -185,7 +190,7 @@ class _Pack:
         if param is None:
             return None
         self._owner._note_casts((param,))
-        weights = SavedWeights(param, param.generation, param.layout.size(), param.layout.stride(), 0)
+        weights = SavedWeights(param, param.note_saved(), param.layout.size(), param.layout.stride(), 0)
         return SavedCast(weights, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
 

@@ -107,6 +107,27 @@ def test_without_weights_the_model_cannot_be_used(layout: str) -> None:
         train(engine, 0)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("include", [None, ["optim_states"]], ids=str)
+def test_loading_what_is_away_is_refused_before_anything_is_loaded(layout: str, include: Any, tmp_path: Path) -> None:
+    with engine_of(layout, tmp_path) as engine, engine_of(layout, tmp_path) as undisturbed:
+        train(engine, 0)
+        engine.save_checkpoint(tmp_path / "saved")
+        train(engine, 1)
+        engine.offload_states(include)
+        if "states on disk" not in layout or include is None:
+            with pytest.raises(EngineStateError, match="reload_states"):
+                engine.load_checkpoint(tmp_path / "saved")
+        if include is not None:  # weights are here
+            engine.load_checkpoint(tmp_path / "saved", load_module_only=True)
+        engine.reload_states()
+        engine.load_checkpoint(tmp_path / "saved")
+        train(engine, 2)
+        train(undisturbed, 0, 2)
+        ours, theirs = engine.full_master_state_dict(), undisturbed.full_master_state_dict()
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+
+
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 

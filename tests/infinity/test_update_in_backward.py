@@ -214,6 +214,43 @@ def test_a_write_that_is_not_kept_is_refused_before_anything_is_updated(tmp_path
         assert same(engine.full_state_dict(), expected)
 
 
+def set_a_master(engine: Engine, _: Path) -> None:
+    weight = engine.module.get_parameter("layers.0.weight")
+    infinity.utils.safe_set_full_fp32_param(weight, torch.ones_like(weight, dtype=torch.float32))
+
+
+def write_gathered(engine: Engine, _: Path) -> None:
+    weight = engine.module.get_parameter("layers.0.weight")
+    with infinity.zero.GatheredParameters(weight, modifier_rank=0), torch.no_grad():
+        weight.fill_(1.0)
+
+
+def load_saved(engine: Engine, directory: Path) -> None:
+    engine.save_checkpoint(directory / "saved")
+    engine.load_checkpoint(directory / "saved")
+
+
+@pytest.mark.parametrize("write", [set_a_master, write_gathered, load_saved])
+def test_a_write_between_forward_and_backward_is_refused_before_anything_is_updated(
+    write: Callable[[Engine, Path], None], tmp_path: Path
+) -> None:
+    with engine_of(tmp_path, early=False) as engine:
+        train(engine, 1)
+        write(engine, tmp_path)
+        engine.backward(engine(*batch(1)))
+        engine.step()
+        expected = engine.full_state_dict()
+    with engine_of(tmp_path) as engine:
+        train(engine, 1)
+        loss = engine(*batch(1))
+        write(engine, tmp_path)
+        with pytest.raises(WeightsError, match=r"layers\.\d\.weight is needed .* forward again"):
+            engine.backward(loss)
+        engine.backward(engine(*batch(1)))
+        engine.step()
+        assert same(engine.full_state_dict(), expected)
+
+
 def change_the_rate(engine: Engine) -> None:
     assert engine.optimizer is not None
     engine.optimizer.param_groups[0]["lr"] = 0.5

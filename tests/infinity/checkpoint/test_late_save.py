@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,40 @@ def test_weights_that_are_written_meanwhile_are_kept_as_they_were(tmp_path: Path
     expected = everything_of(engine)
     engine.load_checkpoint(tmp_path, tag="late")
     assert not differing(everything_of(engine), expected)
+    engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("is_gathered", [False, True])
+def test_weights_that_are_whole_are_kept_as_they_were_before_a_write_in_place(
+    stage: int, precision: str, is_gathered: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if stage == 3 and not is_gathered:
+        pytest.skip("such a write is refused")
+    engine = started(config_of("none", precision, stage, tmp_path))
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path, tag="now")
+    has_written = threading.Event()
+    add = PieceWriter.add
+
+    def held_add(writer: PieceWriter, *arguments: Any) -> None:
+        if not has_written.wait(WAIT_S):
+            raise AssertionError("the write waits for the save")
+        add(writer, *arguments)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(PieceWriter, "add", held_add)
+        engine.save_checkpoint(tmp_path, tag="late", asynchronous=True)
+        weight = engine.module.first.weight
+        gathered = infinity.zero.GatheredParameters(weight, modifier_rank=0) if is_gathered else nullcontext()
+        with gathered, torch.no_grad():
+            weight.fill_(7.0)
+            has_written.set()
+        engine.wait_for_checkpoint()
+    (late, _), (now, _) = contents(tmp_path, "late"), contents(tmp_path, "now")
+    assert not differing(late, now)
+    assert bool((engine.full_state_dict()["first.weight"] == 7.0).all())
     engine.destroy()
 
 
