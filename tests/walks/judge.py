@@ -72,6 +72,9 @@ class _Pair:
         self.unkept: list[Any] = []
         """What was written where weights are sharded but here: it is refused late, and then undone."""
         self.was_stopped_half_way = False
+        self.is_unsettled = False
+        """Whole weights were written where they are: their masters follow when they are looked at, of several writes
+        the last."""
 
     def undo_writes(self, words: str) -> None:
         if "was changed in place" in words:
@@ -122,6 +125,8 @@ class Walking:
             return "left out"
         if name == "write" and pair.unkept:  # nothing is promised of one on top of one that is not kept
             return "left out"
+        if name in ("write", "load_weights") and pair.is_unsettled:
+            return "left out"
         if name in NEEDS_SAVED and args[0] not in self.files:
             return "left out"
         losses = list(pair.driven.losses)
@@ -148,12 +153,15 @@ class Walking:
             pair.forget_losses()
         if name in SETTLING:  # what it has looked at is kept
             pair.unkept.clear()
+            pair.is_unsettled = False
         if name == "set_master":  # all of it is new, which is kept
             for values in pair.unkept:
                 values.pop(pair.shadow.param(args[0]), None)
         written_outside = name == "load_weights" or (name == "write" and args[2] == "outside")
         if written_outside and pair.shadow.setting.stage == 3:
             pair.unkept.append(before)
+        elif written_outside:
+            pair.is_unsettled = True
         if (difference := differs(expected, found)) is not None:
             raise WalkError(f"differs: {difference}")
         if not torch.equal(self.ours.random, self.plain.random):
