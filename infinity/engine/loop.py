@@ -15,6 +15,7 @@ from infinity.config import Config
 from infinity.engine.background import Background
 from infinity.engine.build_update import build_update
 from infinity.engine.casting import Casting
+from infinity.engine.lost import Lost
 from infinity.engine.optimizer_states import OptimizerStates
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
@@ -70,6 +71,7 @@ class TrainingLoop:
         self.observers = observers
         self._sharded: ShardedModel = runtime.sharded
         self._num_backwards = 0
+        self._lost = Lost.NOTHING
         self._followed_buffers = FollowedBuffers(runtime.module, runtime.collectives)
         self.update: Update | None = None
         """None where nothing trains."""
@@ -117,9 +119,12 @@ class TrainingLoop:
         """
         update = self._trained("backward")
         self.refuse_before_step(call)
+        if self._lost is Lost.EARLIER:
+            raise self._lost.refuse(call)
         update.refuse_clipped(call)
         with self._phase_of(StepPhase.BACKWARD):
             reducer = self.runtime.reducer
+            reducer.has_taken = False
             self.runtime.collectives.agree(f"begin a backward ({self._place()}, {reducer.told})").wait()
             reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
             reducer.puts_off = self._num_without_reduction > 0 or not reduces
@@ -134,6 +139,7 @@ class TrainingLoop:
             reducer.finish()
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()
+        self._lost = Lost.NOTHING
         self._num_backwards += 1
 
     def _place(self) -> str:
@@ -165,6 +171,7 @@ class TrainingLoop:
         self.was_step_applied = False
         if not self.is_boundary():
             self.refuse_before_step("step() that does not update")
+            self._refuse_lost("step()")
             self.micro_steps += 1
             return
         if self.optimizer is None:
@@ -195,6 +202,7 @@ class TrainingLoop:
         """The update of every chunk; what the optimizer's own ``step`` calls."""
         update = self._trained("step")
         self.settle_backward()
+        self._refuse_lost("step()")
         self._gather_gradients()
         if not self.config.zero_optimization.ignore_unused_parameters:
             self._refuse_unused()
@@ -291,6 +299,11 @@ class TrainingLoop:
         """Go on counting from a checkpoint."""
         self.global_steps, self.global_samples = global_steps, global_samples
         self.skipped_steps, self.micro_steps = skipped_steps, 0
+        self._lost = Lost.NOTHING
+
+    def _refuse_lost(self, call: str) -> None:
+        if self._lost is not Lost.NOTHING:
+            raise self._lost.refuse(call)
 
     def refuse_before_step(self, call: str) -> None:
         """Raises EngineStateError where an update failed, or backward has begun one."""
@@ -319,11 +332,18 @@ class TrainingLoop:
         self.observers.drop_losses()
         self.micro_steps = 0
 
+    def _fail_backward(self) -> None:
+        """What the backward that failed has added to cannot be taken out again."""
+        if self.runtime.reducer.has_taken:
+            lost = Lost.EARLIER if self._num_backwards else Lost.LAST
+            self._begin_anew()
+            self._lost = lost
+
     def _drop_gradients(self) -> None:
         self.refuse_before_step("zero_grad()")
         self.runtime.reducer.clear(by_user=self.phases.phase is StepPhase.IDLE)
         self.runtime.user_gradients.drop()
-        self._num_backwards = 0
+        self._num_backwards, self._lost = 0, Lost.NOTHING
         if self.update is not None:
             self.update.forget_clipping()
 
@@ -392,6 +412,7 @@ class TrainingLoop:
         if phase is StepPhase.OPTIMIZER and update is not None:
             update.cancel()
         else:
-            self._begin_anew()
+            if phase is StepPhase.BACKWARD:
+                self._fail_backward()
             self.phases.in_training_pass = False
         self.phases.go(StepPhase.IDLE)

@@ -66,6 +66,8 @@ class Reducer:
         self.puts_off = False
         """The running backward is not reduced: its gradients stay whole, and are reduced with the next one's."""
         self._has_put_off = False
+        self.has_taken = False
+        """Whether the running backward has given a gradient; whoever begins one says that it has not."""
         self.divisor = 1
         """What the running backward's gradients are divided by, where its loss was not."""
         self.in_backward: InBackward | None = None
@@ -86,6 +88,7 @@ class Reducer:
         Re-entrant checkpointing accumulates several times in one backward: each is added to the step's by itself, since
         added up first they would be rounded otherwise than in ``param.grad``.
         """
+        self.has_taken = True
         if self._adds_at_once and group.has_gradient_of(param):
             self._add_own(group)
         return group.take_gradient(param, self.divisor)

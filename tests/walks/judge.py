@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
+from infinity.engine.lost import Lost
 from infinity.errors import CheckpointError, WorldError
 from tests.support.judge import REMEDIES, Verdict, _difference, _refusal_in
 from tests.support.judged_on_ranks import verdict_of_ranks
@@ -28,8 +29,6 @@ from tests.walks.remedies import unknown_calls
 from tests.walks.settings import Recipe, Setting
 from tests.walks.shadow import STATES, Shadow
 
-DROPPING = ("call", "backward")
-"""The calls that drop what a step has accumulated where they end with an error."""
 SETTLING = ("weights", "save", "export")
 """The calls that look at everything: what they pass is kept."""
 NEEDS_SAVED = {"load", "load_export"}
@@ -80,6 +79,11 @@ class _Pair:
         if "was changed in place" in words:
             while self.unkept:
                 self.shadow.put_back(self.unkept.pop())
+
+    @property
+    def has_lost_gradients(self) -> bool:
+        """Whether a backward that failed has taken them with it; the engine says so until it is repeated."""
+        return self.driven.engine._loop._lost is not Lost.NOTHING
 
     def disarm(self) -> None:
         self.shadow.arm("")
@@ -142,7 +146,7 @@ class Walking:
                 raise WalkError(
                     f"plain torch: {plain_error!r}, the engine: {error!r}\n{_text_of(error or plain_error)}"
                 )
-            if name in DROPPING:
+            if name == "backward" and pair.has_lost_gradients:
                 pair.shadow.drop()
                 pair.forget_losses()
             # some weights are a step ahead when the user's error comes, unless it came before any was
@@ -242,7 +246,7 @@ class Walking:
         if name in ("call", "evaluate"):  # as far as forward went
             pair.disarm()
             pair.take_buffers()
-        if name in DROPPING and "call step()" not in words and "before it trains on" not in words:
+        if name == "backward" and pair.has_lost_gradients:
             pair.shadow.drop()
             pair.forget_losses()
         else:  # as if it had not been called
