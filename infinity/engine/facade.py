@@ -99,7 +99,8 @@ class Engine(Checkpoints, Exports):
     ) -> torch.Tensor:
         """Accumulate the gradients of ``loss / gradient_accumulation_steps``, in fp16 times the loss scale.
 
-        An error leaves the step unapplied, its accumulated gradients dropped: repeat it from its first micro-batch.
+        An error leaves the step unapplied. One that comes after the first gradient takes what was accumulated with it:
+        until that is repeated, or the step begun anew after ``zero_grad()``, an EngineStateError says so.
 
         Args:
             loss: a scalar of a graph that the model's call built.
