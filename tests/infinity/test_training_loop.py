@@ -73,7 +73,8 @@ def test_each_hazard_streams_from_nvme_without_a_differing_bit(case: Case, bf16:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_step_that_raised_in_the_model_can_be_repeated(tier: str, phase: str, tmp_path: Path) -> None:
-    """The second micro-batch of a step explodes half-way; the step is repeated from its first micro-batch."""
+    """The second micro-batch of a step explodes half-way: a forward is repeated alone, and a backward with the step, from
+    its first micro-batch."""
 
     def build() -> nn.Module:
         return Tower([PlainPart(), BombPart(), ExpertPart()])
@@ -99,8 +100,10 @@ def test_step_that_raised_in_the_model_can_be_repeated(tier: str, phase: str, tm
         with pytest.raises(ExplosionError):
             micro_step(3)
         bomb.armed = ""
-        run.losses.pop()
-        for index in (2, 3, 4, 5):
+        if phase == "backward":
+            engine.zero_grad()
+            run.losses.pop()
+        for index in (3, 4, 5) if phase == "forward" else (2, 3, 4, 5):
             micro_step(index)
         run.weights, run.masters = engine.full_state_dict(), engine.full_master_state_dict()
     assert_same_bits(run, train_reference(seeded(build), stream, recipe))
