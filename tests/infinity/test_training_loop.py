@@ -73,7 +73,7 @@ def test_each_hazard_streams_from_nvme_without_a_differing_bit(case: Case, bf16:
 @pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize("tier", TIERS)
 def test_step_that_raised_in_the_model_can_be_repeated(tier: str, phase: str, tmp_path: Path) -> None:
-    """The second micro-batch of a step explodes half-way: a forward is repeated alone, and a backward with the step, from
+    """The second micro-batch of a step explodes half-way: a forward is repeated alone, a backward with the step, from
     its first micro-batch."""
 
     def build() -> nn.Module:
