@@ -72,11 +72,12 @@ class Written:
     def _undo(self, param: ShardedParam) -> None:
         group = self._group_of[param.index]
         with self._lock:
-            if not param.is_shown:
+            if group.persistent:  # shown, or gathered while its states are offloaded
+                if not group.in_use:
+                    self._restore(group)
+            elif not param.is_shown:
                 param.overlook_change()
                 self._live_set.forget(group)
-            elif group.persistent and not group.in_use:
-                self._restore(group)
 
     def settle(self, param: ShardedParam) -> None:
         """Take over what was written, or refuse it. Every rank must have written the same."""

@@ -128,6 +128,32 @@ def test_loading_what_is_away_is_refused_before_anything_is_loaded(layout: str, 
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_a_write_that_is_refused_while_states_are_offloaded_is_undone() -> None:
+    """The host has the weights, so that they can be gathered, and the device does not keep them."""
+    torch.manual_seed(0)
+    zero = {"stage": 3, "offload_param": {"device": "cpu"}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": zero,
+    }
+    engine = infinity.initialize(model=nn.Sequential(nn.Linear(WIDTH, WIDTH)), config=config)[0]
+    with engine:
+        weight = engine.module.get_parameter("0.weight")
+        expected = engine.full_state_dict()["0.weight"]
+        engine.offload_states()
+        with (
+            pytest.raises(WeightsError, match=r"0\.weight .*changed in place"),
+            infinity.zero.GatheredParameters(weight),
+            torch.no_grad(),
+        ):
+            weight.fill_(7.0)
+        with infinity.zero.GatheredParameters(weight):
+            assert torch.equal(weight, expected)
+        engine.reload_states()
+        assert torch.equal(weight, expected)
+
+
 def _resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * PAGE_BYTES
 
