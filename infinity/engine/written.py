@@ -77,6 +77,7 @@ class Written:
                     self._restore(group)
             elif not param.is_shown:
                 param.overlook_change()
+                param.disown_graphs()  # a forward may have seen what was written
                 self._live_set.forget(group)
 
     def settle(self, param: ShardedParam) -> None:
@@ -91,6 +92,7 @@ class Written:
         param.overlook_change()
 
     def _restore(self, group: ParamGroup) -> None:
+        written = [param for param in group.params if param.is_written()]
         try:
             group.reshard()
             group.wait_for_unshard()
@@ -98,3 +100,5 @@ class Written:
             return  # the others wrote nothing, and do something else: they are told what
         for param in group.params:
             param.overlook_change()
+        for param in written:
+            param.disown_graphs()

@@ -257,9 +257,13 @@ class ShardedParam:
         self.count_write()
         self._saved = None
 
+    def disown_graphs(self) -> None:
+        """The weights are others than those that graphs have saved."""
+        self.generation += 1
+
     def count_write(self) -> None:
         """The weights were written; those that are shown, where they are."""
-        self.generation += 1
+        self.disown_graphs()
         if self._num_shown:
             self._version = self.param._version
         self._look_again()

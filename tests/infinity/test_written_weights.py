@@ -31,6 +31,29 @@ def test_one_refusal_undoes_everything_that_was_written() -> None:
     engine.destroy()
 
 
+def test_a_forward_that_saw_what_is_refused_later_is_not_differentiated() -> None:
+    """The first layer is gathered for its use, and its successor stays: backward would go through other weights."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 2))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 200, "reduce_bucket_size": 100},
+    }
+    engine, _, _, _ = infinity.initialize(model=model, config=config)
+    last = engine.module.get_parameter("2.weight")
+    with torch.no_grad():
+        last.fill_(3.0)
+    loss = engine(torch.ones(1, 48)).sum()
+    with pytest.raises(WeightsError, match=r"^2\.weight .* was changed in place"):
+        infinity.utils.safe_get_full_fp32_param(last)
+    with pytest.raises(WeightsError, match="modified by an inplace operation"):
+        engine.backward(loss)
+    engine.backward(engine(torch.ones(1, 48)).sum())
+    engine.step()
+    engine.destroy()
+
+
 @pytest.mark.parametrize(
     ("num_written", "told"),
     [

@@ -77,6 +77,8 @@ class _Pair:
 
     def undo_writes(self, words: str) -> None:
         if "was changed in place" in words:
+            if self.unkept:  # the graphs that saw them are no more
+                self.forget_losses()
             while self.unkept:
                 self.shadow.put_back(self.unkept.pop())
 
