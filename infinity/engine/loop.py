@@ -334,7 +334,9 @@ class TrainingLoop:
 
     def _fail_backward(self) -> None:
         """What the backward that failed has added to cannot be taken out again."""
-        if self.runtime.reducer.has_taken:
+        reducer = self.runtime.reducer
+        reducer.in_backward = None
+        if reducer.has_taken:
             lost = Lost.EARLIER if self._num_backwards else Lost.LAST
             self._begin_anew()
             self._lost = lost
@@ -409,10 +411,10 @@ class TrainingLoop:
             _log.error("the engine has failed in %s, its state is half a step ahead: destroy() it", phase.name)
             return
         self.runtime.abandon_pass()
-        if phase is StepPhase.OPTIMIZER and update is not None:
+        if update is not None and phase is not StepPhase.FORWARD:
             update.cancel()
-        else:
-            if phase is StepPhase.BACKWARD:
-                self._fail_backward()
+        if phase is StepPhase.BACKWARD:
+            self._fail_backward()
+        if phase is not StepPhase.OPTIMIZER:
             self.phases.in_training_pass = False
         self.phases.go(StepPhase.IDLE)

@@ -65,7 +65,7 @@ def loss_of(model: nn.Module, batch: int) -> Tensor:
     return loss
 
 
-def engine_of(stage: int, directory: Path, *, accumulation: int) -> Engine:
+def engine_of(stage: int, directory: Path, *, accumulation: int, in_backward: bool = False) -> Engine:
     nvme = {"device": "nvme", "nvme_path": str(directory)}
     offload = {"offload_param": nvme, "offload_optimizer": nvme} if stage == 3 else {}
     config = {
@@ -73,6 +73,7 @@ def engine_of(stage: int, directory: Path, *, accumulation: int) -> Engine:
         "gradient_accumulation_steps": accumulation,
         "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE, "weight_decay": WEIGHT_DECAY}},
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **offload},
+        "io_daemon": {"update_in_backward": in_backward},
     }
     return infinity.initialize(model=made(), config=config)[0]
 
@@ -129,6 +130,13 @@ def test_a_backward_that_fails_before_its_first_gradient_drops_nothing(stage: in
         fail_backward(engine, "early")
         micro_batch(engine, 2)
         assert_same(engine, plain(1, 2))
+
+
+def test_a_backward_that_fails_before_its_first_gradient_has_begun_no_update(tmp_path: Path) -> None:
+    with engine_of(3, tmp_path, accumulation=1, in_backward=True) as engine:
+        fail_backward(engine, "early")
+        micro_batch(engine, 1)
+        assert_same(engine, plain(1))
 
 
 @pytest.mark.parametrize("stage", STAGES)
