@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container
 from contextlib import ExitStack
 from typing import Any, Final
 
@@ -93,7 +93,7 @@ class LateSave:
         self._cleanup = ExitStack()
         self._aside = saving.make_aside(self._cleanup)
         masks = self._runtime.io.lasting_chunks(saving.params)
-        self._shown = self._copies_of_shown(masks)
+        self._lent = self._copies_of_lent(masks)
         self._snapshot = self._runtime.store.snapshot(masks, self._note_histories)
         self._job = _Job(lambda: saving.write_own(self._aside, self._scan))
         self._held_up_s = time.perf_counter() - self._begun
@@ -149,13 +149,13 @@ class LateSave:
 
         return _Job(publish)
 
-    def _copies_of_shown(self, masks: Mapping[int, int]) -> dict[int, list[torch.Tensor]]:
-        """Weights in the parameters themselves, by chunk."""
-        lent = [chunk for group in self._runtime.sharded.groups if group.is_lent for chunk, _ in group.chunks]
+    def _copies_of_lent(self, chunks: Container[int]) -> dict[int, list[torch.Tensor]]:
+        """Of ``chunks``, the weights that lie in the parameters themselves."""
         copies = {}
-        for chunk in (chunk for chunk in lent if chunk in masks):
-            with leased(self._runtime.store, chunk, read=ObjectKind.WEIGHT.mask) as lease, torch.no_grad():
-                copies[chunk] = [piece.to("cpu", copy=True) for piece in lease.pieces(ObjectKind.WEIGHT)]
+        for group in self._runtime.sharded.groups:
+            for chunk in (chunk for chunk, _ in group.chunks if group.is_lent and chunk in chunks):
+                with leased(self._runtime.store, chunk, read=ObjectKind.WEIGHT.mask) as lease:
+                    copies[chunk] = [piece.to("cpu", copy=True) for piece in lease.pieces(ObjectKind.WEIGHT)]
         return copies
 
     def _note_histories(self) -> None:
@@ -167,8 +167,8 @@ class LateSave:
         io, params = self._runtime.io, self._saving.params
 
         def show(lease: Lease) -> None:
-            shown = self._shown.pop(lease.chunk, None)
-            io.show(lease if shown is None else _Copied(lease, shown), params, use, numel_max=PIECE_NUMEL_MAX)
+            copied = self._lent.pop(lease.chunk, None)
+            io.show(lease if copied is None else _Copied(lease, copied), params, use, numel_max=PIECE_NUMEL_MAX)
 
         try:
             self._snapshot.read_all(show)

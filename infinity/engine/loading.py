@@ -54,12 +54,12 @@ class Loading:
         """Raises CheckpointError with every difference, EngineStateError where what it would load was offloaded by the
         user; nothing has changed then."""
         self._loop, self._runtime, self._stored, self._wanted = loop, loop.runtime, stored, wanted
-        self._kinds = {
+        self._names = {
             kind: name
             for kind, name in kind_names(self._runtime.sharded.precision).items()
             if wanted.states or not name.startswith(STATE_PREFIX)
         }
-        self._runtime.sharded.refuse_away(sum(kind.mask for kind in self._kinds))
+        self._runtime.sharded.refuse_away(sum(kind.mask for kind in self._names))
         self._params = described_params(self._runtime)
         self._buffers = described_buffers(self._runtime.module)
         self._shared = stored.shared_state()
@@ -158,7 +158,7 @@ class Loading:
     def _fill(self) -> int:
         """This rank's part of all weights, and of the optimizer's states; the bytes that were read."""
         io, params, entries = self._runtime.io, self._runtime.sharded.params, self._stored.entries
-        names = self._kinds
+        names = self._names
         there = {param.index for param in params if param.name in entries}
         began = {p.index for p in params if p.index in there and self._began_to_train(p.name)}
         total = 0

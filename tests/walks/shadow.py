@@ -1,8 +1,8 @@
 """The textbook's training loop in plain torch, call by call as an engine has them. It knows nothing of infinity.
 
 16-bit weights have fp32 masters, whose gradients add up in fp32 where a step may have several micro-batches; else a
-step's gradient is autograd's. A gradient that is not finite skips a step of fp16. An error in forward or backward drops
-what a step has accumulated, as an engine's does.
+step's gradient is autograd's. A gradient that is not finite skips a step of fp16. What an engine tells to be lost with
+a backward that failed, the judge has dropped here, too.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Shadow:
                 param.grad = None
 
     def drop(self) -> None:
-        """What an error in forward or backward leaves, and ``zero_grad``."""
+        """What ``zero_grad`` leaves, and a backward that failed half-way."""
         self.clipped = False
         for param in self.model.parameters():
             param.grad = None
