@@ -150,7 +150,7 @@ class LateSave:
         return _Job(publish)
 
     def _copies_of_lent(self, chunks: Container[int]) -> dict[int, list[torch.Tensor]]:
-        """Of ``chunks``, the weights that lie in the parameters themselves."""
+        """The weights of those of ``chunks`` that lie in the parameters themselves, copied."""
         copies = {}
         for group in self._runtime.sharded.groups:
             for chunk in (chunk for chunk, _ in group.chunks if group.is_lent and chunk in chunks):
