@@ -105,7 +105,8 @@ class Collectives:
             self._peers.add_group_for_results()
 
     def is_among_ranks_of(self, other: Collectives) -> bool:
-        return self._joined is other._joined
+        """A rank that is alone is itself, be there a process group around it or none yet."""
+        return self._joined is other._joined or self.world_size == other.world_size == 1
 
     def close(self) -> None:
         """Leave the ranks. Idempotent."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import infinity
@@ -76,6 +77,29 @@ def test_a_process_group_has_two_names() -> None:
     ):
         assert infinity.Init(**given)._process_group is group
     assert infinity.Init()._process_group is None
+
+
+@pytest.mark.parametrize("begins_first", [False, True])
+def test_a_process_group_of_one_rank_may_begin_or_end_behind_it(begins_first: bool, tmp_path: Path) -> None:
+    """As ``deepspeed.initialize`` begins one, of scripts that begin none."""
+    expected = _trained(_build())
+
+    def begin() -> None:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+
+    if begins_first:
+        begin()
+    with infinity.Init(CONFIG):
+        model = _build()
+    if begins_first:
+        dist.destroy_process_group()
+    else:
+        begin()
+    try:
+        assert _same(_trained(model), expected)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def test_what_is_used_after_it_goes_back_at_once() -> None:
