@@ -63,6 +63,7 @@ class Refusals:
         if param.has_outliving_views():
             self.refuse(
                 param.param,
-                "has a view that is kept outside the model, and would not follow its update",
-                "keep a copy, with .clone(), or drop the view before its weights change",
+                "has a view that is kept outside the model, perhaps by the graph of a loss, and would not follow its "
+                "update",
+                "keep a copy, with .clone(), or drop the view or the loss before its weights change",
             )

@@ -259,6 +259,7 @@ class Walking:
         """Everything there is must be equal, and nothing of it refused."""
         for number in range(len(self.pairs)):
             self.current = number
+            self.pairs[number].forget_losses()  # whose graphs may keep weights that have left since
             if self.go(("zero_grad",)) == "refused":
                 self.must("step")
                 self.must("zero_grad")
