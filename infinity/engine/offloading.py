@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Container, Iterable
 from enum import Enum, StrEnum
 
 from infinity.engine.phases import Phases
@@ -70,14 +70,16 @@ def _wanted(include: Container[OffloadStateTypeEnum] | None) -> list[OffloadStat
     return [state for state in OffloadStateTypeEnum if include is None or state in include]
 
 
-def _kinds(wanted: Iterable[OffloadStateTypeEnum], precision: Precision) -> int:
+def _kinds(wanted: Collection[OffloadStateTypeEnum], precision: Precision) -> int:
     kinds: set[ObjectKind] = set()
     for state in wanted:
         match state:
             case OffloadStateTypeEnum.optim_states:
                 kinds |= set(precision.state_kinds.values())
             case OffloadStateTypeEnum.hp_params:
-                kinds.add(precision.stepped)
+                # of masters alone the weights are made, which are wanted while they are not named
+                if not precision.rounds_gathers or OffloadStateTypeEnum.lp_params in wanted:
+                    kinds.add(precision.stepped)
             case OffloadStateTypeEnum.lp_params:
                 kinds.add(ObjectKind.WEIGHT)
             case _:

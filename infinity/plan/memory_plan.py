@@ -66,6 +66,8 @@ class StateShape:
     """Kinds that only trainable groups have (all but the weight)."""
     pinned_mask: int
     """Kinds of the ``cpu`` tier."""
+    frozen_mask: int = 0
+    """Kinds that only other groups have."""
     ratio: float = 1.0
     """The part of the trained elements whose kinds of ``trained_mask`` are here; the others' are on the device."""
 
@@ -74,7 +76,8 @@ class StateShape:
         return DeviceShare(sum(numel for numel, trainable in numels if trainable), self.ratio)
 
     def kinds(self, group: int) -> list[int]:
-        return [k for k in self.itemsizes if self.group_trainable[group] or not self.trained_mask >> k & 1]
+        others = self.frozen_mask if self.group_trainable[group] else self.trained_mask
+        return [k for k in self.itemsizes if not others >> k & 1]
 
 
 def plan_memory(

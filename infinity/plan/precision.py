@@ -33,8 +33,8 @@ class Precision:
     master: bool
     """Weights are 16-bit and an fp32 copy is kept; else the weights are the master weights."""
     keeps_weights: bool = True
-    """The store has weights beside their masters. False: they are whole on the device, rounded from their masters,
-    and the store has those of frozen parameters alone."""
+    """The store has weights beside their masters. False: they are rounded from their masters, once an update where they
+    are whole on the device, else for each gather, and the store has those of frozen parameters alone."""
     weights_stay: bool = False
     """Weights are whole on the device for good."""
     keeps_gradients: bool = True
@@ -145,6 +145,16 @@ class Precision:
         """Whether the store's weights are those on the device, once these are there, and have no memory of their
         own."""
         return self.weights_stay and self.home(trainable=trainable) is ObjectKind.WEIGHT
+
+    @property
+    def rounds_gathers(self) -> bool:
+        """Whether gathering a trained weight is to round its master."""
+        return not self.keeps_weights and not self.weights_stay
+
+    def may_round_gathers(self, tiers: Tiers) -> bool:
+        """Whether it could be, instead of copying the weight: a whole master is in the same memory."""
+        are_beside = bool(tiers.host_mask & ObjectKind.WEIGHT.mask) == bool(tiers.host_mask & ObjectKind.MASTER.mask)
+        return are_beside and self.master and self.keeps_weights and self.keeps_gradients and self.markers is None
 
     def remakes(self, tiers: Tiers) -> bool:
         """Whether trained weights stream and have whole masters beside, of which they can be made anew."""

@@ -70,7 +70,7 @@ class SubGroup:
         Args:
             group_of: parameter index -> index of its optimizer group.
             scratch: shared by all that are stepped one after the other.
-            weights_of: where weights are that the store does not have.
+            weights_of: where weights are that the store does not have; None: nowhere between gathers, if it has none.
         """
         self.chunk = chunk
         self.placement = placement
@@ -114,7 +114,9 @@ class SubGroup:
             histories.update(dict.fromkeys(batch.indices, after))
         if apart:
             self._put_back(apart, pieces[ObjectKind.WEIGHT][0], terms.present)
-        if self._stepped is ObjectKind.MASTER:
+        if self._weights_of is not None:
+            self._round_into(self._weights_of, pieces[ObjectKind.MASTER])
+        elif self.dirty & ObjectKind.WEIGHT.mask and self._stepped is ObjectKind.MASTER:
             self._cast_weights(pieces)
         self._round_states(pieces, histories)
         return histories
@@ -195,9 +197,6 @@ class SubGroup:
 
     def _cast_weights(self, pieces: _Pieces) -> None:
         """Round all segments, also those that were not stepped: the lease did not read the weights."""
-        if self._weights_of is not None:
-            self._round_into(self._weights_of, pieces[ObjectKind.MASTER])
-            return
         for run, _ in self._runs:
             for start, master in spans(pieces[ObjectKind.MASTER], run.chunk_offset, run.numel):
                 for at, weight in spans(pieces[ObjectKind.WEIGHT], run.chunk_offset + start, master.numel()):

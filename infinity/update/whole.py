@@ -33,7 +33,8 @@ class WholeParams:
         """Index of the optimizer group of each parameter, in the order in which all ranks gather them."""
         self._params = {param.index: param for param in params}
         self._io, self._rule, self._stepped = io, rule, precision.stepped
-        self._keeps_weights, self._rounding = precision.keeps_weights, rounding
+        self._rounds_in_place = precision.weights_stay and not precision.keeps_weights
+        self._rounding = rounding
 
     def gather(self, index: int, factor: torch.Tensor | None) -> Call:
         """One parameter with its gradient, times ``factor``, and its states. Collective."""
@@ -52,7 +53,7 @@ class WholeParams:
         param = self._params[index]
         kinds = dict.fromkeys((self._stepped, ObjectKind.WEIGHT))
         self._write(param, list(kinds), call.params[0])
-        if not self._keeps_weights:
+        if self._rounds_in_place:
             param.allocate().copy_(flattened(call.params[0], param.order))
         for kind, state in zip(self._rule.state_kinds, call.states[0], strict=True):
             first, numel = self._io.own_range(param)

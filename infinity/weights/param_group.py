@@ -74,6 +74,7 @@ class ParamGroup:
         name: str = "a group",
         pool: MemoryPool | None = None,
         home: ObjectKind = ObjectKind.WEIGHT,
+        updated_in_place: bool = False,
         reductions: Collectives | None = None,
         all_reduces: bool = False,
         remade: Container[int] = (),
@@ -84,6 +85,7 @@ class ParamGroup:
         Args:
             pool: where memory for gathering and reducing comes from; None: torch.
             home: the kind that the store has the weights in.
+            updated_in_place: where that are masters, an update puts what it rounds into the parameters.
             reductions: the ranks that gradients are averaged over; None: those that share the weights.
             all_reduces: the mean is made whole on every rank, also where each takes its shard of it only.
             remade: the chunks whose weights may be given up, since the store makes them anew of their masters.
@@ -110,6 +112,7 @@ class ParamGroup:
         self._reductions = collectives if reductions is None else reductions
         self._all_reduces = all_reduces
         self._dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
+        self._updated_in_place = updated_in_place and home is not ObjectKind.WEIGHT
         self._pool = pool if pool is not None else MemoryPool(0, params[0].device)
         self._remade = remade
         self._lent_to, self._is_lent = lent_to, False
@@ -145,13 +148,12 @@ class ParamGroup:
         """Copy the weights into the parameters. Blocks until every chunk was resident once.
 
         Args:
-            updated: an update has changed them, and nothing else. Where the store has masters only, it has put this
-                rank's part into the parameters already; what is lent to the store is where it belongs, whoever wrote
-                it.
+            updated: an update has changed them, and nothing else. Where that is done in place, this rank's part is in
+                the parameters already; what is lent to the store is where it belongs, whoever wrote it.
             gives_up: the store need not keep them: nobody is expected to read them before an update writes them, or
                 they are better made anew.
         """
-        own_is_here = self._is_lent or (updated and self._home is not ObjectKind.WEIGHT)
+        own_is_here = self._is_lent or (updated and self._updated_in_place)
         try:
             if self.state is ShardedState.SHARDED:
                 if own_is_here:
@@ -282,7 +284,8 @@ class ParamGroup:
         def fill(shard: torch.Tensor) -> None:
             self._read_chunks(kind, lambda s: shard[starts[s.param] + s.param_offset :][: s.numel], gives_up=gives_up)
 
-        self._exchange(flats, fill, kind.name.lower(), dtype)
+        # ranks may have them in different kinds
+        self._exchange(flats, fill, "weight" if kind is self._home else kind.name.lower(), dtype)
 
     def _exchange(
         self, flats: dict[int, torch.Tensor], fill: Callable[[torch.Tensor], None], what: str, dtype: torch.dtype

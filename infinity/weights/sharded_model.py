@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
+from infinity.errors import BudgetError
 from infinity.files.pieces import pieces
 from infinity.plan.grouping import GroupMembers, group_params
 from infinity.plan.leaves import is_leaf
@@ -143,9 +144,55 @@ class Layout:
             group_trainable=[placement.trainable for placement in self.placements],
             itemsizes={k: size for k, size in stored.items() if tiers.host_mask >> k & 1},
             trained_mask=~ObjectKind.WEIGHT.mask,
+            frozen_mask=0 if precision.keeps_weights else ObjectKind.WEIGHT.mask,
             pinned_mask=tiers.pinned_mask,
             ratio=tiers.ratio,
         )
+
+
+_Planned = tuple[Tiers, MemoryPlan, Precision]
+"""Where each kind is, the plan of the arena (where nothing is in one, of one with room for everything), and for which
+precision."""
+
+
+def _planned(
+    layout: Layout,
+    config: Config,
+    precision: Precision,
+    budget_bytes: int,
+    local_world_size: int,
+    device: torch.device,
+) -> _Planned:
+    """Without weights beside masters, where that pays and everything is in memory then."""
+
+    def planned(precision: Precision) -> _Planned:
+        tiers = Tiers.of(config, precision, gradients_stay=layout.gradients_stay(config, precision))
+        numel_max = config.zero_optimization.sub_group_size
+        if tiers.host_mask:
+            plan = plan_memory(
+                layout.state_shape(precision, tiers),
+                budget_bytes=budget_bytes,
+                chunk_numel_max=numel_max,
+                local_world_size=local_world_size,
+                budget_key="io_daemon.host_budget_bytes",
+            )
+        else:
+            shape = layout.state_shape(precision, Tiers(device_mask=0, pinned_mask=~0, nvme_mask=0))
+            plan = plan_memory(shape, budget_bytes=None, chunk_numel_max=numel_max, local_world_size=1, budget_key="")
+        return tiers, plan, precision
+
+    tiers = Tiers.of(config, precision, gradients_stay=layout.gradients_stay(config, precision))
+    # of one gather a step; and another device is to be sent no more than what it computes with
+    if device.type in ("cpu", "meta") and not config.accumulates and precision.may_round_gathers(tiers):
+        try:
+            found = planned(replace(precision, keeps_weights=False))
+        except BudgetError:
+            if not tiers.nvme_mask:
+                raise
+        else:
+            if found[1].holds_all:
+                return found
+    return planned(precision)
 
 
 class ShardedModel:
@@ -170,37 +217,19 @@ class ShardedModel:
 
         Raises BudgetError, SwapSpaceError or ConfigError with the numbers, on every rank.
         """
-        self.layout, self.precision = layout, precision
+        self.layout = layout
         self._collectives, self._device = collectives, device
         self.policy = StagePolicy.of(config)
         self.sharers = collectives if self.policy.shards_states else Collectives(None)
         """The ranks that have a shard each of what is sharded; at stage 0 every rank has everything."""
         collectives.follow(self.policy)
         gradients_stay = layout.gradients_stay(config, precision)
-        tiers = Tiers.of(config, precision, gradients_stay=gradients_stay)
-        self.plan: MemoryPlan | None = None
-        if tiers.host_mask:
-            self.plan = plan_memory(
-                layout.state_shape(precision, tiers),
-                budget_bytes=budget_bytes,
-                chunk_numel_max=config.zero_optimization.sub_group_size,
-                local_world_size=place.local_world_size,
-                budget_key="io_daemon.host_budget_bytes",
-            )
-            chunk_numel = self.plan.chunk_numel
-        else:
-            shape = layout.state_shape(precision, Tiers(device_mask=0, pinned_mask=~0, nvme_mask=0))
-            chunk_numel = plan_memory(
-                shape,
-                budget_bytes=None,
-                chunk_numel_max=config.zero_optimization.sub_group_size,
-                local_world_size=1,
-                budget_key="",
-            ).chunk_numel
+        tiers, plan, self.precision = _planned(layout, config, precision, budget_bytes, place.local_world_size, device)
+        self.plan = plan if tiers.host_mask else None
         self.chunks: list[ChunkPlacement] = [
             chunk
             for placement in layout.placements
-            for chunk in cut_chunks(placement, rank=self.sharers.rank, chunk_numel=chunk_numel)
+            for chunk in cut_chunks(placement, rank=self.sharers.rank, chunk_numel=plan.chunk_numel)
         ]
         self.remade: frozenset[int] = frozenset()
         """Chunks whose weights can be given up, and are made anew of their masters."""
@@ -353,12 +382,14 @@ class ShardedModel:
     def _build_groups(self) -> list[ParamGroup]:
         streamed = self.plan.num_frames - self.plan.pinned_frames if self.plan else len(self.chunks) * LEASE_SHARE
         due_frames = self.plan.demand_frames if self.plan else 1
-        making_frames = 1 + -(-FP32.itemsize // self.precision.weight.itemsize)  # the weights', and their masters'
+        master_frames = -(-FP32.itemsize // self.precision.weight.itemsize)
 
         def frames_of(chunk: int) -> int:
             if self.store.is_due(chunk):
                 return due_frames
-            return making_frames if self._makes_weights(chunk) else 1
+            if self.precision.home(trainable=self._is_trained(self.chunks[chunk])) is ObjectKind.MASTER:
+                return master_frames
+            return 1 + master_frames if self._makes_weights(chunk) else 1
 
         allowance = LeaseAllowance(max(0, streamed // LEASE_SHARE), frames_of)
         copies = CopyStream(self._device)
@@ -379,6 +410,7 @@ class ShardedModel:
                 dtype=self.precision.weight,
                 reduce_dtype=self.precision.reduce,
                 home=self.precision.home(trainable=placement.trainable),
+                updated_in_place=self.precision.weights_stay,
                 persistent=members.persistent,
                 name=members.name,
                 pool=self.pool,

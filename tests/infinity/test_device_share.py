@@ -56,6 +56,8 @@ def test_no_bit_depends_on_the_part_that_stays(device: str, bf16: bool, tmp_path
     for weights, _ in runs.values():
         assert all(torch.equal(weights[name], expected[name]) for name in expected)
     none, part, whole = (runs[ratio][1] for ratio in (1.0, 0.3, 0.0))
+    if bf16:  # beside masters on the device there are no weights
+        whole += 2 * sum(weights.numel() for weights in expected.values())
     states = whole - none
     assert states > 0
     assert 0.5 * states < part - none < 0.75 * states, "0.7 of the elements, in whole chunks"

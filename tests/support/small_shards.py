@@ -119,6 +119,7 @@ class SmallShards:
                 reduce_dtype=self.precision.reduce,
                 persistent=persistent,
                 home=self.precision.home(trainable=trainable),
+                updated_in_place=self.precision.weights_stay,
                 name=f"group {number}",
                 lent_to=self.lent_to,
             )

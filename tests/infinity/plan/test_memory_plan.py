@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -63,6 +64,17 @@ def test_a_plan_fits_its_budget_or_names_the_smallest(
     assert made.num_frames - made.pinned_frames >= DEMAND_SETS_MIN * made.demand_frames
     assert made.chunk_numel % NORM_BLOCK == 0
     assert made.frame_bytes % PAGE_BYTES == 0
+
+
+def test_groups_have_room_for_their_own_kinds() -> None:
+    """A trained group may have no weights beside its masters, and a frozen one has nothing else."""
+    shard = 1 << 20
+    state = replace(shape([shard, shard], BF16), group_trainable=[True, False])
+    itemsizes = [sum(BF16.values()) + 2, sum(BF16.values())]
+    for frozen_mask, itemsize in zip((0, ObjectKind.WEIGHT.mask), itemsizes, strict=True):
+        made = plan(replace(state, frozen_mask=frozen_mask), 1 << 30)
+        assert made.holds_all
+        assert made.swap_bytes == shard * itemsize
 
 
 def test_fp32_objects_of_a_bf16_model_take_two_frames() -> None:

@@ -114,8 +114,9 @@ def test_a_parameter_comes_as_it_lies_with_its_gradient_and_states(
         (FP32, {WEIGHT}),
         (BF16, {MASTER, WEIGHT}),
         (replace(BF16, keeps_weights=False), {MASTER, WEIGHT}),
+        (replace(BF16, keeps_weights=False, weights_stay=True), {MASTER, WEIGHT}),
     ],
-    ids=["fp32", "bf16", "bf16 kept as masters"],
+    ids=["fp32", "bf16", "bf16 kept as masters", "bf16 kept as masters, and whole"],
 )
 @pytest.mark.parametrize("param", [0, 1])
 def test_this_ranks_part_goes_back(
@@ -137,7 +138,7 @@ def test_this_ranks_part_goes_back(
     assert torch.equal(written[param, STATE_1], flat(500)[4:8] + (1000 if rounded else 0))
     expected = [(STATE_1, {"param": param, "first": 4, "history": (7.0,)})] if rounded else []
     assert fixture.rounding.calls == expected
-    if precision.keeps_weights:
+    if precision.keeps_weights or not precision.weights_stay:
         assert sharded.full is None, "the weights come when they are used"
     else:
         assert torch.equal(sharded.allocate(), flat(300).to(precision.weight))

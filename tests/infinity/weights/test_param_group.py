@@ -23,6 +23,7 @@ SHAPES = [(200, 100), (64,), (7, 3000), (5,)]
 """Three chunks on one rank; parameters begin and end inside of them."""
 
 MASTERS_ONLY = replace(BF16, keeps_weights=False)
+IN_PLACE = replace(MASTERS_ONLY, weights_stay=True)
 
 
 def written(collectives: Collectives | None = None, **options: Any) -> SmallShards:
@@ -146,8 +147,8 @@ def test_a_persistent_groups_weights_stay_where_they_are() -> None:
     assert not show(group)[0].view(-1)[: NORM_BLOCK // 2].any(), "what the store has now"
 
 
-def test_where_the_store_has_masters_only_weights_are_made_of_them_but_after_an_update() -> None:
-    shards = written(persistent=[0], precision=MASTERS_ONLY)
+def test_where_the_store_has_masters_only_weights_are_made_of_them_but_after_an_update_in_place() -> None:
+    shards = written(persistent=[0], precision=IN_PLACE)
     (group,) = shards.groups
     group.wait_for_unshard()
     assert_whole(shards)
@@ -163,13 +164,14 @@ def test_where_the_store_has_masters_only_weights_are_made_of_them_but_after_an_
     assert_whole(shards)
 
 
-def test_after_an_update_weights_that_the_store_has_are_read_again() -> None:
-    shards = written(persistent=[0])
+@pytest.mark.parametrize("precision", [FP32, BF16, MASTERS_ONLY], ids=["fp32", "bf16", "masters only"])
+def test_after_an_update_weights_are_read_again_of_what_the_store_has(precision: Any) -> None:
+    shards = written(persistent=[0], precision=precision)
     (group,) = shards.groups
     group.wait_for_unshard()
     group.reshard()
     for chunk in range(len(shards.chunks)):
-        shards.store.object(chunk, ObjectKind.WEIGHT).fill_(7)
+        shards.store.object(chunk, precision.home(trainable=True)).fill_(7)
     group.wait_for_unshard(updated=True)
     assert all(bool((shown == 7).all()) for shown in show(group))
 
@@ -177,7 +179,7 @@ def test_after_an_update_weights_that_the_store_has_are_read_again() -> None:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_after_an_update_ranks_send_each_other_what_they_have_written(world_size: int) -> None:
     def work(collectives: ThreadedCollectives) -> list[torch.Tensor]:
-        shards = written(collectives, persistent=[0], precision=MASTERS_ONLY)
+        shards = written(collectives, persistent=[0], precision=IN_PLACE)
         (group,) = shards.groups
         group.wait_for_unshard()
         for param, placement in zip(group.params, group.placement.params, strict=True):

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from infinity.config import parse_config
+from infinity.errors import BudgetError
 from infinity.plan.leaves import set_leaf_modules
 from infinity.plan.memory_plan import MemoryPlan
 from infinity.plan.precision import Precision
@@ -21,7 +22,7 @@ from infinity.tiers.memory import MemoryStore
 from infinity.weights import access, owners, placeholder
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.sharded_model import LEASE_SHARE, SUB_GROUPS_AHEAD_MAX, Layout, ShardedModel
-from io_daemon.shared.protocol import ObjectKind
+from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind
 from tests.support.small_shards import ADAM
 from tests.support.strict_store import StrictStore
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
@@ -72,7 +73,9 @@ class Net(nn.Module):
             self.third.weight = nn.Parameter(self.third.weight.t())
 
 
-def config_of(*, bf16: bool = False, param: str = "nvme", optimizer: str = "nvme", **zero: Any) -> Any:
+def config_of(
+    *, bf16: bool = False, param: str = "nvme", optimizer: str = "nvme", top: dict[str, Any] | None = None, **zero: Any
+) -> Any:
     def offload(tier: str) -> dict[str, str]:
         return {"device": tier, **({"nvme_path": tempfile.gettempdir()} if tier == "nvme" else {})}
 
@@ -88,6 +91,7 @@ def config_of(*, bf16: bool = False, param: str = "nvme", optimizer: str = "nvme
                 "offload_optimizer": offload(optimizer),
                 **zero,
             },
+            **(top or {}),
         }
     )
 
@@ -110,7 +114,7 @@ class Fixture:
         self.sharded = ShardedModel(
             self.layout,
             config=config,
-            precision=Precision.of(config, ADAM),
+            precision=Precision.of(config, ADAM, unsigned=[ObjectKind.STATE_1]),
             collectives=collectives,
             device=CPU,
             place=place,
@@ -181,6 +185,8 @@ def test_without_an_optimizer_only_what_is_rounded_has_masters(
 
 
 MIB = 1 << 20
+STREAMED = {False: 1 << 19 | 1 << 13, True: 3 << 17}
+"""By whether masters are kept, a budget for less than all of ``Net``."""
 
 
 def layers(num_layers: int = 6) -> nn.Sequential:
@@ -223,7 +229,7 @@ def test_the_device_has_room_for_all_that_lies_there_and_a_quarter_more(optimize
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_frozen_chunks_have_weights_alone(bf16: bool) -> None:
-    fixture = Fixture(Net(), config_of(bf16=bf16, stage3_max_live_parameters=0))
+    fixture = Fixture(Net(), config_of(bf16=bf16, stage3_max_live_parameters=0), budget_bytes=STREAMED[bf16])
     trained = {ObjectKind.WEIGHT, ObjectKind.GRAD, ObjectKind.STATE_0, ObjectKind.STATE_1}
     trained |= {ObjectKind.MASTER} if bf16 else set()
     for layout, chunk in zip(fixture.store.layouts, fixture.sharded.chunks, strict=True):
@@ -238,7 +244,7 @@ def test_initial_values_are_written_and_leave_the_parameters(bf16: bool) -> None
     model = Net()
     values = [flattened(param.detach().clone(), sorted(range(param.dim()), key=param.stride, reverse=True))
               for param in model.parameters()]  # fmt: skip
-    fixture = Fixture(model, config_of(bf16=bf16))
+    fixture = Fixture(model, config_of(bf16=bf16), budget_bytes=STREAMED[bf16])
     model.first.weight.grad = torch.ones(64, 64)
     sharded = fixture.sharded
     fixture.sharded.write_initial(lambda param, first, numel: param.own_values(first, numel))
@@ -357,6 +363,60 @@ def test_each_kind_lies_on_its_tier(param: str, optimizer: str, live: int, split
     assert (ObjectKind.GRAD in kinds) is (live == 0 or optimizer != "nvme"), "else it waits where weights were"
     host: Any = fixture.sharded.host_store
     assert host is fixture.store
+
+
+@pytest.mark.parametrize("tier", ["none", "cpu", "nvme"])
+def test_where_everything_is_in_memory_weights_are_made_of_their_masters(tier: str) -> None:
+    config = config_of(bf16=True, param=tier, optimizer=tier)
+    fixture = Fixture(Net(), config)
+    sharded = fixture.sharded
+    assert sharded.precision.rounds_gathers
+    fixture.write()
+    for chunk, placement in enumerate(sharded.chunks):
+        trainable = fixture.layout.placements[placement.group].trainable
+        assert (ObjectKind.WEIGHT in sharded._chunk_layout(placement).dtypes) is not trainable
+        if tier == "none":
+            has = [sharded.device_store.has(chunk, kind) for kind in (ObjectKind.WEIGHT, ObjectKind.MASTER)]
+            assert has == [not trainable, trainable]
+    group = group_of(fixture, "first.weight")
+    group.wait_for_unshard()
+    assert torch.equal(group.params[0].full, Net().first.weight.to(torch.bfloat16))
+
+
+def test_a_budget_for_what_there_is_then_is_enough() -> None:
+    """16 bytes a trained parameter with weights beside their masters, which is what the smallest budget was."""
+    model, bf16 = layers(4), config_of(bf16=True, param="cpu", optimizer="cpu")
+    with pytest.raises(BudgetError) as error:
+        Fixture(model, bf16, budget_bytes=1)
+    smallest = error.value.smallest_bytes
+    numel = sum(chunk.numel for chunk in Fixture(model, bf16, budget_bytes=smallest).sharded.chunks)
+    assert 14 * numel < smallest < 16 * numel
+    with pytest.raises(BudgetError):
+        Fixture(model, bf16, budget_bytes=smallest - PAGE_BYTES)
+
+
+@pytest.mark.parametrize(
+    ("keys", "budget_bytes"),
+    [
+        ({"bf16": False}, 1 << 24),
+        ({"bf16": True, "param": "none"}, 1 << 24),
+        ({"bf16": True, "param": "cpu", "optimizer": "none"}, 1 << 24),
+        ({"bf16": True}, STREAMED[True]),
+        ({"bf16": True, "stage": 2, "param": "none"}, 1 << 24),
+    ],
+    ids=["no masters", "masters elsewhere", "weights elsewhere", "streamed", "weights stay"],
+)
+def test_elsewhere_they_are_copied(keys: dict[str, Any], budget_bytes: int) -> None:
+    assert not Fixture(Net(), config_of(**keys), budget_bytes=budget_bytes).sharded.precision.rounds_gathers
+
+
+@pytest.mark.parametrize(
+    "top",
+    [{"io_daemon": {"master_weights": "split"}}, {"train_batch_size": 2, "gradient_accumulation_steps": 2}],
+    ids=str,
+)
+def test_half_masters_and_several_gathers_a_step_have_weights_beside_them(top: dict[str, Any]) -> None:
+    assert not Fixture(Net(), config_of(bf16=True, top=top)).sharded.precision.rounds_gathers
 
 
 def test_without_offload_nothing_leaves_the_device() -> None:
