@@ -61,6 +61,7 @@ class Agreement:
                 return
             words: list[Any] = [None] * self._peers.world_size
             dist.all_gather_object(words, self._what, group=self._peers.control)
+        self._peers.num_divergences += 1
         raise WorldError(_diverged(words))
 
 
@@ -107,6 +108,11 @@ class Collectives:
     def is_among_ranks_of(self, other: Collectives) -> bool:
         """A rank that is alone is itself, be there a process group around it or none yet."""
         return self._joined is other._joined or self.world_size == other.world_size == 1
+
+    @property
+    def num_divergences(self) -> int:
+        """How often the ranks, of whatever engine, were told that they had diverged: the same on all of them."""
+        return self._peers.num_divergences if self._peers is not None else 0
 
     def close(self) -> None:
         """Leave the ranks. Idempotent."""

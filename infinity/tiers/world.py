@@ -48,6 +48,8 @@ class Peers:
     """By the number of each user that this rank has collected and others may still hold: what ends it."""
     num_reductions: int = 0
     """Reductions that this rank has begun, of whatever engine: where ranks differ, the next ones would meet others."""
+    num_divergences: int = 0
+    """How often ranks were told that they were about to do different things: on all as often."""
     results: dist.ProcessGroup | None = None
     """Where the results of all-reduces are handed out, if anybody makes any."""
 

@@ -28,12 +28,19 @@ class FollowedBuffers:
     def __init__(self, module: nn.Module, collectives: Collectives) -> None:
         """Collective: every rank has rank 0's afterwards."""
         self._module, self._collectives = module, collectives
-        self._due = True
+        self._due, self._num_divergences = True, collectives.num_divergences
         self._broadcast()
 
+    @property
+    def is_due(self) -> bool:
+        """Whether the next forward begins with rank 0's. Ranks that have diverged may have had other forwards, and
+        begin anew."""
+        return self._due or self._num_divergences != self._collectives.num_divergences
+
     def before_forward(self, *, in_no_sync: bool = False) -> None:
-        if self._due:
+        if self.is_due:
             self._broadcast()
+        self._num_divergences = self._collectives.num_divergences
         self._due = torch.is_grad_enabled() and not in_no_sync
 
     def _broadcast(self) -> None:

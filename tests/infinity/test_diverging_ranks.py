@@ -164,6 +164,22 @@ engine.zero_grad()
 engine.wait_for_checkpoint()
 found["saved"] = engine.load_checkpoint(directory, "late")[0]
 engine.destroy()
+
+# of one more evaluation, ranks take turns otherwise in sending buffers
+engine = start(nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)))
+engine.eval()
+with torch.set_grad_enabled(rank == 0):
+    loss = engine(batch()).square().mean()
+with contextlib.suppress(WorldError):
+    engine.backward(loss) if rank == 0 else engine(batch())
+engine.zero_grad()
+engine.train()
+for step in range(2):
+    engine.backward(engine(batch(step)).square().mean())
+    engine.step()
+engine.eval()(batch())
+found["buffers"] = engine.module[1].running_mean.tolist()
+engine.destroy()
 print(json.dumps(found))
 """
 
@@ -224,6 +240,11 @@ def test_a_norm_that_one_rank_wants_is_everybodys(diverged: list[dict[str, Any]]
 def test_what_one_rank_has_no_part_of_is_refused_by_all(diverged: list[dict[str, str]]) -> None:
     assert [found["away"] for found in diverged] == [diverged[0]["away"]] * 2
     assert "engine.reload_states()" in diverged[0]["away"]
+
+
+def test_ranks_that_have_diverged_send_buffers_together_again(diverged: list[dict[str, Any]]) -> None:
+    assert diverged[0]["buffers"] == diverged[1]["buffers"]
+    assert any(diverged[0]["buffers"])
 
 
 def test_a_save_outlives_ranks_that_diverge(diverged: list[dict[str, str]]) -> None:

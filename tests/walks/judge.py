@@ -95,7 +95,7 @@ class _Pair:
         """After a forward that ended nobody says where."""
         self.shadow.model.mean.copy_(self.driven.model.mean)
         if isinstance(self.shadow, AveragingShadow):
-            self.shadow.is_due = self.driven.engine._loop._followed_buffers._due
+            self.shadow.is_due = self.driven.engine._loop._followed_buffers.is_due
 
     def forget_losses(self) -> None:
         self.shadow.losses.clear()
