@@ -65,9 +65,17 @@ class Gathering:
         """
         groups = list({self._group_of[p.index].index: self._group_of[p.index] for p in params}.values())
         with self._lock:
-            for group in groups:
-                self._live_set.use(group, in_pass=in_pass)
-                group.num_holds += 1
+            held: list[ParamGroup] = []
+            try:
+                for group in groups:
+                    self._live_set.use(group, in_pass=in_pass)
+                    group.num_holds += 1
+                    held.append(group)
+            except BaseException:  # one of them cannot be here
+                for group in held:
+                    group.num_holds -= 1
+                    self._live_set.linger(group)
+                raise
             written = [param for param in params if not param.show()]
         if written:
             self._end(params, groups, writable=False)

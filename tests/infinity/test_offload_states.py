@@ -150,6 +150,36 @@ def test_loading_what_is_away_is_refused_before_anything_is_loaded(layout: str, 
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+def test_weights_that_were_gathered_with_others_that_are_away_are_not_in_use_from_then_on() -> None:
+    """What was written to them later was refused, and stayed."""
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 1000},
+    }
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        with torch.no_grad():
+            expected = loss_of(engine, 5)
+        engine.offload_states([OffloadStateTypeEnum.hp_params])
+        bias, weight = (engine.module.get_parameter(f"0.{name}") for name in ("bias", "weight"))
+        with (
+            pytest.raises(EngineStateError, match="reload_states"),
+            infinity.zero.GatheredParameters([bias, weight]),
+        ):
+            raise AssertionError("weights are away")
+        engine.reload_states()
+        assert [group.name for group in engine._runtime.sharded.groups if group.in_use] == []
+        with torch.no_grad():
+            bias.add_(1.0)
+        with pytest.raises(WeightsError, match=r"0\.bias .*changed in place"):
+            train(engine, 0)
+        engine.zero_grad()
+        with torch.no_grad():
+            assert torch.equal(loss_of(engine, 5), expected)
+
+
 def test_a_write_that_is_refused_while_states_are_offloaded_is_undone() -> None:
     """The host has the weights, so that they can be gathered, and the device does not keep them."""
     torch.manual_seed(0)
