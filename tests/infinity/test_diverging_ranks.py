@@ -165,6 +165,15 @@ engine.wait_for_checkpoint()
 found["saved"] = engine.load_checkpoint(directory, "late")[0]
 engine.destroy()
 
+# where every rank has everything, rank 0 alone writes it
+engine = start(build(), zero_optimization={"stage": 0})
+engine.offload_states()
+try:
+    engine.save_checkpoint(directory, "away")
+except Exception as error:
+    found["save"] = f"{type(error).__name__}: {error}"
+engine.destroy()
+
 # of one more evaluation, ranks take turns otherwise in sending buffers
 engine = start(nn.Sequential(nn.Linear(24, 24), nn.BatchNorm1d(24)))
 engine.eval()
@@ -240,6 +249,12 @@ def test_a_norm_that_one_rank_wants_is_everybodys(diverged: list[dict[str, Any]]
 def test_what_one_rank_has_no_part_of_is_refused_by_all(diverged: list[dict[str, str]]) -> None:
     assert [found["away"] for found in diverged] == [diverged[0]["away"]] * 2
     assert "engine.reload_states()" in diverged[0]["away"]
+
+
+def test_a_save_of_what_is_away_is_refused_alike_by_all(diverged: list[dict[str, str]]) -> None:
+    assert diverged[0]["save"] == diverged[1]["save"]
+    assert diverged[0]["save"].startswith("EngineStateError: ")
+    assert "engine.reload_states()" in diverged[0]["save"]
 
 
 def test_ranks_that_have_diverged_send_buffers_together_again(diverged: list[dict[str, Any]]) -> None:
