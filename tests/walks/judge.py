@@ -200,15 +200,20 @@ class Walking:
         for number in range(pair.shadow.accumulation + 1):
             actions += usual(batch + number)
         heard: BaseException | None = None
+        was_refused = False
         for name, *args in actions:
             if name == "backward" and not pair.driven.losses:
                 continue
             _, heard = self.ours.run(pair.driven, name, self._own(name, args))
             if isinstance(heard, WorldError):
                 break
-            if heard is not None and not isinstance(heard, Interrupted) and refusal_in(heard) is None:
-                raise WalkError(f"one rank {how}: {_text_of(heard)}")
+            if heard is not None and not isinstance(heard, Interrupted):
+                if refusal_in(heard) is None:
+                    raise WalkError(f"one rank {how}: {_text_of(heard)}")
+                was_refused = True
         told = told_by_all(str(heard) if isinstance(heard, WorldError) else "nothing")
+        if any(told_by_all(was_refused)) and set(told) == {"nothing"}:  # that rank alone was told, and did as all
+            raise WalkOver
         if not all(DIVERGED.search(words) for words in told):
             raise WalkError(f"one rank {how}, the ranks hear: {told}")
         self.refusals.append(f"diverge: {told[0]}")
