@@ -196,6 +196,8 @@ class Walking:
         """One rank does something else: each is told what every one was about to do, and nobody trains on unaware."""
         if pair.driven.engine._loop.phases.states_are_away:  # nobody trains
             return "left out"
+        if how == "raises in backward" and pair.shadow.setting.update == "in_backward":
+            return "left out"  # that rank's engine ends, and the others hear of it when their time is up
         actions = other(how, batch) if self.rank == rank else usual(batch)
         for number in range(pair.shadow.accumulation + 1):
             actions += usual(batch + number)
