@@ -54,6 +54,31 @@ def test_a_forward_that_saw_what_is_refused_later_is_not_differentiated() -> Non
     engine.destroy()
 
 
+def test_a_write_between_forward_and_backward_gets_into_no_gradient() -> None:
+    """The update refused it, and undid it; called again it went on with gradients through what was written."""
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 200, "reduce_bucket_size": 100},
+    }
+    found = []
+    for disturbed in (False, True):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(48, 48), nn.Tanh(), nn.Linear(48, 2))
+        engine, _, _, _ = infinity.initialize(model=model, config=config)
+        if disturbed:
+            loss = engine(torch.ones(1, 48)).sum()
+            with torch.no_grad():
+                engine.module.get_parameter("2.weight").fill_(3.0)
+            with pytest.raises(WeightsError, match=r"^2\.weight .* was changed in place"):
+                engine.backward(loss)
+        engine.backward(engine(torch.ones(1, 48)).sum())
+        engine.step()
+        found.append(engine.full_state_dict())
+        engine.destroy()
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
 @pytest.mark.parametrize(
     ("num_written", "told"),
     [
