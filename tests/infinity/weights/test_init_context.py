@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
 import infinity
@@ -15,6 +16,7 @@ from infinity.errors import ConfigError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.access import ShardedParameter
 from infinity.weights.staging import StagingArea, staged_param
+from tests.support.ranks import REPOSITORY, quiet_environment
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -79,27 +81,33 @@ def test_a_process_group_has_two_names() -> None:
     assert infinity.Init()._process_group is None
 
 
+BEHIND_IT = """
+import sys
+import torch.distributed as dist
+import infinity
+from tests.infinity.weights.test_init_context import CONFIG, _build, _same, _trained
+
+def begin():
+    dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=0, world_size=1)
+
+begins_first, expected = sys.argv[2] == "True", _trained(_build())
+if begins_first:
+    begin()
+with infinity.Init(CONFIG):
+    model = _build()
+dist.destroy_process_group() if begins_first else begin()
+assert _same(_trained(model), expected)
+"""
+
+
 @pytest.mark.parametrize("begins_first", [False, True])
 def test_a_process_group_of_one_rank_may_begin_or_end_behind_it(begins_first: bool, tmp_path: Path) -> None:
-    """As ``deepspeed.initialize`` begins one, of scripts that begin none."""
-    expected = _trained(_build())
-
-    def begin() -> None:
-        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-
-    if begins_first:
-        begin()
-    with infinity.Init(CONFIG):
-        model = _build()
-    if begins_first:
-        dist.destroy_process_group()
-    else:
-        begin()
-    try:
-        assert _same(_trained(model), expected)
-    finally:
-        if dist.is_initialized():
-            dist.destroy_process_group()
+    """As ``deepspeed.initialize`` begins one, of scripts that begin none. In a process that has none yet."""
+    words = [sys.executable, "-c", BEHIND_IT, str(tmp_path), str(begins_first)]
+    ended = subprocess.run(
+        words, cwd=REPOSITORY, env=quiet_environment(), capture_output=True, text=True, timeout=240, check=False
+    )
+    assert ended.returncode == 0, ended.stderr
 
 
 def test_what_is_used_after_it_goes_back_at_once() -> None:
