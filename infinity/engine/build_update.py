@@ -33,7 +33,7 @@ def build_update(
             group_of=optimizer_groups,
             scratch=scratch,
             rounding=rounding,
-            weights_of=sharded.weights_of if precision.weights_stay and not precision.keeps_weights else None,
+            weights_of=sharded.weights_of if precision.rounds_in_place else None,
         )
         for chunk_id, chunk in enumerate(sharded.chunks)
         if sharded.layout.placements[chunk.group].trainable

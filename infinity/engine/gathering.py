@@ -72,9 +72,7 @@ class Gathering:
                     group.num_holds += 1
                     held.append(group)
             except BaseException:  # one of them cannot be here
-                for group in held:
-                    group.num_holds -= 1
-                    self._live_set.linger(group)
+                self._end([], held, writable=False)
                 raise
             written = [param for param in params if not param.show()]
         if written:

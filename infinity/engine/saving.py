@@ -9,8 +9,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from functools import reduce
-from operator import or_
 from pathlib import Path
 from typing import Any
 
@@ -67,9 +65,7 @@ class Saving:
         self._left_out = [name for name, entry in self._params.items() if exclude_frozen and not entry.trainable]
         kept = [p.index for p in self._runtime.sharded.params if p.name not in self._left_out]
         # by all ranks, of which not every one may have a part
-        self._runtime.sharded.refuse_away(
-            reduce(or_, (kind.mask for index in kept for kind in self._runtime.io.lasting(index)), 0)
-        )
+        self._runtime.sharded.refuse_away(sum({kind.mask for p in kept for kind in self._runtime.io.lasting(p)}))
         self._buffers = described_buffers(self._runtime.module)
         self._facts = self._facts_now()
         if client_state is not None and not isinstance(client_state, Mapping):

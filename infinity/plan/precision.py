@@ -147,6 +147,11 @@ class Precision:
         return self.weights_stay and self.home(trainable=trainable) is ObjectKind.WEIGHT
 
     @property
+    def rounds_in_place(self) -> bool:
+        """Whether an update is to put what it rounds of a trained master into the parameter."""
+        return not self.keeps_weights and self.weights_stay
+
+    @property
     def rounds_gathers(self) -> bool:
         """Whether gathering a trained weight is to round its master."""
         return not self.keeps_weights and not self.weights_stay

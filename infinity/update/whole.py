@@ -33,7 +33,7 @@ class WholeParams:
         """Index of the optimizer group of each parameter, in the order in which all ranks gather them."""
         self._params = {param.index: param for param in params}
         self._io, self._rule, self._stepped = io, rule, precision.stepped
-        self._rounds_in_place = precision.weights_stay and not precision.keeps_weights
+        self._rounds_in_place = precision.rounds_in_place
         self._rounding = rounding
 
     def gather(self, index: int, factor: torch.Tensor | None) -> Call:

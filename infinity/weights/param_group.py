@@ -85,7 +85,7 @@ class ParamGroup:
         Args:
             pool: where memory for gathering and reducing comes from; None: torch.
             home: the kind that the store has the weights in.
-            updated_in_place: where that are masters, an update puts what it rounds into the parameters.
+            updated_in_place: that are masters, and an update puts what it rounds of them into the parameters.
             reductions: the ranks that gradients are averaged over; None: those that share the weights.
             all_reduces: the mean is made whole on every rank, also where each takes its shard of it only.
             remade: the chunks whose weights may be given up, since the store makes them anew of their masters.
@@ -112,7 +112,7 @@ class ParamGroup:
         self._reductions = collectives if reductions is None else reductions
         self._all_reduces = all_reduces
         self._dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
-        self._updated_in_place = updated_in_place and home is not ObjectKind.WEIGHT
+        self._updated_in_place = updated_in_place
         self._pool = pool if pool is not None else MemoryPool(0, params[0].device)
         self._remade = remade
         self._lent_to, self._is_lent = lent_to, False

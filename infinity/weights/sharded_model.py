@@ -150,49 +150,44 @@ class Layout:
         )
 
 
-_Planned = tuple[Tiers, MemoryPlan, Precision]
-"""Where each kind is, the plan of the arena (where nothing is in one, of one with room for everything), and for which
-precision."""
-
-
 def _planned(
     layout: Layout,
     config: Config,
     precision: Precision,
+    tiers: Tiers,
+    *,
     budget_bytes: int,
     local_world_size: int,
     device: torch.device,
-) -> _Planned:
-    """Without weights beside masters, where that pays and everything is in memory then."""
+) -> tuple[Precision, MemoryPlan]:
+    """The plan of the arena; where nothing is in one, of one with room for everything. It is without weights beside
+    masters, and so is the precision, where that pays and everything is in memory then."""
 
-    def planned(precision: Precision) -> _Planned:
-        tiers = Tiers.of(config, precision, gradients_stay=layout.gradients_stay(config, precision))
+    def plan_of(precision: Precision) -> MemoryPlan:
         numel_max = config.zero_optimization.sub_group_size
-        if tiers.host_mask:
-            plan = plan_memory(
-                layout.state_shape(precision, tiers),
-                budget_bytes=budget_bytes,
-                chunk_numel_max=numel_max,
-                local_world_size=local_world_size,
-                budget_key="io_daemon.host_budget_bytes",
-            )
-        else:
+        if not tiers.host_mask:
             shape = layout.state_shape(precision, Tiers(device_mask=0, pinned_mask=~0, nvme_mask=0))
-            plan = plan_memory(shape, budget_bytes=None, chunk_numel_max=numel_max, local_world_size=1, budget_key="")
-        return tiers, plan, precision
+            return plan_memory(shape, budget_bytes=None, chunk_numel_max=numel_max, local_world_size=1, budget_key="")
+        return plan_memory(
+            layout.state_shape(precision, tiers),
+            budget_bytes=budget_bytes,
+            chunk_numel_max=numel_max,
+            local_world_size=local_world_size,
+            budget_key="io_daemon.host_budget_bytes",
+        )
 
-    tiers = Tiers.of(config, precision, gradients_stay=layout.gradients_stay(config, precision))
     # of one gather a step; and another device is to be sent no more than what it computes with
     if device.type in ("cpu", "meta") and not config.accumulates and precision.may_round_gathers(tiers):
+        rounding = replace(precision, keeps_weights=False)
         try:
-            found = planned(replace(precision, keeps_weights=False))
+            plan = plan_of(rounding)
         except BudgetError:
             if not tiers.nvme_mask:
                 raise
         else:
-            if found[1].holds_all:
-                return found
-    return planned(precision)
+            if plan.holds_all:
+                return rounding, plan
+    return precision, plan_of(precision)
 
 
 class ShardedModel:
@@ -224,7 +219,16 @@ class ShardedModel:
         """The ranks that have a shard each of what is sharded; at stage 0 every rank has everything."""
         collectives.follow(self.policy)
         gradients_stay = layout.gradients_stay(config, precision)
-        tiers, plan, self.precision = _planned(layout, config, precision, budget_bytes, place.local_world_size, device)
+        tiers = Tiers.of(config, precision, gradients_stay=gradients_stay)
+        self.precision, plan = _planned(
+            layout,
+            config,
+            precision,
+            tiers,
+            budget_bytes=budget_bytes,
+            local_world_size=place.local_world_size,
+            device=device,
+        )
         self.plan = plan if tiers.host_mask else None
         self.chunks: list[ChunkPlacement] = [
             chunk
@@ -410,7 +414,7 @@ class ShardedModel:
                 dtype=self.precision.weight,
                 reduce_dtype=self.precision.reduce,
                 home=self.precision.home(trainable=placement.trainable),
-                updated_in_place=self.precision.weights_stay,
+                updated_in_place=placement.trainable and self.precision.rounds_in_place,
                 persistent=members.persistent,
                 name=members.name,
                 pool=self.pool,

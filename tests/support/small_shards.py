@@ -119,7 +119,7 @@ class SmallShards:
                 reduce_dtype=self.precision.reduce,
                 persistent=persistent,
                 home=self.precision.home(trainable=trainable),
-                updated_in_place=self.precision.weights_stay,
+                updated_in_place=trainable and self.precision.rounds_in_place,
                 name=f"group {number}",
                 lent_to=self.lent_to,
             )
