@@ -50,10 +50,8 @@ class Gathering:
         return self._sharded.resident
 
     def lend_array(self, param: ShardedParam) -> bool:
-        is_kept = not self._sharded.policy.shards_weights or self.keeps_writes(param)
-        if is_kept:
-            param.lend_memory()
-        return is_kept
+        param.lend_memory()
+        return not self._sharded.policy.shards_weights or self.keeps_writes(param)
 
     @contextmanager
     def gathered(self, params: Sequence[ShardedParam], *, in_pass: bool, modifier_rank: int | None) -> Iterator[None]:

@@ -371,7 +371,7 @@ class Runtime(owners.Owner):
         group = self._group_of[param.index]
         if self._phases.is_over:
             self.refuse(param.param, "is needed by a backward after its engine ended", "end backward before destroy()")
-        if self.shards_weights and param.is_changed and not self._gathering.keeps_writes(param):
+        if self.shards_weights and param.differs and not self._gathering.keeps_writes(param):
             self.written.refuse(param)  # before gradients go through it: an update that is refused can be repeated
         with self._lock:
             self.live_set.use(group)

@@ -3,9 +3,9 @@
 A tensor and its views share a count of writes, but ``tensor.numpy()`` hands out their memory itself, and asks no class:
 ``param.data[0].numpy()``, a view that was made in forward or inside ``no_grad``, all look at the weights. So torch's
 methods are wrapped, once for the process, and the setter of ``data``. An array of weights that are here can be written
-to where that is kept; elsewhere it is read-only, and numpy refuses. A storage, an address and another tensor over the
-memory (``set_``, ``data =``) have no such flag. Whichever it is, the parameter remembers what its weights are, and so
-finds what was written. Other tensors' cost a look-up by their storage.
+to where that is kept; elsewhere it is read-only, and numpy refuses, though ``torch.from_numpy`` does not. A storage, an
+address and another tensor over the memory (``set_``, ``data =``) have no such flag. Whichever it is, the parameter
+remembers what its weights are, and so finds what was written. Other tensors' cost a look-up by their storage.
 """
 
 from __future__ import annotations
@@ -39,8 +39,7 @@ class Lender(Protocol):
         """Parameters whose weights are here, by the identity of their storage."""
 
     def lend_array(self, param: ShardedParam) -> bool:
-        """Somebody gets the memory of a parameter's weights: whether what is written to it is kept. If so, the
-        parameter was told."""
+        """Somebody gets the memory of a parameter's weights, which is told: whether what is written to it is kept."""
 
 
 _lenders: WeakSet[Lender] = WeakSet()

@@ -208,10 +208,14 @@ class ShardedParam:
         """Whether somebody has, or may have, the memory of the weights."""
         return self._lent is not None
 
+    @property
+    def differs(self) -> bool:
+        """Whether it ``is_changed``, or whoever has the memory wrote to it."""
+        return self.is_changed or self._differs_from_lent()
+
     def is_written(self) -> bool:
-        """Whether it ``is_changed``, or whoever has the memory wrote to it. An address is forgotten when nothing was
-        written until now: nobody can tell how long it is kept."""
-        if self.is_changed or self._differs_from_lent():
+        """Whether it ``differs``. If not, an address is forgotten: nobody can tell how long it is kept."""
+        if self.differs:
             return True
         if self._lent is not None and self.full is not None:
             memory, storage = _holders_of(self.full)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import warnings
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import nn
@@ -54,7 +58,28 @@ def test_a_forward_that_saw_what_is_refused_later_is_not_differentiated() -> Non
     engine.destroy()
 
 
-def test_a_write_between_forward_and_backward_gets_into_no_gradient() -> None:
+def _write(weight: nn.Parameter) -> None:
+    with torch.no_grad():
+        weight.fill_(3.0)
+
+
+def _write_through_a_storage(weight: nn.Parameter) -> None:
+    weight.data.untyped_storage().fill_(3)
+
+
+def _write_past_an_array(weight: nn.Parameter) -> None:
+    """The array can be read only, which torch does not heed but for a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.from_numpy(weight.data.numpy()).fill_(3.0)
+
+
+def _write_through_an_address(weight: nn.Parameter) -> None:
+    ctypes.memset(weight.data_ptr(), 7, weight.nbytes)
+
+
+@pytest.mark.parametrize("write", [_write, _write_through_a_storage, _write_past_an_array, _write_through_an_address])
+def test_a_write_between_forward_and_backward_gets_into_no_gradient(write: Callable[[nn.Parameter], None]) -> None:
     """The update refused it, and undid it; called again it went on with gradients through what was written."""
     config = {
         "train_micro_batch_size_per_gpu": 1,
@@ -68,8 +93,7 @@ def test_a_write_between_forward_and_backward_gets_into_no_gradient() -> None:
         engine, _, _, _ = infinity.initialize(model=model, config=config)
         if disturbed:
             loss = engine(torch.ones(1, 48)).sum()
-            with torch.no_grad():
-                engine.module.get_parameter("2.weight").fill_(3.0)
+            write(engine.module.get_parameter("2.weight"))
             with pytest.raises(WeightsError, match=r"^2\.weight .* was changed in place"):
                 engine.backward(loss)
         engine.backward(engine(torch.ones(1, 48)).sum())
