@@ -33,6 +33,7 @@ from infinity.observe.monitors import Monitor
 from infinity.plan.precision import DTYPES
 from infinity.states import StepPhase
 from infinity.weights.owners import owner_of
+from infinity.zero import OffloadStateTypeEnum
 
 SCRIPTS: Final[Mapping[str, str]] = {"zero_to_fp32.py": "recovery.py", "zero_to_torch.py": "conversion.py"}
 """What lies beside checkpoints, and the file here that it is a copy of."""
@@ -254,6 +255,10 @@ class DeepSpeedEngine(Engine):
         """Change the steps of accumulation, as ``infinity.Engine.set_train_batch_size`` does."""
         with asserting():
             super().set_train_batch_size(train_batch_size)
+
+    def devices_of(self, state: OffloadStateTypeEnum) -> set[torch.device]:
+        """Where states of the type are. What streams from disk comes to host memory."""
+        return self._offloaded.devices_of(state)
 
     @property
     def micro_steps(self) -> int:

@@ -282,7 +282,7 @@ TREE: Final[Mapping[str, Names]] = {
         f"{_OURS}.linear_layers", "LinearModuleForZeroStage3 LinearFunctionForZeroStage3 zero3_linear_wrap"
     ),
     "runtime.zero.offload_config": _OFFLOAD_CONFIG | _STATES,
-    "runtime.zero.offload_states": _STATES,
+    "runtime.zero.offload_states": _STATES | _of(f"{_OURS}.state_access", "get_state_devices"),
     "runtime.zero.partition_parameters": _PARAMETERS
     | _UNREGISTER
     | _CONSTRUCTORS

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Container, Iterable
 from enum import Enum, StrEnum
 
+import torch
+
 from infinity.engine.phases import Phases
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, EngineStateError
@@ -54,6 +56,14 @@ class OffloadedStates:
         self._runtime.changes.refresh()
         self._phases.states_are_away = False
 
+    def devices_of(self, state: OffloadStateTypeEnum) -> set[torch.device]:
+        """Where states of the type are, or come from disk to."""
+        sharded = self._runtime.sharded
+        kinds = sum(kind.mask for kind in _kinds_of(state, sharded.precision))
+        on_device = sharded.on_device(kinds)
+        places = ((self._runtime.device, on_device), (torch.device("cpu"), kinds & ~on_device))
+        return {device for device, there in places if there}
+
     def _check_between_steps(self) -> None:
         self._runtime.refuse_over("offload_states")
         if self._phases.phase is not StepPhase.IDLE or self._runtime.reducer.has_any:
@@ -73,15 +83,20 @@ def _wanted(include: Container[OffloadStateTypeEnum] | None) -> list[OffloadStat
 def _kinds(wanted: Collection[OffloadStateTypeEnum], precision: Precision) -> int:
     kinds: set[ObjectKind] = set()
     for state in wanted:
-        match state:
-            case OffloadStateTypeEnum.optim_states:
-                kinds |= set(precision.state_kinds.values())
-            case OffloadStateTypeEnum.hp_params:
-                # of masters alone the weights are made, which are wanted while they are not named
-                if not precision.rounds_gathers or OffloadStateTypeEnum.lp_params in wanted:
-                    kinds.add(precision.stepped)
-            case OffloadStateTypeEnum.lp_params:
-                kinds.add(ObjectKind.WEIGHT)
-            case _:
-                kinds.add(ObjectKind.GRAD)
+        # of masters alone the weights are made, which are wanted while they are not named
+        is_needed = precision.rounds_gathers and OffloadStateTypeEnum.lp_params not in wanted
+        if state is not OffloadStateTypeEnum.hp_params or not is_needed:
+            kinds |= _kinds_of(state, precision)
     return sum(kind.mask for kind in kinds)
+
+
+def _kinds_of(state: OffloadStateTypeEnum, precision: Precision) -> set[ObjectKind]:
+    match state:
+        case OffloadStateTypeEnum.optim_states:
+            return set(precision.state_kinds.values())
+        case OffloadStateTypeEnum.hp_params:
+            return {precision.stepped}
+        case OffloadStateTypeEnum.lp_params:
+            return {ObjectKind.WEIGHT}
+        case _:
+            return {ObjectKind.GRAD}

@@ -53,7 +53,7 @@ class MemoryStore(ShardStore):
         self._objects: dict[tuple[int, int], torch.Tensor] = {}
         self._elsewhere: dict[tuple[int, int], Views] = {}
         self._num_registered = 0
-        self._away = 0
+        self.away = 0
         """Kinds that wait in host memory."""
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
@@ -74,7 +74,7 @@ class MemoryStore(ShardStore):
 
     def refuse_away(self, mask: int) -> None:
         """Raises EngineStateError if one of these kinds waits in host memory."""
-        if mask & self._away:
+        if mask & self.away:
             raise EngineStateError("states that this needs were offloaded: call engine.reload_states() before it")
 
     def has(self, chunk: int, kind: int) -> bool:
@@ -106,7 +106,7 @@ class MemoryStore(ShardStore):
 
     def move_out(self, mask: int, *, pin_memory: bool, non_blocking: bool) -> None:
         """Objects of these kinds wait in host memory, until ``bring_back``."""
-        self._away |= mask
+        self.away |= mask
         if self._device.type == "cpu":
             return
         for (chunk, kind), tensor in self._objects.items():
@@ -115,7 +115,7 @@ class MemoryStore(ShardStore):
                 self._objects[chunk, kind] = host.copy_(tensor, non_blocking=non_blocking)
 
     def bring_back(self, *, non_blocking: bool) -> None:
-        self._away = 0
+        self.away = 0
         for key, tensor in self._objects.items():
             self._objects[key] = tensor.to(self._device, non_blocking=non_blocking)
 

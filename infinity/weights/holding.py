@@ -91,7 +91,7 @@ class ModuleCalls:
 
     def _hook(self, name: str, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
         def enter(called: nn.Module, _args: Any) -> None:
-            _refuse_transforms(name)
+            _refuse_transforms(name, sharded=bool(groups))
             calls = self._thread.calls
             call = _Call(called, outermost=not calls)
             calls.append(call)
@@ -168,8 +168,9 @@ def _hide_hooks(layer: nn.TransformerEncoderLayer) -> None:
                 setattr(module, name, _UncountedHooks())
 
 
-def _refuse_transforms(name: str) -> None:
-    """Raises WeightsError for a module that is called to be traced: what is recorded would hold placeholders."""
+def _refuse_transforms(name: str, *, sharded: bool) -> None:
+    """Raises WeightsError for a module that is called to be traced: what is recorded would hold placeholders. Where its
+    own weights stay in memory, ``torch.func`` finds them."""
     if torch._C._get_tracing_state() is not None:
         raise WeightsError(
             name,
@@ -188,9 +189,9 @@ def _refuse_transforms(name: str) -> None:
             "is traced by torch.fx, which would record placeholders for its weights",
             "load what engine.full_state_dict() returns into a model built anew, and trace that",
         )
-    if torch._C._functorch.peek_interpreter_stack() is not None:
+    if sharded and torch._C._functorch.peek_interpreter_stack() is not None:
         raise WeightsError(
             name,
             "is called inside a transform of torch.func, which sees no sharded weights",
-            "transform the model before infinity.initialize(), or compute the gradient with engine.backward()",
+            "keep them whole with zero_optimization.stage 2, or compute the gradient with engine.backward()",
         )

@@ -377,6 +377,10 @@ class ShardedModel:
         """Raises EngineStateError if one of these kinds was offloaded by the user, also where this rank has no part."""
         self.device_store.refuse_away(kinds & self._device_mask)
 
+    def on_device(self, kinds: int) -> int:
+        """Those of the kinds that have objects on the device now: the others are in host memory, or on disk."""
+        return kinds & self._device_mask & ~self.device_store.away
+
     def _chunk_layout(self, chunk: ChunkPlacement) -> ChunkLayout:
         return ChunkLayout(numel=chunk.numel, dtypes=self.precision.dtypes(trainable=self._is_trained(chunk)))
 

@@ -232,6 +232,24 @@ def test_device_memory_is_given_back() -> None:
         assert torch.accelerator.memory_allocated(train_at) > 0.9 * before
 
 
+@pytest.mark.parametrize("layout", ["stage 3", "states on disk", "stage 2"])
+def test_where_states_are_is_told(layout: str, tmp_path: Path) -> None:
+    """Where the host's memory is the device's, the one is told from the other by the kinds that are on the device."""
+    with engine_of(layout, tmp_path) as engine:
+        train(engine, 0)
+        offloaded, sharded = engine._offloaded, engine._runtime.sharded
+        precision = sharded.precision
+        states = sum(kind.mask for kind in precision.state_kinds.values())
+        of_device = ObjectKind.WEIGHT.mask | (0 if layout == "states on disk" else precision.stepped.mask | states)
+        every = ObjectKind.WEIGHT.mask | precision.stepped.mask | states
+        assert sharded.on_device(every) == of_device
+        engine.offload_states([OffloadStateTypeEnum.optim_states])
+        assert sharded.on_device(every) == of_device & ~states
+        assert all(offloaded.devices_of(state) == {torch.device("cpu")} for state in OffloadStateTypeEnum)
+        engine.reload_states()
+        assert sharded.on_device(every) == of_device
+
+
 def test_the_store_refuses_kinds_that_are_away() -> None:
     store = MemoryStore(torch.device("cpu"))
     (chunk,) = store.register([ChunkLayout(numel=4, dtypes={0: torch.float32, 1: torch.float32})])

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import copy
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square
-from tests.support.cases import DEFAULT, EACH, GROUPED, Case, Cases
+from tests.support.cases import (
+    DEFAULT,
+    EACH,
+    EACH_BF16,
+    GROUPED,
+    NVME,
+    STAGE_2,
+    STAGE_2_BF16,
+    WHOLE,
+    Case,
+    Cases,
+)
+from tests.support.judge import Script
 
 cases = Cases(__name__)
 FEW = (EACH, GROUPED, DEFAULT)
+
+
+def where_weights_stay(script: Script) -> Script:
+    """Below stage 3, and where nothing is above the threshold, the script's bits are equal; else it is refused."""
+
+    @wraps(script)
+    def of_sharded_weights(world: Any) -> None:
+        script(world)
+
+    of_sharded_weights.__name__ = f"{script.__name__}_of_sharded_weights"
+    cases(settings=(EACH, GROUPED, EACH_BF16, NVME), must="refused")(of_sharded_weights)
+    return cases(settings=(WHOLE, DEFAULT, STAGE_2, STAGE_2_BF16), must="equal")(script)
 
 
 def compiled(name: str, compile_part: Any, *, slow: bool) -> None:
@@ -97,7 +122,7 @@ def _loss(model: nn.Module) -> Any:
     return loss
 
 
-@cases
+@where_weights_stay
 def func_grad_over_the_models_parameters(world: Any) -> None:
     model = Net(1)
     engine = world.initialize(model)
@@ -106,7 +131,7 @@ def func_grad_over_the_models_parameters(world: Any) -> None:
     world.observe("gradients", gradients)
 
 
-@cases
+@where_weights_stay
 def func_grad_over_a_full_state_dict(world: Any) -> None:
     """The user's own copies: the model only lends its structure."""
     model = Net(1)
@@ -117,7 +142,7 @@ def func_grad_over_a_full_state_dict(world: Any) -> None:
     world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
 
 
-@cases
+@where_weights_stay
 def per_sample_gradients(world: Any) -> None:
     """``vmap(grad)`` over the rows of a batch."""
     model = Net(1)
@@ -127,7 +152,7 @@ def per_sample_gradients(world: Any) -> None:
     world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
 
 
-@cases
+@where_weights_stay
 def vmap_over_the_model(world: Any) -> None:
     model = Net(1)
     engine = world.initialize(model)
@@ -136,7 +161,7 @@ def vmap_over_the_model(world: Any) -> None:
     world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
 
 
-@cases
+@where_weights_stay
 def vmap_over_the_engine_in_training(world: Any) -> None:
     engine = world.initialize(Net(1))
     for step in range(2):
@@ -145,7 +170,7 @@ def vmap_over_the_engine_in_training(world: Any) -> None:
         engine.step()
 
 
-@cases
+@where_weights_stay
 def func_vjp_of_the_model(world: Any) -> None:
     model = Net(1)
     engine = world.initialize(model)
@@ -155,7 +180,7 @@ def func_vjp_of_the_model(world: Any) -> None:
     world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
 
 
-@cases
+@where_weights_stay
 def func_jvp_of_the_model(world: Any) -> None:
     model = Net(1)
     engine = world.initialize(model)
@@ -163,7 +188,7 @@ def func_jvp_of_the_model(world: Any) -> None:
     world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
 
 
-@cases
+@where_weights_stay
 def func_jacrev_of_the_model(world: Any) -> None:
     model = Net(1)
     engine = world.initialize(model)
@@ -171,7 +196,7 @@ def func_jacrev_of_the_model(world: Any) -> None:
     world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
 
 
-@cases
+@where_weights_stay
 def func_hessian_of_the_model(world: Any) -> None:
     model = Net(1)
     engine = world.initialize(model)
@@ -179,7 +204,7 @@ def func_hessian_of_the_model(world: Any) -> None:
     world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
 
 
-@cases
+@where_weights_stay
 def forward_mode_inside_forward(world: Any) -> None:
     """A directional derivative as a part of the loss."""
     model = Net(1)
