@@ -6,14 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
-from infinity.config.section import NonEmpty, Positive, Section, as_tuple, whole
+from infinity.config.section import NonEmpty, Positive, Section, as_tuple, lower, whole
 
-
-def _lower(value: object) -> object:
-    return value.lower() if isinstance(value, str) else value
-
-
-LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(_lower)]
+LogLevel = Annotated[Literal["debug", "info", "warning", "error", "critical"], BeforeValidator(lower)]
 
 
 class TensorBoard(Section):

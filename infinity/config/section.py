@@ -38,6 +38,10 @@ def as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else value
 
 
+def lower(value: object) -> object:
+    return value.lower() if isinstance(value, str) else value
+
+
 def without_nul(path: str) -> str:
     if "\0" in path:
         raise PydanticCustomError("path", "must be a path, which holds no NUL character")

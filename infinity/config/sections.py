@@ -28,6 +28,7 @@ from infinity.config.section import (
     Section,
     as_tuple,
     false_is_none,
+    lower,
     never_is_zero,
     whole,
 )
@@ -234,6 +235,8 @@ class Config(Section):
     """Divide gradients by the number of ranks before they are summed, whatever ``gradient_predivide_factor`` is."""
     gradient_predivide_factor: Annotated[float, Field(gt=0)] = 1.0
     """What gradients are divided by before they are summed, the rest after; 1 = by the number of ranks, as DDP."""
+    gradient_allreduce_op: Annotated[Literal["mean", "sum"], BeforeValidator(lower)] = "mean"
+    """What gradients become of those of all ranks; a sum is divided by nothing, whatever the two keys above say."""
     bf16: Bf16 = Bf16()
     fp16: Fp16 = Fp16()
     torch_autocast: TorchAutocast = TorchAutocast()

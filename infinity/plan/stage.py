@@ -49,6 +49,8 @@ class StagePolicy:
     gathering: Gathering
     predivide_factor: float | None
     """What gradients are divided by before they are summed, the rest after; None: by the number of ranks, as DDP."""
+    averages: bool
+    """Gradients become their mean over ranks; else their sum, and nothing divides them."""
 
     def __post_init__(self) -> None:
         if self.shards_weights > self.shards_gradients or self.shards_gradients > self.shards_states:
@@ -74,6 +76,7 @@ class StagePolicy:
                 by_reduction=zero.stage3_use_all_reduce_for_fetch_params,
             ),
             predivide_factor=None if factor == 1.0 or config.prescale_gradients else factor,
+            averages=config.gradient_allreduce_op == "mean",
         )
 
     def reduces(self, *, boundary: bool) -> bool:

@@ -81,7 +81,8 @@ class Collectives:
         self.world_size = peers.world_size if peers is not None else 1
         self.log = CommsLog()
         self._gathering = Gathering.ALL_GATHER
-        self._predivide_factor = float(self.world_size)
+        self._divisor, self._factor = float(self.world_size), 1.0
+        """Of gradients before they are summed, and after it."""
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None) -> Collectives:
@@ -101,7 +102,8 @@ class Collectives:
     def follow(self, policy: StagePolicy) -> None:
         """Gather and reduce as the policy says. Collective."""
         self._gathering = policy.gathering
-        self._predivide_factor = float(policy.predivide_factor or self.world_size)
+        self._divisor = float(policy.predivide_factor or self.world_size) if policy.averages else 1.0
+        self._factor = self._divisor / self.world_size if policy.averages else 1.0
         if self._peers is not None and policy.reduction is Reduction.ALL_REDUCE:
             self._peers.add_group_for_results()
 
@@ -176,9 +178,9 @@ class Collectives:
     def reduce_scatter_mean(self, output: torch.Tensor, full: torch.Tensor) -> Reducing:
         """Issue: ``output`` [numel] becomes this rank's part of the mean over ranks of ``full`` [world_size * numel].
 
-        Divides first, as DDP does, so that sums stay in range, by ``gradient_predivide_factor`` if there is one.
-        ``full`` is overwritten. Reductions have a process group of their own: ranks may reach them at different points
-        of their gathers without a deadlock.
+        Divides first, as DDP does, so that sums stay in range, by ``gradient_predivide_factor`` if there is one; not at
+        all where ``gradient_allreduce_op`` asks for sums. ``full`` is overwritten. Reductions have a process group of
+        their own: ranks may reach them at different points of their gathers without a deadlock.
         """
         peers, factor = self._divided(full)
         with _in_words(_REDUCE, peers), self.log.timed("reduce_scatter", full.nbytes):
@@ -206,9 +208,9 @@ class Collectives:
         """Whom it is summed over, and what is left to multiply the sum by."""
         if self._peers is None:
             raise AssertionError("one rank has nothing to reduce")
-        full.div_(self._predivide_factor)
+        full.div_(self._divisor)
         self._peers.num_reductions += 1
-        return self._peers, self._predivide_factor / self.world_size
+        return self._peers, self._factor
 
     def receive_from_previous(self, tensor: torch.Tensor) -> None:
         """``tensor``, on the CPU, becomes what the rank before this one sends. All ranks have agreed to pass it on."""

@@ -221,6 +221,20 @@ equal["collectives"] = all(
     weights["3"] == weights[name] for name in
     ("2, once", "2 all-reduced", "3 all-reduced", "2 broadcast", "3 fetched", "2 prescaled")
 )
+
+def gradients(stage, **config):
+    engine = engine_of(stage, **config)
+    engine.backward(engine(batch(0)).square().mean())
+    found = [infinity.utils.safe_get_full_grad(param) for param in engine.module.parameters()]
+    engine.step()
+    engine.destroy()
+    return found
+
+summed = {"gradient_allreduce_op": "sum", "gradient_predivide_factor": 3.0}
+equal["summed"] = all(
+    torch.equal(total, 2 * mean)
+    for stage in (0, 1, 2, 3) for total, mean in zip(gradients(stage, **summed), gradients(stage), strict=True)
+)
 equal["thirds"] = weights["2 by thirds"] == weights["0 by thirds"] != weights["3"]
 keep.destroy()
 print(json.dumps({"equal": equal, "counted": counted}))
@@ -230,7 +244,7 @@ print(json.dumps({"equal": equal, "counted": counted}))
 def test_what_travels_at_each_stage_and_as_the_keys_say(tmp_path: Path) -> None:
     for rank in run_ranks(PRELUDE + NO_SYNC, tmp_path, num_ranks=2):
         assert rank.answer["equal"] == dict.fromkeys(rank.answer["equal"], True)
-        assert len(rank.answer["equal"]) == 6
+        assert len(rank.answer["equal"]) == 7
         counted: dict[str, Any] = rank.answer["counted"]
         gathered = {name: found.pop("all_gather", 0) for name, found in counted.items()}
         assert counted == {

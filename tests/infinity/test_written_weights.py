@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -64,7 +65,8 @@ def _write(weight: nn.Parameter) -> None:
 
 
 def _write_through_a_storage(weight: nn.Parameter) -> None:
-    weight.data.untyped_storage().fill_(3)
+    storage: Any = weight.data.untyped_storage()
+    storage.fill_(3)
 
 
 def _write_past_an_array(weight: nn.Parameter) -> None:

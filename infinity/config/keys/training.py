@@ -24,7 +24,7 @@ LOOP: tuple[Key, ...] = (
         "prescale_gradients", "true: gradients are divided by the number of ranks before their sum, by nothing after"
     ),
     works("gradient_predivide_factor", _PREDIVIDE),
-    refused("gradient_allreduce_op", "gradients are averaged over ranks", 'write "mean"', accepts=("mean",)),
+    works("gradient_allreduce_op", "mean, or sum: gradients of all ranks are added up and divided by nothing"),
     refused("sparse_gradients", "embedding gradients are dense", "write false", accepts=(False,)),
     refused("disable_allgather", "stage 3 cannot do without all-gather", "write false", accepts=(False,)),
     works("managed_gradient_accumulation", "false: every step() updates with what was accumulated before it"),

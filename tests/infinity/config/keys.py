@@ -76,6 +76,7 @@ _TOP = {
     ),
     "prescale_gradients": Example(True, _TRAVEL),
     "gradient_predivide_factor": Example(2.0, _TRAVEL),
+    "gradient_allreduce_op": Example("sum", _TRAVEL),
     **{f"zero_optimization.{name}": Example(False, _TRAVEL) for name in ("reduce_scatter", "allgather_partitions")},
     "zero_optimization.stage3_use_all_reduce_for_fetch_params": Example(True, _TRAVEL),
     "bf16.enabled": Example(True, _CELL),

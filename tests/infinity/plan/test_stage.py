@@ -46,6 +46,7 @@ def test_a_stage(row: Row) -> None:
         reduction=row.reduction,
         gathering=Gathering.ALL_GATHER,
         predivide_factor=None,
+        averages=True,
     )
     assert policy.reduces(boundary=True)
     assert policy.reduces(boundary=False) is ("g" in row.sharded)
@@ -65,6 +66,7 @@ def test_keys_choose_the_collectives_and_nothing_else(stage: int) -> None:
 def test_prescaling_leaves_nothing_for_a_factor() -> None:
     assert _policy(2, gradient_predivide_factor=3.0).predivide_factor == 3.0
     assert _policy(2, gradient_predivide_factor=3.0, prescale_gradients=True).predivide_factor is None
+    assert not _policy(2, gradient_allreduce_op="sum").averages
     assert _policy(2, prescale_gradients=True) == _policy(2)
 
 
