@@ -29,6 +29,7 @@ from infinity.tiers.base import HostTier
 from infinity.update.in_backward import InBackward, refuse_before_step, refuse_norm
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.update import Outcome, Update
+from infinity.weights import transforms
 from infinity.weights.buffers import FollowedBuffers, mixed_dtypes_named
 from infinity.weights.saved_tensors import stale_graphs_named
 from infinity.weights.sharded_model import ShardedModel
@@ -91,8 +92,9 @@ class TrainingLoop:
         training = module.training and torch.is_grad_enabled()
         self.refuse_before_step("forward")
         with self._phase_of(StepPhase.FORWARD):
-            self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
-            self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
+            with transforms.outside():
+                self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
+                self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
             args, kwargs = self._casting.inputs((args, kwargs))
             observed = self.observers.around_forward(self.global_steps + 1)
             with observed, self._casting.around_forward(), mixed_dtypes_named(module, (args, kwargs)):

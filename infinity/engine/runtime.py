@@ -7,7 +7,7 @@ but not to the engine, so that an engine nobody refers to any more can end.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NoReturn
 
@@ -28,7 +28,7 @@ from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
 from infinity.update.norms import norms_of
 from infinity.update.reducer import Reducer
-from infinity.weights import access, owners, shard_copies
+from infinity.weights import access, owners, shard_copies, transforms
 from infinity.weights.autocast import CastOnce
 from infinity.weights.buffers import note_mixed_dtypes
 from infinity.weights.ended import Ended
@@ -252,10 +252,17 @@ class Runtime(owners.Owner):
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
         self._refuse_use_after_end(params[0])
         lent = [self._param_of[id(param)] for param in params]
+        if transforms.is_inside():
+            self._refuse_inside_transform(lent)
         self._cast_once.use(lent)
         in_pass = self._phases.in_training_pass or self._num_calls > 0
         with self._gathering.gathered(lent, in_pass=in_pass, modifier_rank=modifier_rank), self.hooks(outermost=True):
             yield
+
+    def _refuse_inside_transform(self, params: Iterable[ShardedParam]) -> None:
+        for param in params:
+            if not self._group_of[param.index].persistent:
+                self.refuse(param.param, f"is used {transforms.PROBLEM}", transforms.REMEDY)
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         self.refuse_over("ds_tensor")

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from infinity.errors import WeightsError
+from infinity.weights import transforms
 from infinity.weights.param_group import ParamGroup
 from infinity.weights.state_dicts import refuse_module_copy
 
@@ -74,7 +75,7 @@ class ModuleCalls:
         for name, module in model.named_modules():
             groups = groups_of.get(module, ())
             if groups or module is model:
-                self._hook(name or type(module).__name__, module, groups)
+                self._hook(name or type(module).__name__, module, groups, transformable=not groups_of)
 
     def remove(self) -> None:
         for handle in self._removable:
@@ -89,15 +90,16 @@ class ModuleCalls:
             except WeightsError:
                 pass  # what ended the call is being raised already
 
-    def _hook(self, name: str, module: nn.Module, groups: Sequence[ParamGroup]) -> None:
+    def _hook(self, name: str, module: nn.Module, groups: Sequence[ParamGroup], *, transformable: bool) -> None:
         def enter(called: nn.Module, _args: Any) -> None:
-            _refuse_transforms(name, sharded=bool(groups))
+            _refuse_transforms(name, transformable=transformable)
             calls = self._thread.calls
             call = _Call(called, outermost=not calls)
             calls.append(call)
             try:
                 if call.outermost:
-                    self._holder.begin_call(called)
+                    with transforms.outside():
+                        self._holder.begin_call(called)
                 for group in groups:
                     self._holder.hold(group)
                     call.groups.append(group)
@@ -128,7 +130,8 @@ class ModuleCalls:
             self._holder.release(call.groups)
         finally:
             if call.outermost:
-                self._holder.end_call(failed=failed)
+                with transforms.outside():
+                    self._holder.end_call(failed=failed)
 
 
 class _Hook:
@@ -168,9 +171,9 @@ def _hide_hooks(layer: nn.TransformerEncoderLayer) -> None:
                 setattr(module, name, _UncountedHooks())
 
 
-def _refuse_transforms(name: str, *, sharded: bool) -> None:
-    """Raises WeightsError for a module that is called to be traced: what is recorded would hold placeholders. Where its
-    own weights stay in memory, ``torch.func`` finds them."""
+def _refuse_transforms(name: str, *, transformable: bool) -> None:
+    """Raises WeightsError for a module that is called to be traced: what is recorded would hold placeholders. A model
+    whose weights all stay in memory is ``transformable`` by ``torch.func``, which keeps no modules."""
     if torch._C._get_tracing_state() is not None:
         raise WeightsError(
             name,
@@ -189,9 +192,5 @@ def _refuse_transforms(name: str, *, sharded: bool) -> None:
             "is traced by torch.fx, which would record placeholders for its weights",
             "load what engine.full_state_dict() returns into a model built anew, and trace that",
         )
-    if sharded and torch._C._functorch.peek_interpreter_stack() is not None:
-        raise WeightsError(
-            name,
-            "is called inside a transform of torch.func, which sees no sharded weights",
-            "keep them whole with zero_optimization.stage 2, or compute the gradient with engine.backward()",
-        )
+    if not transformable and transforms.is_inside():
+        raise WeightsError(name, f"is called {transforms.PROBLEM}", transforms.REMEDY)

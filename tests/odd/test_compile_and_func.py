@@ -7,6 +7,7 @@ from functools import wraps
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square
@@ -23,9 +24,11 @@ from tests.support.cases import (
     Cases,
 )
 from tests.support.judge import Script
+from tests.support.world import Setting
 
 cases = Cases(__name__)
 FEW = (EACH, GROUPED, DEFAULT)
+DEFAULT_NVME = Setting(thresholds="default", nvme=True, bf16=True)
 
 
 def where_weights_stay(script: Script) -> Script:
@@ -37,7 +40,7 @@ def where_weights_stay(script: Script) -> Script:
 
     of_sharded_weights.__name__ = f"{script.__name__}_of_sharded_weights"
     cases(settings=(EACH, GROUPED, EACH_BF16, NVME), must="refused")(of_sharded_weights)
-    return cases(settings=(WHOLE, DEFAULT, STAGE_2, STAGE_2_BF16), must="equal")(script)
+    return cases(settings=(WHOLE, DEFAULT_NVME, STAGE_2, STAGE_2_BF16, DEFAULT), must="equal")(script)
 
 
 def compiled(name: str, compile_part: Any, *, slow: bool) -> None:
@@ -213,6 +216,26 @@ def forward_mode_inside_forward(world: Any) -> None:
         output, derivative = torch.func.jvp(engine, (batch(world, step),), (batch(world, step + 1),))
         world.backward(engine, square(output) + square(derivative))
         engine.step()
+
+
+@where_weights_stay
+def func_grad_where_the_model_uses_a_childs_weight(world: Any) -> None:
+    engine = world.initialize(Rule(lambda net, x: torch.tanh(F.linear(x, net.a.weight)) @ net.a.weight))
+    for step in range(2):
+        gradient = torch.func.grad(lambda x: square(engine(x)))(batch(world, step))
+        world.observe(f"gradient {step}", gradient)
+        world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+
+
+@where_weights_stay
+def func_grad_of_a_function_over_a_weight(world: Any) -> None:
+    """No module is called inside."""
+    model = Net(1)
+    engine = world.initialize(model)
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+    weight = model.blocks[0].expand.weight
+    world.observe("gradient", torch.func.grad(lambda x: square(torch.tanh(F.linear(x, weight))))(batch(world, 0)))
+    world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
 
 
 @cases

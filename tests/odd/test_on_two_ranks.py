@@ -282,6 +282,20 @@ def sparse_gradients_on_ranks(world: Any) -> None:
         engine.step()
 
 
+@cases(settings=WHOLE_WEIGHTS, must="equal")
+def func_grad_through_the_engine(world: Any) -> None:
+    """Ranks agree, and send buffers, within the transform; each has an update behind it."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 2))
+    engine = world.initialize(model)
+    for step in range(2):
+        loop(world, engine, num_steps=1, first=step)
+        engine.eval()
+        x = world.randn(ROWS, WIDTH, seed=step + 7)
+        world.observe(f"gradient {step}", torch.func.grad(lambda each: square(engine(each)))(x))
+        world.observe(f"mapped {step}", torch.func.vmap(lambda each: engine(each[None]))(x).detach())
+        engine.train()
+
+
 @cases.parametrized()
 def test_on_two_ranks(case: Case, judges: Judges) -> None:
     verdicts = [judges.verdict(__name__, case, setting, num_ranks=2) for setting in case.settings]
