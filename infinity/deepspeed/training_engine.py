@@ -225,9 +225,9 @@ class DeepSpeedEngine(Engine):
         self.tput_timer.stop(global_step=is_boundary)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what the running step has accumulated."""
+        """Drop what the running step has accumulated. As in DeepSpeed's, no gradient of zeros is left."""
         self._users_backward.settle()
-        super().zero_grad(set_to_none)
+        super().zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
         """Inside, gradients stay whole on their rank, as in ``infinity.Engine.no_sync``: at stages 0 and 1 alone."""

@@ -126,8 +126,13 @@ class Engine(Checkpoints, Exports):
         return self._loop.is_boundary()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what the running step has accumulated."""
-        self._loop.zero_grad()
+        """Drop what the running step has accumulated.
+
+        Args:
+            set_to_none: False where parameters that have no gradient in the next step would be stepped by one of zeros,
+                as by torch's optimizers; ``step`` refuses these by name, with a WeightsError.
+        """
+        self._loop.zero_grad(set_to_none=set_to_none)
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
         """Decide, instead of the number of micro-batches, whether the coming ``step`` updates.

@@ -87,6 +87,9 @@ class TrainingLoop:
         if self.update is not None and config.io_daemon.update_in_backward:
             self._in_backward = InBackward(self.update, runtime.gradients, runtime.changes.make_ready)
         self._record = StepRecord(runtime.sharded)
+        self._stepped: frozenset[int] = frozenset()
+        self._zeroed: frozenset[int] = frozenset()
+        """Parameters that the last update stepped, and those whose gradient would be one of zeros by now."""
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         training = module.training and torch.is_grad_enabled()
@@ -208,11 +211,13 @@ class TrainingLoop:
         self._gather_gradients()
         if not self.config.zero_optimization.ignore_unused_parameters:
             self._refuse_unused()
+        self._refuse_zeroed()
         self.runtime.changes.check()
         update.agree(self.runtime.collectives, self.global_steps + 1, self.runtime.reducer.used)
         if update.begin(self.runtime.reducer.used) is Outcome.APPLIED:
             self.runtime.changes.begin()
             update.apply(None if self.config.io_daemon.update == "in_step" else self.runtime.changes.chunks_that_stay)
+        self._stepped = frozenset(param for param, used in enumerate(self.runtime.reducer.used) if used)
         self.was_step_applied = update.finish() is Outcome.APPLIED
         if self.was_step_applied:
             self.runtime.changes.end()
@@ -234,7 +239,7 @@ class TrainingLoop:
                 step=self.global_steps,
                 samples=self.global_samples,
                 loss=self.observers.take_loss(),
-                learning_rates=tuple(group["lr"] for group in optimizer.param_groups),
+                learning_rates=tuple(float(group["lr"]) for group in optimizer.param_groups if "lr" in group),
                 loss_scale=optimizer.loss_scale,
                 grad_norm=update.grad_norm,
                 forward_s=self._record.times.forward_seconds,
@@ -313,15 +318,32 @@ class TrainingLoop:
         if self.update is not None and self.update.is_early:
             raise refuse_before_step(call)
 
-    def zero_grad(self) -> None:
+    def zero_grad(self, *, set_to_none: bool) -> None:
         """The running step begins anew."""
         self._refuse_in_backward("zero_grad()")
         self._begin_anew()
+        self._note_zeroed(set_to_none=set_to_none)
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, *, set_to_none: bool) -> None:
         """What was accumulated is gone; which micro-batch comes next stays."""
         self._refuse_in_backward("zero_grad()")
         self._drop_gradients()
+        self._note_zeroed(set_to_none=set_to_none)
+
+    def _note_zeroed(self, *, set_to_none: bool) -> None:
+        self._zeroed = frozenset() if set_to_none else self._zeroed | self._stepped
+
+    def _refuse_zeroed(self) -> None:
+        """Raises WeightsError where an optimizer of torch's would step a parameter by a gradient of zeros."""
+        used, names = self.runtime.reducer.used, self._sharded.layout.names
+        lacking = [names[param] for param in sorted(self._zeroed) if not used[param]]
+        if lacking:
+            raise WeightsError(
+                ", ".join(lacking),
+                "has no gradient in this step, and zero_grad(set_to_none=False) had left it one of zeros, by which "
+                "torch's optimizers step by momentum and decay",
+                "call zero_grad(), or add 0 * param.sum() to the loss to have it stepped",
+            )
 
     def _refuse_in_backward(self, call: str) -> None:
         self.settle_backward()

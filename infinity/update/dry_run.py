@@ -17,11 +17,15 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigError
 from infinity.update.rule import NumberTensor, NumberType, Options, number_of
-from infinity.update.stand_in import StandIn, State
+from infinity.update.stand_in import StandIn, State, Stepped
+from infinity.update.watched import Watched
 
 NUM_STEPS: Final = 8
 ROWS: Final = 12
 COLUMNS: Final = 32
+LATER: Final = (10, 100, 1_000, 10_000, 100_000)
+"""The counts of steps after which somebody's own rule is looked at again."""
+_SIZED: Final = (int, float, torch.Tensor)
 CUT: Final = 128
 """The matrix, and the element at which it is cut: multiples of what kernels take at a time."""
 
@@ -49,8 +53,15 @@ class Kept:
 
 
 def options_of(optimizer: Optimizer) -> list[Options]:
-    """What each param group says, without its parameters."""
-    return [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    """What each param group says now, without its parameters."""
+    return [
+        {
+            name: value.clone() if isinstance(value, torch.Tensor) else value
+            for name, value in group.items()
+            if name != "params"
+        }
+        for group in optimizer.param_groups
+    ]
 
 
 def in_words(options: Sequence[Options]) -> str:
@@ -110,7 +121,7 @@ def born(births: Mapping[str, Birth], param: torch.Tensor) -> State:
 def way_of(options: Options) -> str:
     """The way that groups take through the code: alike for those that differ in the size of numbers alone."""
     return repr(
-        sorted((name, bool(value) if type(value) in (int, float) else repr(value)) for name, value in options.items())
+        sorted((name, bool(value) if type(value) in _SIZED else repr(value)) for name, value in options.items())
     )
 
 
@@ -123,23 +134,39 @@ class _Trial:
     """One matrix that a stand-in steps, as it is or cut up."""
 
     def __init__(self, stand_in: StandIn, params: Sequence[torch.Tensor], births: Mapping[str, Birth]) -> None:
-        self.stand_in, self._params = stand_in, [param.clone() for param in params]
+        self.stand_in, self._params = stand_in, [self._watched(param.clone(), stand_in) for param in params]
         self._states = [born(births, param) for param in self._params]
+
+    @staticmethod
+    def _watched(tensor: torch.Tensor, stand_in: StandIn) -> torch.Tensor:
+        return tensor.as_subclass(Watched) if stand_in.is_foreign else tensor
 
     def step(self, grads: Sequence[torch.Tensor], options: Options) -> None:
         for i, (param, grad) in enumerate(zip(self._params, grads, strict=True)):
-            try:
-                (self._states[i],) = self.stand_in.step([param], [grad.clone()], [self._states[i]], options)
-            except Exception as error:  # noqa: BLE001 (whatever the user's code raises, the optimizer is refused)
-                refuse(self.stand_in, f"cannot step parts of parameters ({error})")
+            self._states[i] = self._step([Stepped([param], [grad], [self._states[i]])], options)[0][0]
 
     def step_together(self, grads: Sequence[torch.Tensor], options: Options) -> None:
-        self._states = self.stand_in.step(self._params, [grad.clone() for grad in grads], self._states, options)
+        self._states = self._step([Stepped(self._params, grads, self._states)], options)[0]
 
-    def first(self) -> _Trial:
-        """What became of the first parameter."""
+    def step_apart(self, grads: Sequence[torch.Tensor], options: Options, cuts: Sequence[slice]) -> None:
+        """Step the parameters in several groups, cut as told."""
+        groups = [Stepped(self._params[cut], grads[cut], self._states[cut]) for cut in cuts]
+        self._states = [state for states in self._step(groups, options) for state in states]
+
+    def _step(self, groups: Sequence[Stepped], options: Options) -> list[list[State]]:
+        own = [
+            group._replace(grads=[self._watched(grad.clone(), self.stand_in) for grad in group.grads])
+            for group in groups
+        ]
+        try:
+            return self.stand_in.step_groups(own, options)
+        except Exception as error:  # noqa: BLE001 (whatever the user's code raises, the optimizer is refused)
+            refuse(self.stand_in, f"cannot step parts of parameters ({error})")
+
+    def only(self, i: int) -> _Trial:
+        """What became of one parameter."""
         trial = object.__new__(_Trial)
-        trial.stand_in, trial._params, trial._states = self.stand_in, self._params[:1], self._states[:1]
+        trial.stand_in, trial._params, trial._states = self.stand_in, self._params[i : i + 1], self._states[i : i + 1]
         return trial
 
     def kept(self) -> Kept:
@@ -157,6 +184,18 @@ class _Trial:
                 what = f"of shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 refuse(self.stand_in, f"keeps {label} {what}, which belongs to no element")
         return Kept(states, numbers)
+
+    def counters(self, num_steps: int) -> list[str]:
+        """The numbers that are as many as the steps were."""
+        return [label for label in self.kept().numbers if float(self._states[0][label]) == num_steps]
+
+    def count_from(self, labels: Sequence[str], start: int) -> None:
+        for state in self._states:
+            for label in labels:
+                number = state[label]
+                state[label] = (
+                    torch.full_like(number, start) if isinstance(number, torch.Tensor) else type(number)(start)
+                )
 
     def signed(self) -> set[str]:
         """The states in which some sign bit is set now, or that are not fp32."""
@@ -186,11 +225,17 @@ def dry_run(stand_in: StandIn, options: Options, births: Mapping[str, Birth], dt
     with torch.random.fork_rng(devices=[]):
         try:
             kept = _watch_parts(whole, _Trial(stand_in, _cut(matrix), births), grads, options)
+            if stand_in.is_foreign:
+                _watch_later([_Trial(stand_in, each, births) for each in ([matrix], _cut(matrix))], grads, options)
         except ConfigError:
             whole = _Trial(stand_in, [matrix], births)
             kept = replace(_watch(whole, grads, options), is_whole=True)
             if not _steps_alone(whole, matrix, births, grads, options):
                 raise
+            if stand_in.is_foreign:
+                _watch_later([_Trial(stand_in, [matrix], births)], grads, options)
+        if stand_in.is_foreign:
+            _check_foreign(whole, matrix, births, grads, options)
         zeros = {label: Birth(0.0, None) for label in kept.states}
         zeros |= {label: Birth(0.0, number) for label, number in kept.numbers.items()}
         again = _Trial(stand_in, [matrix], zeros)
@@ -217,7 +262,29 @@ def _watch_parts(whole: _Trial, parts: _Trial, grads: Sequence[torch.Tensor], op
             refuse(whole.stand_in, "keeps other things for a matrix than for a vector")
         if not _are_equal(whole, parts, kept):
             refuse(whole.stand_in, "steps a part of a parameter otherwise alone than within the whole")
+    if whole.stand_in.asked.shape:
+        refuse(whole.stand_in, "looks at shapes, which parts of parameters have not")
     return kept
+
+
+def _watch_later(trials: Sequence[_Trial], grads: Sequence[torch.Tensor], options: Options) -> None:
+    """Raises ConfigError if what counts its steps does something else after many of them: keeps something new, or steps
+    the matrix, the first trial, otherwise than its parts, the second."""
+    for trial, parts in zip(trials, (False, True), strict=False):
+        for grad in grads:
+            trial.step(_cut(grad) if parts else [grad], options)
+    first = trials[0]
+    kept, counters = first.kept(), first.counters(NUM_STEPS)
+    for start in LATER if counters else ():
+        for trial in trials:
+            trial.count_from(counters, start)
+        for grad in grads[:2]:
+            for trial, parts in zip(trials, (False, True), strict=False):
+                trial.step(_cut(grad) if parts else [grad], options)
+            if first.kept() != kept:
+                refuse(first.stand_in, f"keeps other things after {start} steps than after the first")
+            if any(not _are_equal(first, trial, kept) for trial in trials):
+                refuse(first.stand_in, f"steps a part of a parameter otherwise alone after {start} steps")
 
 
 def _watch(trial: _Trial, grads: Sequence[torch.Tensor], options: Options) -> Kept:
@@ -234,7 +301,26 @@ def _steps_alone(
     beside = _Trial(whole.stand_in, [matrix, matrix.flip(0)], births)
     for grad in grads:
         beside.step_together([grad, 3 * grad.flip(0)], options)
-    return _are_equal(whole, beside.first(), whole.kept())
+    return _are_equal(whole, beside.only(0), whole.kept())
+
+
+def _check_foreign(
+    whole: _Trial, matrix: torch.Tensor, births: Mapping[str, Birth], grads: Sequence[torch.Tensor], options: Options
+) -> None:
+    """Raises ConfigError for what only an optimizer does that somebody else wrote: stepping something else than what
+    it is given, or by its place."""
+    stand_in = whole.stand_in
+    if stand_in.asked.identity:
+        refuse(stand_in, "asks which parameter it steps (it looks one up in a set or a dict)")
+    if options.get("lr", 1.0) and torch.equal(whole.bits(())[0], _Trial(stand_in, [matrix], births).bits(())[0]):
+        refuse(stand_in, "changed nothing in its step of a parameter with a gradient")
+    others = [matrix.flip(0), matrix.flip(1), matrix * 2]
+    elsewhere = _Trial(stand_in, [*others, matrix, matrix * 3], births)
+    for grad in grads:
+        given = [grad.flip(0), grad.flip(1), grad * 2, grad, grad * 3]
+        elsewhere.step_apart(given, options, [slice(0, 2), slice(2, 5)])
+    if not _are_equal(whole, elsewhere.only(3), whole.kept()):
+        refuse(stand_in, "steps a parameter otherwise in another place of its groups, or beside others")
 
 
 def _are_equal(left: _Trial, right: _Trial, kept: Kept) -> bool:

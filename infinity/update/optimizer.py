@@ -44,7 +44,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __init__(self, param_groups: Iterable[dict[str, Any]], defaults: dict[str, Any], rule: UpdateRule) -> None:
         self._update: Callable[[], None] | None = None
-        self._drop_gradients: Callable[[], None] | None = None
+        self._drop_gradients: Callable[..., None] | None = None
         super().__init__(list(param_groups), defaults)
         self.state = self._unread = StoredState()  # type: ignore[assignment]
         self.rule = rule
@@ -75,7 +75,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def bind(
         self,
         update: Callable[[], None],
-        drop_gradients: Callable[[], None],
+        drop_gradients: Callable[..., None],
         scale: LossScale,
         states: Packing | None = None,
     ) -> None:
@@ -109,9 +109,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients that were accumulated since the last update, as torch's does. The engine goes on counting
-        micro-batches; ``engine.zero_grad()`` begins the step anew."""
+        micro-batches; ``engine.zero_grad()``, which says what ``set_to_none`` is, begins the step anew."""
         if self._drop_gradients is not None:
-            self._drop_gradients()
+            self._drop_gradients(set_to_none=set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Torch's, until the engine has made its shards; after that it is refused."""
@@ -210,9 +210,6 @@ def sharded_from_torch(optimizer: torch.optim.Optimizer, *, dtype: torch.dtype) 
         for name in ("capturable", "differentiable"):
             if group.get(name):
                 raise ConfigError(f"optimizer.{name}", True, "not available with sharded state: set it to False")
-        for name, value in group.items():
-            if name != "params" and isinstance(value, torch.Tensor) and value.numel() == 1:
-                group[name] = value.item()
     rule = rule_of(optimizer, dtype=dtype)
     groups = optimizer.param_groups
     sharded = ShardedOptimizer([dict(group) for group in groups], dict(optimizer.defaults), rule)

@@ -9,7 +9,7 @@ parameter, such as a count of steps, is its *history*.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -72,6 +72,9 @@ class UpdateRule:
     """The dtype of the parameters and gradients of a call."""
     run: Callable[[Call, History, Options], History]
     """Step the pieces in place; the history after it."""
+    check: Callable[[Sequence[Options]], None] = lambda _groups: None
+    """Called before a step with the options of all groups, which are its own from then on. Raises EngineStateError for
+    those that the rule cannot follow."""
     numbers: Mapping[str, NumberType] = field(default_factory=dict)
     """What each number of a history is, such as ``step``, and its type."""
     whole_groups: frozenset[int] = frozenset()

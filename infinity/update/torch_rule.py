@@ -9,8 +9,10 @@ from typing import Final
 import torch
 from torch.optim import Optimizer
 
+from infinity.errors import EngineStateError
 from infinity.update.dry_run import (
     Birth,
+    Kept,
     births_of,
     born,
     dry_run,
@@ -21,6 +23,7 @@ from infinity.update.dry_run import (
 )
 from infinity.update.rule import Call, History, NumberType, Options, UpdateRule, numbers_of
 from infinity.update.stand_in import StandIn, State
+from infinity.update.watched import steppers_in
 from io_daemon.shared.protocol import STATE_KINDS
 
 SLICE_NUMEL: Final = 1 << 16
@@ -38,8 +41,11 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype, prefers_fused: bool = F
     """
     births = births_of(optimizer)
     stand_in = StandIn(optimizer, prefers_fused=prefers_fused)
+    if stand_in.is_foreign and (held := steppers_in(vars(optimizer))):
+        refuse(stand_in, f"holds another that has parameters of its own ({', '.join(held)})")
     groups = options_of(optimizer)
     watched = {way: dry_run(stand_in, options, births, dtype) for way, options in unlike(groups).items()}
+    _refuse_attributes(stand_in, optimizer)
     found = list(watched.values())
     states = {label: dtype for kept in found for label, dtype in kept.states.items()}
     numbers = {label: number for kept in found for label, number in kept.numbers.items()}
@@ -51,12 +57,54 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype, prefers_fused: bool = F
         states=states,
         options=frozenset(optimizer.defaults),
         dtype=dtype,
-        run=_Run(stand_in, births, tuple(states), numbers, from_zeros),
+        run=_Run(stand_in, births, tuple(states), numbers, from_zeros, frozenset((*states, *numbers))),
+        check=_Check(stand_in, births, dtype, watched, states, numbers),
         numbers=numbers,
         whole_groups=frozenset(i for i, options in enumerate(groups) if watched[way_of(options)].is_whole),
         unsigned=frozenset(states).difference(*(kept.states.keys() - kept.unsigned for kept in found)),
         from_zeros=from_zeros,
     )
+
+
+def _refuse_attributes(stand_in: StandIn, optimizer: Optimizer) -> None:
+    """Raises ConfigError if the optimizer looks at something that somebody wrote to a parameter."""
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if found := sorted(name for name in stand_in.asked.attributes if any(name in vars(param) for param in params)):
+        refuse(stand_in, f"reads {', '.join(found)} of a parameter, which parts of it have not")
+
+
+@dataclass(frozen=True, slots=True)
+class _Check:
+    """``UpdateRule.check``: options that lead through code which was not watched are watched before they count."""
+
+    stand_in: StandIn
+    births: Mapping[str, Birth]
+    dtype: torch.dtype
+    watched: dict[str, Kept]
+    states: Mapping[str, torch.dtype]
+    numbers: Mapping[str, NumberType]
+
+    def __call__(self, groups: Sequence[Options]) -> None:
+        self.stand_in.look()
+        for number, options in enumerate(groups):
+            way = way_of(options)
+            if way in self.watched:
+                continue
+            kept = dry_run(self.stand_in, options, self.births, self.dtype)
+            before = next(iter(self.watched.values()))
+            new = [*(kept.states.keys() - self.states.keys()), *(kept.numbers.keys() - self.numbers.keys())]
+            same_form = (kept.is_whole, kept.unsigned | (self.states.keys() - kept.states.keys())) == (
+                before.is_whole,
+                before.unsigned | (self.states.keys() - before.states.keys()),
+            )
+            if new or not same_form:
+                keeps = f"keeps {', '.join(sorted(new))}" if new else "needs its states in another form"
+                raise EngineStateError(
+                    f"optimizer.param_groups[{number}] was changed since infinity.initialize() to where "
+                    f"{self.stand_in.of.__name__} {keeps}, for which no place was made: give the group such options "
+                    "before initialize()"
+                )
+            self.watched[way] = kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +117,8 @@ class _Run:
     numbers: Mapping[str, NumberType]
     from_zeros: bool
     """The first step is like any other, with states and numbers of zero."""
+    known: frozenset[str]
+    """What it keeps, of elements and of parameters."""
 
     def __call__(self, call: Call, history: History, options: Options) -> History:
         device = call.params[0].device
@@ -86,8 +136,17 @@ class _Run:
         ]
         after = self.stand_in.step(call.params, call.grads, given, options)
         for views, state in zip(call.states, after, strict=True):
+            self._refuse_new(state)
             self._keep(views, state)
         return tuple(float(after[0].get(label, 0.0)) for label in self.numbers)
+
+    def _refuse_new(self, state: State) -> None:
+        new = [label for label, value in state.items() if value is not None and label not in self.known]
+        if new:
+            raise EngineStateError(
+                f"{self.stand_in.of.__name__} has begun to keep {', '.join(new)}, which it did not in its first steps, "
+                "and for which no place was made: have it make all of its state in the first"
+            )
 
     def _restored(self, views: Sequence[torch.Tensor], history: tuple[float, ...], device: torch.device) -> State:
         return {**dict(zip(self.states, views, strict=True)), **numbers_of(self.numbers, history, device)}

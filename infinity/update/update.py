@@ -24,7 +24,7 @@ from infinity.update.dry_run import in_words, options_of
 from infinity.update.gradients import GradientChunks
 from infinity.update.loss_scale import LossScale
 from infinity.update.optimizer import ShardedOptimizer
-from infinity.update.rule import History
+from infinity.update.rule import History, Options
 from infinity.update.sub_group import SubGroup, Terms
 from infinity.update.whole import WholeParams
 from infinity.weights.param_group import GradientOf
@@ -160,12 +160,13 @@ class Update:
         """The last backward of a step begins: its terms are fixed now, and chunks may be stepped before ``begin``.
         Where they may, there is no loss scale."""
         self.settle()
+        options = self._checked_options()
         self._is_running, self.is_early, self.num_updated = True, True, 0
         self._histories_after = {}
         self._terms = Terms(
             present=self._grouped([True] * len(self._histories)),
             histories=list(self._histories),
-            options=options_of(self._optimizer),
+            options=options,
             factor=None,
         )
 
@@ -204,6 +205,7 @@ class Update:
         if self.is_early:
             return self._go_on(self._grouped(present))
         self.settle()  # what the step before left to chunks that nobody has used since
+        options = self._checked_options()
         self._is_running, self._terms, self.num_updated = True, None, 0
         factor = self._factor(present)
         if self.scale.checks_overflow and not self._is_finite:
@@ -215,10 +217,16 @@ class Update:
         self._terms = Terms(
             present=in_pieces,
             histories=list(self._histories),
-            options=options_of(self._optimizer),
+            options=options,
             factor=factor,
         )
         return Outcome.APPLIED
+
+    def _checked_options(self) -> list[Options]:
+        """The options of the step. Raises EngineStateError, before anything begins, where they cannot be followed."""
+        options = options_of(self._optimizer)
+        self._optimizer.rule.check(options)
+        return options
 
     def _go_on(self, present: Sequence[bool]) -> Outcome:
         """The step that began inside backward is called: the rest is stepped by the same terms."""

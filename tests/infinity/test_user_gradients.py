@@ -194,3 +194,31 @@ print(json.dumps(found))
 def test_equal_ones_on_two_ranks_are_their_mean(tmp_path: Path) -> None:
     ended = run_ranks(RANKS, tmp_path, num_ranks=2)
     assert [each.answer for each in ended] == [[True, True, True]] * 2
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("of", ["engine", "optimizer"])
+def test_gradients_of_zeros_are_refused_where_they_would_step(stage: int, of: str) -> None:
+    """Torch's optimizers step what has a gradient, be it zeros: by momentum and decay."""
+    engine, ours = with_optimizer(stage)
+    zero_grad = engine.zero_grad if of == "engine" else ours.zero_grad
+
+    def step(module: Any) -> None:
+        width = module.get_parameter("weight").shape[1] if isinstance(module, nn.Linear) else 8
+        engine.backward(module(torch.ones(1, width)).square().mean())
+        engine.step()
+
+    last = list(engine.module.children())[-1]
+    step(engine)
+    zero_grad(set_to_none=False)
+    step(engine)  # all have one
+    zero_grad(set_to_none=False)
+    zero_grad()
+    step(last)
+    step(engine)
+    zero_grad(set_to_none=False)
+    with pytest.raises(WeightsError, match=r"^0\.weight.* had left it one of zeros"):
+        step(last)
+    zero_grad()
+    step(last)
+    engine.destroy()

@@ -136,6 +136,78 @@ def its_groups_are_replaced(world: Any) -> None:
     loop(world, engine)
 
 
+# What it looks at
+
+
+class _Own(torch.optim.Optimizer):
+    """Somebody's rule, whose options have no ``lr``."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"alpha": 0.1})
+        self.scale = 1.0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    small = p.numel() < 100 and p.dim() > 1  # no part of a parameter shows it
+                    factor = self.scale * (0.5 if small else 1.0)
+                    p.add_(p.grad, alpha=-group["alpha"] * factor)
+
+
+class _Maker:
+    """Makes an optimizer by a function, and keeps it."""
+
+    def __init__(self, make: Any) -> None:
+        self.make = make
+
+    def __call__(self, params: Any) -> Any:
+        self.optimizer = self.make(params)
+        return self.optimizer
+
+
+@cases(settings=SETTINGS, must="equal")
+def a_rule_of_shapes_whose_scale_is_changed_between_steps(world: Any) -> None:
+    made = _Maker(_Own)
+    engine = world.initialize(Net(), optimizer=made)
+    for scale in (1.0, 0.5, 0.25):
+        made.optimizer.scale = scale
+        loop(world, engine, 1)
+
+
+@cases(settings=SETTINGS, must="equal")
+def a_rate_that_is_a_tensor_written_in_place(world: Any) -> None:
+    rate = torch.tensor(1e-2)
+    engine = world.initialize(Net(), optimizer=_Maker(lambda params: torch.optim.AdamW(params, lr=rate)))
+    for _ in range(3):
+        loop(world, engine, 1)
+        rate.mul_(0.5)
+
+
+@cases(settings=SETTINGS, must="refused", about="SGD keeps momentum_buffer")
+def momentum_comes_after_the_first_step(world: Any) -> None:
+    made = _Maker(lambda params: torch.optim.SGD(params, lr=0.1))
+    engine = world.initialize(Net(), optimizer=made)
+    loop(world, engine, 1)
+    made.optimizer.param_groups[0]["momentum"] = 0.9
+    loop(world, engine, 2)
+
+
+@cases(settings=SETTINGS, must="refused", about="holds another that has parameters")
+def an_optimizer_within_another(world: Any) -> None:
+    class Around(torch.optim.Optimizer):
+        def __init__(self, params: Any) -> None:
+            params = list(params)
+            super().__init__(params, {"lr": 0.1})
+            self.inner = torch.optim.SGD(params, lr=0.1)
+
+        def step(self, closure: Any = None) -> Any:
+            return self.inner.step(closure)
+
+    loop(world, world.initialize(Net(), optimizer=_Maker(Around)))
+
+
 # Gradients from before
 
 

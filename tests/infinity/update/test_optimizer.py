@@ -328,7 +328,7 @@ def test_a_step_runs_what_the_engine_has_bound() -> None:
         optimizer.step()
     runs: list[int] = []
     optimizer.zero_grad()
-    optimizer.bind(lambda: runs.append(1), lambda: runs.append(2), FixedLossScale(4.0))
+    optimizer.bind(lambda: runs.append(1), lambda **_: runs.append(2), FixedLossScale(4.0))
     optimizer.step()
     assert runs == [1]
     with pytest.raises(ValueError, match="closure"):
@@ -359,12 +359,13 @@ def test_parameters_may_come_in_groups_with_options_of_their_own() -> None:
 @pytest.mark.parametrize(("kind", "decoupled"), [(torch.optim.Adam, False), (torch.optim.AdamW, True)])
 def test_an_optimizer_of_the_users_is_taken_over_with_its_groups(kind: Any, decoupled: bool) -> None:
     first, second = params_of(2)
-    theirs = kind([{"params": [first], "lr": torch.tensor(0.5)}, {"params": [second], "maximize": True}], lr=0.25)
+    rate = torch.tensor(0.5)
+    theirs = kind([{"params": [first], "lr": rate}, {"params": [second], "maximize": True}], lr=0.25)
     ours = from_torch(theirs)
     assert ours.taken_over is theirs
     assert ours.param_groups is theirs.param_groups, "a schedule made on the given one drives this one"
     assert [group["lr"] for group in ours.param_groups] == [0.5, 0.25]
-    assert not isinstance(ours.param_groups[0]["lr"], torch.Tensor)
+    assert ours.param_groups[0]["lr"] is rate, "which may be written in place"
     assert [group["maximize"] for group in ours.param_groups] == [False, True]
     assert [group["decoupled_weight_decay"] for group in ours.param_groups] == [decoupled] * 2
     assert "params" not in ours.defaults

@@ -441,6 +441,7 @@ class Greedy(optim.Optimizer):
             for p in group["params"]:
                 for i in range(5):
                     self.state[p][f"s{i}"] = p.grad.clone()
+                p.sub_(p.grad)
 
 
 REFUSED: list[tuple[Callable[..., optim.Optimizer], str]] = [

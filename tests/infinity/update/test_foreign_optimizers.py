@@ -1,0 +1,237 @@
+"""Optimizers that somebody else wrote: what they ask beside elements is found in their dry run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from infinity.errors import ConfigError, EngineStateError
+from infinity.update.rule import Call
+from infinity.update.torch_rule import rule_of
+from infinity.update.watched import glance, steppers_in
+
+
+class Factored(optim.Optimizer):
+    """SGD times what ``factor`` says of a parameter and its place."""
+
+    def __init__(self, params: Any, factor: Callable[..., float], **options: Any) -> None:
+        super().__init__(params, {"lr": 0.1, **options})
+        self.factor = factor
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for number, group in enumerate(self.param_groups):
+            for i, p in enumerate(group["params"]):
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"] * self.factor(self, group, number, i, p))
+
+
+class Counting(Factored):
+    """The factor sees how many steps a parameter has taken."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+        super().step()
+
+
+class Wrapping(optim.Optimizer):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.parts = {"inner": [optim.SGD(self.param_groups[0]["params"], lr=0.1)]}
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for part in self.parts["inner"]:
+            part.step()
+
+
+class Idle(optim.Optimizer):
+    """Steps what it has noted, and not what it is given."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.noted = tuple(self.param_groups[0]["params"])
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for p in self.noted:
+            if p.grad is not None:
+                p.sub_(p.grad)
+
+
+class Late(Counting):
+    """Keeps something from its tenth step on."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for state in self.state.values():
+            if state["step"] > 10:
+                state["mean"] = 1.0
+
+
+def params() -> list[nn.Parameter]:
+    found = [nn.Parameter(torch.ones(4, 4)), nn.Parameter(torch.ones(3))]
+    found[1].rate_scale = 0.5  # type: ignore[attr-defined]
+    return found
+
+
+def _counts(optimizer: Any, *_: Any) -> float:
+    optimizer.counts["steps"] += 1
+    return 1.0
+
+
+def _with_counts(given: Any) -> optim.Optimizer:
+    made = Factored(given, _counts)
+    made.counts = {"steps": 0}  # type: ignore[attr-defined]
+    return made
+
+
+def _with_a_set(given: Any) -> optim.Optimizer:
+    made = Factored(given, lambda optimizer, _group, _number, _i, p: 0.5 if p in optimizer.slow else 1.0)
+    made.slow = {made.param_groups[0]["params"][1]}  # type: ignore[attr-defined]
+    return made
+
+
+REFUSED: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
+    "holds another optimizer": (Wrapping, r"holds another .*\(SGD\)"),
+    "steps something else": (Idle, "changed nothing in its step"),
+    "an attribute": (lambda given: Factored(given, lambda *args: getattr(args[-1], "rate_scale", 1.0)), "rate_scale"),
+    "a set of parameters": (_with_a_set, "asks which parameter"),
+    "the group's place": (
+        lambda given: Factored(given, lambda _o, _g, number, *_: (1.0, 0.5)[number]),
+        "another place",
+    ),
+    "the place in its group": (lambda given: Factored(given, lambda _o, _g, _n, i, _p: 0.9**i), "another place"),
+    "the group's length": (lambda given: Factored(given, lambda _o, g, *_: 1 / len(g["params"])), "another place"),
+    "counts in a dict": (_with_counts, "keeps counts for all parameters together"),
+    "keeps something late": (lambda given: Late(given, lambda *_: 1.0), "other things after 10 steps"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_parts_of_parameters_cannot_show_is_refused_by_name(case: str) -> None:
+    make, reason = REFUSED[case]
+    with pytest.raises(ConfigError, match=reason):
+        rule_of(make(params()), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    "factor",
+    [
+        lambda *args: 1.0 if args[-1].dim() > 3 else 0.5,
+        lambda *args: 1.0 if args[-1].numel() < 20 else 0.5,
+        lambda *args: 1.0 if args[-1].grad.double().shape[0] == 4 else 0.5,
+        lambda *args: 1.0 if len(args[-1]) == 3 else 0.5,
+    ],
+)
+def test_who_asks_for_a_shape_gets_whole_parameters(factor: Any) -> None:
+    assert rule_of(Factored(params(), factor), dtype=torch.float32).whole_groups == {0}
+
+
+def test_who_looks_at_norms_after_many_steps_gets_whole_parameters() -> None:
+    def factor(optimizer: Any, *args: Any) -> float:
+        p = args[-1]
+        return 1.0 if optimizer.state[p]["step"] < 5000 else float(1 / p.grad.norm())
+
+    assert rule_of(Counting(params(), factor), dtype=torch.float32).whole_groups == {0}
+    assert not rule_of(Counting(params(), lambda *_: 1.0), dtype=torch.float32).whole_groups
+
+
+def test_parts_pass_for_parameters() -> None:
+    rule = rule_of(Factored(params(), lambda *args: float(isinstance(args[-1], nn.Parameter))), dtype=torch.float32)
+    call = Call(params=[torch.ones(8)], grads=[torch.ones(8)], states=[()])
+    rule.run(call, None, {"lr": 0.5})
+    assert call.params[0].tolist() == [0.5] * 8
+    assert not rule.whole_groups
+
+
+def test_its_attributes_are_those_of_the_step() -> None:
+    """Chunks are stepped after it, when somebody uses them."""
+    optimizer = Factored(params(), lambda optimizer, *_: optimizer.scale)
+    optimizer.scale = 1.0  # type: ignore[attr-defined]
+    rule = rule_of(optimizer, dtype=torch.float32)
+    stepped = []
+    for scale in (1.0, 0.5):
+        optimizer.scale = scale  # type: ignore[attr-defined]
+        rule.check([{"lr": 0.5}])
+        optimizer.scale = 7.0  # type: ignore[attr-defined]
+        call = Call(params=[torch.ones(8)], grads=[torch.ones(8)], states=[()])
+        rule.run(call, None, {"lr": 0.5})
+        stepped.append(call.params[0][0].item())
+    assert stepped == [0.5, 0.75]
+
+
+def test_options_that_need_another_state_are_refused_before_the_step() -> None:
+    rule = rule_of(optim.SGD(params(), lr=0.1), dtype=torch.float32)
+    (options,) = [{k: v for k, v in group.items() if k != "params"} for group in optim.SGD(params()).param_groups]
+    rule.check([{**options, "weight_decay": 0.1, "lr": 0.0}])
+    with pytest.raises(EngineStateError, match=r"param_groups\[0\] .* SGD keeps momentum_buffer"):
+        rule.check([{**options, "momentum": 0.9}])
+
+
+def test_what_is_begun_to_be_kept_is_refused() -> None:
+    def factor(optimizer: Any, _group: Any, _number: int, _i: int, p: Any) -> float:
+        if optimizer.late:
+            optimizer.state[p]["more"] = 1.0
+        return 1.0
+
+    optimizer = Factored(params(), factor)
+    optimizer.late = False  # type: ignore[attr-defined]
+    rule = rule_of(optimizer, dtype=torch.float32)
+    optimizer.late = True  # type: ignore[attr-defined]
+    rule.check([{"lr": 0.5}])
+    with pytest.raises(EngineStateError, match="has begun to keep more"):
+        rule.run(Call(params=[torch.ones(8)], grads=[torch.ones(8)], states=[()]), None, {"lr": 0.5})
+
+
+def test_hooks_for_all_optimizers_hear_of_no_part() -> None:
+    called: list[Any] = []
+    handle = register_optimizer_step_post_hook(lambda *args: called.append(args))
+    try:
+        rule = rule_of(optim.SGD(params(), lr=0.1), dtype=torch.float32)
+        rule.run(
+            Call(params=[torch.ones(8)], grads=[torch.ones(8)], states=[()]), None, {**optim.SGD(params()).defaults}
+        )
+        assert called == []
+        optim.SGD(params(), lr=0.1).step()
+        assert len(called) == 1
+    finally:
+        handle.remove()
+
+
+class Plain:
+    def __init__(self) -> None:
+        self.count, self.inside = 0, {"a": [1.0]}
+
+
+def test_a_glance_sees_what_was_changed_in_place() -> None:
+    tensor, plain = torch.zeros(2), Plain()
+    held: dict[str, Any] = {"tensor": tensor, "plain": plain, "set": {1}, "long": [0] * 1000, "none": None}
+    before = glance(held)
+    assert glance(held) == before
+    for change in (
+        lambda: tensor.add_(1),
+        lambda: plain.inside["a"].append(2.0),
+        lambda: setattr(plain, "count", 1),
+        lambda: held["set"].add(2),
+        lambda: held["long"].append(1),
+        lambda: held.update(none=0),
+    ):
+        change()
+        assert glance(held) != before
+        before = glance(held)
+
+
+def test_steppers_are_found_wherever_they_are_held() -> None:
+    sgd = optim.SGD(params(), lr=0.1)
+    plain = Plain()
+    plain.inside["a"] = [optim.lr_scheduler.ExponentialLR(sgd, 0.5)]  # type: ignore[list-item]
+    assert steppers_in({"a": [sgd], "b": plain, "c": {sgd}}) == ["SGD", "ExponentialLR", "SGD"]
+    assert steppers_in({"a": 1, "b": torch.zeros(1), "c": nn.Linear(1, 1)}) == []
