@@ -123,7 +123,7 @@ def publish(aside: Path, directory: Path, tag: str, *, latest: bool) -> None:
     names if it shall; where one of both fails, both are what they were. What needs space is written before that."""
     final, replaced = directory / tag, directory / f"{REPLACED}{tag}"
     if latest:
-        write_whole(aside / LATEST, f"{tag}\n".encode())
+        write_whole(aside / LATEST, tag.encode())
     sync_directory(aside)
     with ExitStack() as undo:
         with disk_errors(final, "published"):

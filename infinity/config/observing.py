@@ -16,7 +16,7 @@ class TensorBoard(Section):
 
     enabled: bool = False
     output_path: str = ""
-    """Directory that holds the job's; "" is ``runs``."""
+    """Directory that holds the job's; "" is where the job runs."""
     job_name: NonEmpty = "DeepSpeedJobName"
 
 
@@ -25,7 +25,7 @@ class CsvMonitor(Section):
 
     enabled: bool = False
     output_path: str = ""
-    """Directory that holds the job's; "" is ``csv_monitor``."""
+    """Directory that holds the job's; "" is where the job runs."""
     job_name: NonEmpty = "DeepSpeedJobName"
 
 

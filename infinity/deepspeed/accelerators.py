@@ -7,7 +7,7 @@ import importlib
 import importlib.util
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,17 @@ nvtx: Any = importlib.import_module("nvtx") if importlib.util.find_spec("nvtx") 
 """The package whose ranges have domains; none where it is not installed."""
 
 
+_TENSORS: Final = {
+    "BFloat16Tensor": torch.bfloat16,
+    "ByteTensor": torch.uint8,
+    "DoubleTensor": torch.float64,
+    "FloatTensor": torch.float32,
+    "HalfTensor": torch.float16,
+    "IntTensor": torch.int32,
+    "LongTensor": torch.int64,
+}
+
+
 class DeepSpeedAccelerator:
     """Functions of torch's for one kind of device, or for the CPU. Made by ``get_accelerator``.
 
@@ -31,6 +42,16 @@ class DeepSpeedAccelerator:
         self._name = kind
         self._communication_backend_name = "gloo" if kind == "cpu" else dist.get_default_backend_for_device(kind)
         self._torch: Any = getattr(torch, kind)
+
+    def __getattr__(self, name: str) -> Any:
+        """Makers of tensors by dtype, ``LongTensor([1, 2])``, on the current device."""
+        if (dtype := _TENSORS.get(name)) is None:
+            raise AttributeError(
+                f"infinity's accelerator has no {name}: call torch itself, with get_accelerator().current_device_name()"
+            )
+        if self._name == "cpu":
+            return getattr(torch, name)
+        return functools.partial(torch.tensor, dtype=dtype, device=self.current_device_name())
 
     # Devices
 
@@ -94,6 +115,10 @@ class DeepSpeedAccelerator:
     def is_bf16_supported(self) -> bool:
         """Whether the device computes in bf16."""
         return self._name == "cpu" or bool(self._torch.is_bf16_supported())
+
+    def is_fp64_supported(self) -> bool:
+        """Whether the device computes in float64."""
+        return self._name != "mps"
 
     def is_fp16_supported(self) -> bool:
         """Whether the device has kernels for fp16. A CPU without them computes in it, too, as slowly as it is."""

@@ -208,6 +208,11 @@ class DeepSpeedEngine(Engine):
             raise EngineStateError(
                 f"backward() takes a scalar tensor, not {type(loss).__name__}: reduce the loss first"
             )
+        if not loss.requires_grad:
+            raise EngineStateError(
+                "backward() takes a loss with a graph, and this one was computed without: call the engine outside of "
+                "torch.no_grad(), on parameters of which one requires a gradient"
+            )
         return super().backward(loss, retain_graph, scale_wrt_gas, **infinitys)
 
     @asserted

@@ -116,10 +116,12 @@ _OPS = _of(f"{_OURS}.op_builders", "compatible_ops installed_ops")
 _MODULES = _of(f"{_OURS}.building", "recursive_getattr recursive_setattr")
 _COLLECTIVES = _of(
     "torch.distributed",
-    "ReduceOp ProcessGroup P2POp new_group destroy_process_group broadcast all_gather all_gather_object all_reduce "
-    "all_to_all all_to_all_single barrier batch_isend_irecv broadcast_object_list gather irecv isend "
-    "monitored_barrier recv reduce reduce_scatter scatter send get_rank get_world_size is_initialized is_available "
-    "get_global_rank all_gather_into_tensor reduce_scatter_tensor",
+    "ReduceOp ProcessGroup P2POp new_group destroy_process_group all_gather_object all_to_all batch_isend_irecv "
+    "broadcast_object_list get_rank get_world_size is_initialized is_available get_global_rank",
+) | _of(
+    f"{_OURS}.collectives",
+    "all_gather all_gather_into_tensor all_reduce all_to_all_single barrier broadcast gather irecv isend "
+    "monitored_barrier recv reduce reduce_scatter reduce_scatter_tensor scatter send",
 )
 _CHECKPOINT_KEYS = _of(
     f"{_OURS}.constants",

@@ -178,7 +178,7 @@ class Runtime(owners.Owner):
             raise WeightsError(type(module).__name__, "is called after its engine ended", "make a new engine")
         in_backward = self._phases.phase is StepPhase.BACKWARD  # where checkpointing calls modules again
         if not in_backward and (module is self.module or not self._phases.in_training_pass):
-            self.structure.check()
+            self.structure.check(trains=torch.is_grad_enabled())
             shard_copies.check(self)
         with self._lock:
             self._num_calls += 1

@@ -1,4 +1,4 @@
-"""Monitors: figures of every ``steps_per_print``-th step in TensorBoard, CSV files, or Weights & Biases."""
+"""Monitors: figures of every step in TensorBoard, CSV files, or Weights & Biases."""
 
 from __future__ import annotations
 
@@ -61,10 +61,10 @@ class CsvFiles(Monitor):
             file.flush()
 
     def _open(self, name: str) -> TextIO:
-        path = self._directory / f"{name.replace('/', '_')}.csv"
+        path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
         file = path.open("a", newline="", encoding="utf-8")
         if file.tell() == 0:
-            csv.writer(file).writerow(["step", name])
+            csv.writer(file).writerow(["step", name.rpartition("/")[2]])
         self._files[name] = file
         return file
 
@@ -102,16 +102,16 @@ class WandbRun(Monitor):
 
 def monitors_of(config: Config) -> list[Monitor]:
     """The monitors that the config asks for. Raises ConfigError where a package is missing."""
-    return monitors_in(config.csv_monitor, config.tensorboard, config.wandb, config.steps_per_print)
+    return monitors_in(config.csv_monitor, config.tensorboard, config.wandb, 1)
 
 
 def monitors_in(files: CsvMonitor, board: TensorBoard, wandb: Wandb, every: int = 0) -> list[Monitor]:
     """The monitors of three sections, told of every ``every``-th step."""
     monitors: list[Monitor] = []
     if files.enabled:
-        monitors.append(CsvFiles(every, Path(files.output_path or "csv_monitor") / files.job_name))
+        monitors.append(CsvFiles(every, Path(files.output_path) / files.job_name))
     if board.enabled:
-        monitors.append(TensorBoardFiles(every, Path(board.output_path or "runs") / board.job_name))
+        monitors.append(TensorBoardFiles(every, Path(board.output_path) / board.job_name))
     if wandb.enabled:
         monitors.append(WandbRun(every, project=wandb.project, group=wandb.group, team=wandb.team))
     return monitors

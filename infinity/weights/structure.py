@@ -42,10 +42,11 @@ class Structure:
         self._model, self._frozen = model, frozen
         self._seen = self._look()
 
-    def check(self) -> None:
-        """Raises WeightsError for a parameter that came, or began to train, after the model was sharded."""
+    def check(self, *, trains: bool = True) -> None:
+        """Raises WeightsError for a parameter that came, or, where a backward may follow, began to train after the
+        model was sharded."""
         with raw():
-            for name, param in self._frozen:
+            for name, param in self._frozen if trains else ():
                 if param.requires_grad:
                     raise WeightsError(
                         name,

@@ -32,7 +32,7 @@ class GatheredParameters:
 
     def __init__(
         self,
-        params: nn.Parameter | torch.Tensor | Iterable[nn.Parameter | torch.Tensor],
+        params: nn.Parameter | torch.Tensor | Iterable[nn.Parameter | torch.Tensor] | None,
         modifier_rank: int | None = None,
         fwd_module: nn.Module | None = None,
         enabled: bool = True,
@@ -41,7 +41,9 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._inside: list[ExitStack] = []
         if enabled:
-            given = [params] if isinstance(params, torch.Tensor) else list(params)
+            given = (
+                [params] if isinstance(params, torch.Tensor) else list(params or ())
+            )  # None: a bias that is not there
             unique = {id(param): param for param in given if isinstance(param, nn.Parameter)}
             self._params = list(unique.values())
 

@@ -95,12 +95,12 @@ OBSERVING: tuple[Key, ...] = (
         works(f"{name}.{key}", note)
         for name, drawn in (("tensorboard", "figures for TensorBoard"), ("csv_monitor", "figures as CSV files"))
         for key, note in (
-            ("enabled", f"{drawn}, every steps_per_print steps"),
+            ("enabled", f"{drawn}, of every step"),
             ("output_path", "directory that holds the job's"),
             ("job_name", "the job's directory"),
         )
     ),
-    works("wandb.enabled", "figures for Weights & Biases, every steps_per_print steps"),
+    works("wandb.enabled", "figures for Weights & Biases, of every step"),
     works("wandb.group", "group of the run"),
     works("wandb.team", "team that the run belongs to"),
     works("wandb.project", "project of the run"),

@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import nn
 
 import infinity.deepspeed as deepspeed
-from infinity.deepspeed import optimizer_kinds, questions
+from infinity.deepspeed import collectives, optimizer_kinds, questions
 from infinity.deepspeed.monitors import MonitorMaster
 from infinity.deepspeed.optimizer_kinds import ABSENT
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, WeightsError
 
 
 def _config(stage: int = 3, **sections: object) -> dict[str, Any]:
@@ -84,7 +84,7 @@ def test_figures_of_a_script_stand_beside_the_engines_own(tmp_path: Path) -> Non
     engine.monitor.write_events([("Eval/Loss", torch.tensor(0.5), 2), ("Train/Samples/lr", 7, 4)])
     engine.destroy()
     rows = {path.stem: list(csv.reader(path.read_text().splitlines())) for path in (tmp_path / "job").iterdir()}
-    assert rows["Eval_Loss"] == [["step", "Eval/Loss"], ["2", "0.5"]]
+    assert rows["Eval_Loss"] == [["step", "Loss"], ["2", "0.5"]]
     assert rows["Train_Samples_lr"][1:] == [["2", "0.01"], ["4", "7.0"]]
     assert not _engine().monitor.enabled
 
@@ -101,7 +101,7 @@ def test_the_first_rank_writes_and_the_others_know_that_it_does(
             monitor = MonitorMaster(config)
         assert monitor.enabled
         monitor.write_events([("Eval/Loss", rank, 4)])
-    assert (tmp_path / "job" / "Eval_Loss.csv").read_text().splitlines() == ["step,Eval/Loss", "4,0.0"]
+    assert (tmp_path / "job" / "Eval_Loss.csv").read_text().splitlines() == ["step,Loss", "4,0.0"]
 
 
 def test_the_summary_of_collectives_is_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -141,3 +141,45 @@ def test_what_an_engine_has_not_is_refused_in_words() -> None:
         with pytest.raises(AttributeError, match=f"infinity's engine has no {name}: ") as caught:
             getattr(engine, name)
         assert why in str(caught.value)
+
+
+def test_small_calls_of_scripts_that_need_no_care_elsewhere() -> None:
+    accelerator = deepspeed.accelerator.get_accelerator()
+    assert accelerator.LongTensor([1, 2]).dtype is torch.int64
+    assert accelerator.BFloat16Tensor([1.0]).dtype is torch.bfloat16
+    assert accelerator.is_fp64_supported()
+    with pytest.raises(AttributeError, match="call torch itself"):
+        accelerator.create_graph  # noqa: B018
+    engine = _engine()
+    with deepspeed.zero.GatheredParameters(nn.Linear(2, 2, bias=False).bias):
+        pass
+    with torch.no_grad():
+        loss = engine(torch.ones(2, 16)).square().mean()
+    with pytest.raises(AssertionError, match="a loss with a graph"):
+        engine.backward(loss)
+    _step(engine)
+
+
+def test_how_a_collective_is_logged_is_no_argument_of_torchs() -> None:
+    function = collectives._logged(lambda tensor, op=None: (tensor, op))
+    assert function(1, op=2, prof=True, log_name="mine", debug="here") == (1, 2)
+    assert deepspeed.comm.all_reduce is collectives.all_reduce
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_what_was_frozen_may_require_a_gradient_where_nothing_is_differentiated(stage: int) -> None:
+    """As an adapter that is the reference of another: it is switched on for a forward without gradients."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 4))
+    model[0].weight.requires_grad_(False)
+    engine, *_ = deepspeed.initialize(model=model, config=_config(stage=stage))
+    with torch.no_grad():
+        expected = engine(torch.ones(2, 16))
+    model[0].weight.requires_grad_(True)
+    with torch.no_grad():
+        assert torch.equal(engine(torch.ones(2, 16)), expected)
+    with pytest.raises(WeightsError, match=r"^0\.weight was frozen"):
+        engine(torch.ones(2, 16))
+    model[0].weight.requires_grad_(False)
+    _step(engine)
+    engine.destroy()
