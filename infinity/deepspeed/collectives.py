@@ -1,4 +1,4 @@
-"""torch.distributed's collectives, with the keywords that DeepSpeed's take beside torch's: how a call is logged.
+"""Collectives of torch.distributed, with the keywords that DeepSpeed's take beside torch's: how a call is logged.
 
 ``comms_logger`` of the configuration counts what the engine sends; calls of a script's own are not logged.
 """

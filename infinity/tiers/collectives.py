@@ -82,7 +82,7 @@ class Collectives:
         self.log = CommsLog()
         self._gathering = Gathering.ALL_GATHER
         self._divisor, self._factor = float(self.world_size), 1.0
-        """Of gradients before they are summed, and after it."""
+        """What gradients are divided by before they are summed, and what sums are multiplied by."""
 
     @classmethod
     def join(cls, group: dist.ProcessGroup | None = None) -> Collectives:

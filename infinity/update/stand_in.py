@@ -34,7 +34,7 @@ _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _WITHOUT = ("params", "param_names")
 """Entries of a group that are not its options: they are of the parameters that it had."""
 _KNOWN = ("torch.optim.", "infinity.")
-"""Whose optimizers look at nothing but elements, or are known to."""
+"""Modules whose optimizers look at nothing but elements, or are known to look at more."""
 _FUSED_ON: dict[type[Optimizer], tuple[str, ...]] = {
     Adam: ("cpu", "cuda"),
     AdamW: ("cpu", "cuda"),
@@ -54,7 +54,7 @@ class StandIn:
         self.look()
 
     def look(self) -> None:
-        """From now on it has the attributes that the optimizer has now."""
+        """It has the attributes that the optimizer has now, until the next look."""
         self._attributes = {name: value for name, value in vars(self._optimizer).items() if name not in _OWN}
         self._attributes.update((name, OrderedDict()) for name in _HOOKS)
 

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LRScheduler
 DEPTH_MAX: Final = 4
 """How deep attributes of attributes are looked at."""
 LENGTH_MAX: Final = 64
-"""Of how many parts more than their number is looked at."""
+"""Parts of one value up to which each is looked at; of more, how many they are."""
 _OPAQUE: Final = (type, ModuleType, FunctionType, MethodType, nn.Module)
 _tensor: Any = torch.Tensor
 _SHAPES: Final = frozenset(
@@ -44,7 +44,7 @@ class Asked:
 
 _torchs: Any = vars(torch.Tensor)["__torch_function__"].__func__
 _noting: Asked | None = None
-"""Whose step runs."""
+"""The notes of the optimizer whose step runs."""
 
 
 @contextmanager
