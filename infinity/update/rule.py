@@ -73,8 +73,8 @@ class UpdateRule:
     run: Callable[[Call, History, Options], History]
     """Step the pieces in place; the history after it."""
     check: Callable[[Sequence[Options]], None] = lambda _groups: None
-    """It is called before a step with the options of all groups, which are the step's. Raises EngineStateError for those
-    that the rule cannot follow."""
+    """It is called before a step with the options of all groups, as they are the step's. Raises EngineStateError for
+    those that the rule cannot follow."""
     numbers: Mapping[str, NumberType] = field(default_factory=dict)
     """What each number of a history is, such as ``step``, and its type."""
     whole_groups: frozenset[int] = frozenset()
