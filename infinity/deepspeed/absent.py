@@ -110,13 +110,16 @@ ABSENT: Final[Mapping[str, str]] = {
 """Reasons by dotted name; what stands below a name is absent for the same reason."""
 
 
+_REMEDY: Final = "leave the call out, or ask hasattr() before it; docs/from-deepspeed.md tells what differs"
+
+
 def refusal(root: str, place: str, name: str) -> str:
     """What a user reads who asks ``root.place`` for ``name``: whose module that is, the reason, the remedy."""
     full = f"{place}.{name}" if place else name
     why = reason(full)
     if why is None:
-        close = difflib.get_close_matches(name, TREE.get(place, ()), n=1)
-        why = f"did you mean {close[0]}?" if close else "what is served is listed in docs/from-deepspeed.md"
+        close = difflib.get_close_matches(name, TREE.get(place, ()), n=1, cutoff=0.8)
+        why = f"did you mean {close[0]}?" if close else _REMEDY
     return f"infinity serves {root!r} here, which has no {full}: {why}"
 
 

@@ -142,7 +142,9 @@ class Runtime(owners.Owner):
                     handle = param.param.register_post_accumulate_grad_hook(_GradientHook(self, group, param))  # type: ignore[no-untyped-call]
                 self._removable.append(handle)
         for name, child in module.named_modules():
-            child.register_state_dict_post_hook(StateDictHook(name or type(module).__name__))
+            child.register_state_dict_post_hook(
+                StateDictHook(name or type(module).__name__, copies=self.copies_modules)
+            )
         # in a thread of its own: asking makes a node, and the numbers of a thread's nodes order what backward sums
         asking = threading.Thread(target=self._hold_accumulators)
         asking.start()
@@ -317,8 +319,16 @@ class Runtime(owners.Owner):
             return
         self._refusals.refuse_data(param)
 
-    def copy(self, param: nn.Parameter) -> NoReturn:
-        self._refusals.refuse_copy(param)
+    def copy(self, param: nn.Parameter) -> nn.Parameter:
+        if self.shards_weights or self._phases.is_over:
+            self._refusals.refuse_copy(param)
+        with access.raw():
+            return nn.Parameter(param.detach().clone(), param.requires_grad)
+
+    @property
+    def copies_modules(self) -> bool:
+        """Whether ``copy.deepcopy`` of a module gives one of the user's own: its weights are whole."""
+        return not self.shards_weights
 
     def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
         self._refusals.refuse(param, problem, remedy)

@@ -27,6 +27,10 @@ from infinity.weights.state_dicts import refuse_module_copy
 class Holder(Protocol):
     """What calls of modules tell the engine's runtime."""
 
+    @property
+    def copies_modules(self) -> bool:
+        """Whether a module may be copied, as its weights are whole."""
+
     def begin_call(self, module: nn.Module) -> None:
         """A module is called from outside the model, in this thread."""
 
@@ -121,8 +125,9 @@ class ModuleCalls:
                 if call.module is called:
                     return
 
-        self._removable.append(module.register_forward_pre_hook(_Hook(name, enter), prepend=True))
-        self._removable.append(module.register_forward_hook(_Hook(name, leave), always_call=True, with_kwargs=True))
+        hooks = [_Hook(name, each, copies=self._holder.copies_modules) for each in (enter, leave)]
+        self._removable.append(module.register_forward_pre_hook(hooks[0], prepend=True))
+        self._removable.append(module.register_forward_hook(hooks[1], always_call=True, with_kwargs=True))
 
     def _end(self, call: _Call, *, failed: bool) -> None:
         call.hooks.close()
@@ -135,21 +140,32 @@ class ModuleCalls:
 
 
 class _Hook:
-    """A function that refuses, in words, to be pickled or copied with the module it hangs on."""
+    """A function that refuses, in words, to be pickled with the module it hangs on. In a copy of the module stands one
+    that does nothing, or the copy is refused as well."""
 
     def __init__(
-        self, name: str, function: Callable[[nn.Module, Any, Any, Any], None] | Callable[[nn.Module, Any], None]
+        self,
+        name: str,
+        function: Callable[[nn.Module, Any, Any, Any], None] | Callable[[nn.Module, Any], None],
+        *,
+        copies: bool,
     ) -> None:
-        self._name, self._function = name, function
+        self._name, self._function, self._copies = name, function, copies
 
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
     def __reduce__(self) -> NoReturn:
-        refuse_module_copy(self._name, "pickled")
+        refuse_module_copy(self._name, "pickled", copies=self._copies)
 
-    def __deepcopy__(self, _memo: Any) -> NoReturn:
-        refuse_module_copy(self._name, "copied")
+    def __deepcopy__(self, _memo: Any) -> _Hook:
+        if not self._copies:
+            refuse_module_copy(self._name, "copied")
+        return _Hook(self._name, _nothing, copies=True)
+
+
+def _nothing(*_args: Any) -> None:
+    """What hangs on a copy of a module, which is the user's own."""
 
 
 class _UncountedHooks(OrderedDict[int, Any]):

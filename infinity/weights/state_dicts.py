@@ -17,10 +17,11 @@ from infinity.weights.owners import owner_of
 
 
 class StateDictHook:
-    """Replaces one module's own weights in its state dict. ``name`` is the module's, for refusals."""
+    """Replaces one module's own weights in its state dict."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, copies: bool = False) -> None:
+        """``name`` is the module's, for refusals. ``copies``: it may be copied, and finds nothing to replace there."""
+        self._name, self._copies = name, copies
 
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, param in module._parameters.items():
@@ -33,13 +34,17 @@ class StateDictHook:
             state_dict[prefix + name] = ShardedAlias.of(param).make_unreadable()
 
     def __reduce__(self) -> NoReturn:
-        refuse_module_copy(self._name, "pickled")
+        refuse_module_copy(self._name, "pickled", copies=self._copies)
 
-    def __deepcopy__(self, _memo: Any) -> NoReturn:
-        refuse_module_copy(self._name, "copied")
+    def __deepcopy__(self, _memo: Any) -> StateDictHook:
+        if not self._copies:
+            refuse_module_copy(self._name, "copied")
+        return self
 
 
-def refuse_module_copy(name: str, how: str) -> NoReturn:
+def refuse_module_copy(name: str, how: str, *, copies: bool = False) -> NoReturn:
+    if copies:
+        raise WeightsError(name, f"cannot be {how}: its hooks are the engine's", "save its state_dict()")
     raise WeightsError(
         name,
         f"cannot be {how}: its weights are sharded, and it holds none",

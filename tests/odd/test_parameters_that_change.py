@@ -11,7 +11,17 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations, parametrize, prune, skip_init
 
 from tests.odd.nets import ROWS, WIDTH, Block, Net, batch, square, trains
-from tests.support.cases import DEFAULT, EACH, GROUPED, Case, Cases
+from tests.support.cases import (
+    DEFAULT,
+    EACH,
+    GROUPED,
+    STAGE_2,
+    STAGE_2_BF16,
+    STAGE_2_NVME,
+    WHOLE,
+    Case,
+    Cases,
+)
 
 cases = Cases(__name__)
 
@@ -334,6 +344,40 @@ def a_deep_copy_after_initialize(world: Any) -> None:
     goes_on(world, engine)
     with torch.no_grad():
         world.observe("twin", twin(batch(world, 1)))
+
+
+@cases(settings=(STAGE_2, STAGE_2_BF16, WHOLE, STAGE_2_NVME), must="equal")
+def a_deep_copy_of_whole_weights(world: Any) -> None:
+    """It is the user's own: it follows the model by averaging, trains by itself, and can be copied again."""
+    model = Net()
+    engine = trains(world, model, num_steps=1)
+    twin = copy.deepcopy(model)
+    for step in range(2):
+        world.backward(engine, square(engine(batch(world, step))))
+        engine.step()
+        with torch.no_grad():
+            for mine, its in zip(twin.parameters(), model.parameters(), strict=True):
+                mine.lerp_(its, 0.1)
+    own = torch.optim.SGD(twin.parameters(), lr=0.1)
+    square(twin(batch(world, 3))).backward()
+    own.step()
+    again = copy.deepcopy(twin)
+    with torch.no_grad():
+        world.observe("twin", twin(batch(world, 1)))
+        world.observe("again", again(batch(world, 2)))
+    world.observe("weights", dict(again.state_dict()))
+    goes_on(world, engine)
+
+
+@cases(settings=(STAGE_2, WHOLE), must="equal")
+def a_deep_copy_of_an_encoder_of_whole_weights(world: Any) -> None:
+    """Its layers leave torch's fast path where somebody has hung a hook on them."""
+    model = nn.TransformerEncoderLayer(WIDTH, 2, 2 * WIDTH, dropout=0.0, batch_first=True)
+    engine = world.initialize(model)
+    world.train(engine, lambda step: square(engine(world.randn(2, 4, WIDTH, seed=step))), num_steps=1)
+    twin = copy.deepcopy(model).eval()
+    with torch.no_grad():
+        world.observe("twin", twin(world.randn(2, 4, WIDTH, seed=9)))
 
 
 @cases

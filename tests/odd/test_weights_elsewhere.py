@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
-from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, POISON, Case, Cases
+from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, POISON, STAGE_2, WHOLE, Case, Cases
 
 cases = Cases(__name__)
 
@@ -248,7 +248,7 @@ def averaged_model_made_before_initialize(world: Any) -> None:
     world.observe("average", {k: v.clone() for k, v in average.module.state_dict().items()})
 
 
-@cases
+@cases(also=(STAGE_2, WHOLE))
 def averaged_model_made_after_initialize(world: Any) -> None:
     model = Net()
     engine = world.initialize(model)

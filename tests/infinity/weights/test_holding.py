@@ -18,6 +18,8 @@ from infinity.weights.holding import ModuleCalls
 
 
 class NotedHolder:
+    copies_modules = False
+
     def __init__(self) -> None:
         self.log: list[str] = []
         self.fault_at = ""
