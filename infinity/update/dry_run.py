@@ -23,6 +23,7 @@ from infinity.update.watched import Watched
 NUM_STEPS: Final = 8
 ROWS: Final = 12
 COLUMNS: Final = 32
+RATE: Final = 1e-3
 LATER: Final = (10, 100, 1_000, 10_000, 100_000)
 """The counts of steps after which somebody's own rule is looked at again."""
 _SIZED: Final = (int, float, torch.Tensor)
@@ -118,8 +119,17 @@ def born(births: Mapping[str, Birth], param: torch.Tensor) -> State:
 # The dry run
 
 
+def _at_some_rate(options: Options) -> Options:
+    """The options with another learning rate where it is 0, as before a warm-up: with it no step shows anything."""
+    rate = options.get("lr", 1.0)
+    if rate:
+        return options
+    return {**options, "lr": torch.full_like(rate, RATE) if isinstance(rate, torch.Tensor) else RATE}
+
+
 def way_of(options: Options) -> str:
     """The way that groups take through the code: alike for those that differ in the size of numbers alone."""
+    options = _at_some_rate(options)
     return repr(
         sorted((name, bool(value) if type(value) in _SIZED else repr(value)) for name, value in options.items())
     )
@@ -220,7 +230,7 @@ def dry_run(stand_in: StandIn, options: Options, births: Mapping[str, Birth], dt
     generator = torch.Generator().manual_seed(NUM_STEPS)
     matrix = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
     grads = [_gradient(generator).to(dtype) for _ in range(NUM_STEPS)]
-    options = stand_in.chosen(options, matrix.device)
+    options = stand_in.chosen(_at_some_rate(options), matrix.device)
     whole = _Trial(stand_in, [matrix], births)
     with torch.random.fork_rng(devices=[]):
         try:
@@ -312,7 +322,7 @@ def _check_foreign(
     stand_in = whole.stand_in
     if stand_in.asked.identity:
         refuse(stand_in, "asks which parameter it steps (it looks one up in a set or a dict)")
-    if options.get("lr", 1.0) and torch.equal(whole.bits(())[0], _Trial(stand_in, [matrix], births).bits(())[0]):
+    if torch.equal(whole.bits(())[0], _Trial(stand_in, [matrix], births).bits(())[0]):
         refuse(stand_in, "changed nothing in its step of a parameter with a gradient")
     others = [matrix.flip(0), matrix.flip(1), matrix * 2]
     elsewhere = _Trial(stand_in, [*others, matrix, matrix * 3], births)

@@ -52,16 +52,18 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype, prefers_fused: bool = F
     if len(states) > len(STATE_KINDS):
         refuse(stand_in, f"keeps {', '.join(states)} for each element, which is more than {len(STATE_KINDS)}")
     from_zeros = all(kept.from_zeros for kept in found)
+    whole_groups = frozenset(i for i, options in enumerate(groups) if watched[way_of(options)].is_whole)
+    unsigned = frozenset(states).difference(*(kept.states.keys() - kept.unsigned for kept in found))
     return UpdateRule(
         name=stand_in.of.__name__,
         states=states,
         options=frozenset(optimizer.defaults),
         dtype=dtype,
         run=_Run(stand_in, births, tuple(states), numbers, from_zeros, frozenset((*states, *numbers))),
-        check=_Check(stand_in, births, dtype, watched, states, numbers),
+        check=_Check(stand_in, births, dtype, watched, states, numbers, whole_groups, unsigned, from_zeros),
         numbers=numbers,
-        whole_groups=frozenset(i for i, options in enumerate(groups) if watched[way_of(options)].is_whole),
-        unsigned=frozenset(states).difference(*(kept.states.keys() - kept.unsigned for kept in found)),
+        whole_groups=whole_groups,
+        unsigned=unsigned,
         from_zeros=from_zeros,
     )
 
@@ -83,19 +85,20 @@ class _Check:
     watched: dict[str, Kept]
     states: Mapping[str, torch.dtype]
     numbers: Mapping[str, NumberType]
+    whole_groups: frozenset[int]
+    unsigned: frozenset[str]
+    from_zeros: bool
 
     def __call__(self, groups: Sequence[Options]) -> None:
         self.stand_in.look()
         for number, options in enumerate(groups):
             way = way_of(options)
-            if way in self.watched:
-                continue
-            kept = dry_run(self.stand_in, options, self.births, self.dtype)
-            before = next(iter(self.watched.values()))
+            kept = self.watched.get(way) or dry_run(self.stand_in, options, self.births, self.dtype)
             new = [*(kept.states.keys() - self.states.keys()), *(kept.numbers.keys() - self.numbers.keys())]
-            same_form = (kept.is_whole, kept.unsigned | (self.states.keys() - kept.states.keys())) == (
-                before.is_whole,
-                before.unsigned | (self.states.keys() - before.states.keys()),
+            same_form = (
+                kept.is_whole == (number in self.whole_groups)
+                and kept.from_zeros >= self.from_zeros
+                and self.unsigned & kept.states.keys() <= kept.unsigned
             )
             if new or not same_form:
                 keeps = f"keeps {', '.join(sorted(new))}" if new else "needs its states in another form"

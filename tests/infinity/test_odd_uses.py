@@ -229,7 +229,7 @@ def test_a_clipping_asked_for_goes_with_the_gradients_that_it_was_for() -> None:
 def test_recomputing_in_backward_looks_at_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that checkpointing repeats is no call from outside: the model is not walked for it."""
     walks: list[str] = []
-    monkeypatch.setattr(structure.Structure, "check", lambda _structure: walks.append("model"))
+    monkeypatch.setattr(structure.Structure, "check", lambda _structure, **_: walks.append("model"))
     with engine_of(Net(lambda net, x: net.b(checkpoint(net.a, x, use_reentrant=True)))) as engine:
         loss = engine(torch.ones(1, WIDTH, requires_grad=True)).sum()
         assert walks == ["model"]

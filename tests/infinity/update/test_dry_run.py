@@ -154,14 +154,17 @@ def test_each_way_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = []
 
     def noted(stand_in: Any, options: Any, *rest: Any) -> Any:
-        watched.append(options["lr"])
+        watched.append((options["lr"], options["momentum"]))
         return watch(stand_in, options, *rest)
 
     monkeypatch.setattr(torch_rule, "dry_run", noted)
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
-    groups: list[dict[str, Any]] = [{"params": [p], "lr": lr} for p, lr in zip(params, (0.1, 0.2, 0.0), strict=True)]
-    rule_of(optim.SGD(groups, momentum=0.5), dtype=torch.float32)
-    assert watched == [0.2, 0.0]
+    given = ((0.1, 0.5), (0.0, 0.7), (0.2, 0.0))  # at a rate of 0, as before a warm-up, as at any
+    groups: list[dict[str, Any]] = [
+        {"params": [p], "lr": lr, "momentum": momentum} for p, (lr, momentum) in zip(params, given, strict=True)
+    ]
+    rule_of(optim.SGD(groups), dtype=torch.float32)
+    assert watched == [(0.0, 0.7), (0.2, 0.0)]
 
 
 @pytest.mark.parametrize(("make", "from_zeros"), [(optim.AdamW, True), (optim.Adagrad, True), (NormScaled, True)])

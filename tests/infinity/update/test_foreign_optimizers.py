@@ -144,6 +144,18 @@ def test_who_looks_at_norms_after_many_steps_gets_whole_parameters() -> None:
     assert not rule_of(Counting(params(), lambda *_: 1.0), dtype=torch.float32).whole_groups
 
 
+def test_a_warm_up_from_zero_hides_nothing() -> None:
+    """With a rate of 0 no step shows anything."""
+
+    def factor(*args: Any) -> float:
+        return float(1 / args[-1].grad.norm())
+
+    for rate in (0.0, torch.tensor(0.0)):
+        rule = rule_of(Factored(params(), factor, lr=rate), dtype=torch.float32)
+        assert rule.whole_groups == {0}
+        rule.check([{"lr": 0.1 if isinstance(rate, float) else torch.tensor(0.1)}])
+
+
 def test_parts_pass_for_parameters() -> None:
     rule = rule_of(Factored(params(), lambda *args: float(isinstance(args[-1], nn.Parameter))), dtype=torch.float32)
     call = Call(params=[torch.ones(8)], grads=[torch.ones(8)], states=[()])
@@ -174,6 +186,19 @@ def test_options_that_need_another_state_are_refused_before_the_step() -> None:
     rule.check([{**options, "weight_decay": 0.1, "lr": 0.0}])
     with pytest.raises(EngineStateError, match=r"param_groups\[0\] .* SGD keeps momentum_buffer"):
         rule.check([{**options, "momentum": 0.9}])
+
+
+def test_options_of_another_group_that_is_stepped_whole_are_refused() -> None:
+    def factor(_optimizer: Any, group: Any, *args: Any) -> float:
+        return float(1 / args[-1].grad.norm()) if group["by_norm"] else 1.0
+
+    given = [{"params": [param], "by_norm": i == 0} for i, param in enumerate(params())]
+    rule = rule_of(Factored(given, factor), dtype=torch.float32)
+    assert rule.whole_groups == {0}
+    options = [{"lr": 0.1, "by_norm": True}, {"lr": 0.2, "by_norm": False}]
+    rule.check(options)
+    with pytest.raises(EngineStateError, match=r"param_groups\[1\] .* needs its states in another form"):
+        rule.check([options[0], options[0]])
 
 
 def test_what_is_begun_to_be_kept_is_refused() -> None:
