@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from infinity.errors import ConfigError
 from infinity.weights.owners import Owner, owner_of
@@ -31,6 +32,7 @@ def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
     for name, param in named:
         _admit_param(name, param)
     _admit_dtypes(named, weight_dtype)
+    _part_spectral_norms(model)
     _admit_memory(model, [(name, param) for name, param in named if owner_of(param) is None])
 
 
@@ -117,6 +119,21 @@ def _admit_dtypes(named: Iterable[tuple[str, nn.Parameter]], weight_dtype: torch
                 str(param.dtype),
                 f"{first[0]} is {first[1]}, and weights of two dtypes are not kept apart: cast the model to one",
             )
+
+
+def _part_spectral_norms(model: nn.Module) -> None:
+    """``torch.nn.utils.spectral_norm`` leaves the parameter's own memory where each forward puts the normalised weight:
+    until the first one a copy stands there."""
+    for module in model.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, SpectralNorm):
+                value, param = getattr(module, hook.name), module._parameters[f"{hook.name}_orig"]
+                if (
+                    type(value) is torch.Tensor
+                    and isinstance(param, nn.Parameter)
+                    and _storage(value) == _storage(param)
+                ):
+                    setattr(module, hook.name, value.clone())
 
 
 def _admit_memory(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
