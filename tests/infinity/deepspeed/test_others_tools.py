@@ -158,6 +158,7 @@ def test_small_calls_of_scripts_that_need_no_care_elsewhere() -> None:
     with pytest.raises(AssertionError, match="a loss with a graph"):
         engine.backward(loss)
     _step(engine)
+    engine.destroy()
 
 
 def test_how_a_collective_is_logged_is_no_argument_of_torchs() -> None:
