@@ -6,9 +6,9 @@ once more in a process that finds a stub of it, which also plays the part of a G
 from __future__ import annotations
 
 import errno
+import gc
 import importlib.util
 import itertools
-import gc
 import os
 import shutil
 import subprocess
