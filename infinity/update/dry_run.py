@@ -280,17 +280,20 @@ def _watch_parts(whole: _Trial, parts: _Trial, grads: Sequence[torch.Tensor], op
 def _watch_later(trials: Sequence[_Trial], grads: Sequence[torch.Tensor], options: Options) -> None:
     """Raises ConfigError if what counts its steps does something else after many of them: keeps something new, or steps
     the matrix, the first trial, otherwise than its parts, the second."""
-    for trial, parts in zip(trials, (False, True), strict=False):
-        for grad in grads:
-            trial.step(_cut(grad) if parts else [grad], options)
+
+    def step(grad: torch.Tensor) -> None:
+        for trial in trials:
+            trial.step([grad] if trial is trials[0] else _cut(grad), options)
+
+    for grad in grads:
+        step(grad)
     first = trials[0]
     kept, counters = first.kept(), first.counters(NUM_STEPS)
     for start in LATER if counters else ():
         for trial in trials:
             trial.count_from(counters, start)
         for grad in grads[:2]:
-            for trial, parts in zip(trials, (False, True), strict=False):
-                trial.step(_cut(grad) if parts else [grad], options)
+            step(grad)
             if first.kept() != kept:
                 refuse(first.stand_in, f"keeps other things after {start} steps than after the first")
             if any(not _are_equal(first, trial, kept) for trial in trials):

@@ -25,11 +25,9 @@ LENGTH_MAX: Final = 64
 """Parts of one value up to which each is looked at; of more, how many they are."""
 _OPAQUE: Final = (type, ModuleType, FunctionType, MethodType, nn.Module)
 _tensor: Any = torch.Tensor
+_QUESTIONS: Final = ("size", "dim", "ndimension", "numel", "nelement", "stride", "__len__")
 _SHAPES: Final = frozenset(
-    (
-        *(_tensor.shape.__get__, _tensor.ndim.__get__, _tensor.size, _tensor.dim, _tensor.ndimension, _tensor.numel),
-        *(_tensor.nelement, _tensor.stride, _tensor.__len__, torch.numel),
-    )
+    [_tensor.shape.__get__, _tensor.ndim.__get__, torch.numel, *(getattr(_tensor, name) for name in _QUESTIONS)]
 )
 
 
@@ -132,13 +130,11 @@ def glance(value: object, depth: int = DEPTH_MAX) -> object:
         return value
     if isinstance(value, torch.Tensor):
         return id(value), value._version
-    if isinstance(value, Mapping | list | tuple | set | frozenset) and (not depth or len(value) > LENGTH_MAX):
-        return id(value), len(value)
-    if isinstance(value, Mapping):
-        return tuple((id(key), glance(each, depth - 1)) for key, each in value.items())
-    if isinstance(value, list | tuple):
+    if isinstance(value, Mapping | list | tuple) and depth and len(value) <= LENGTH_MAX:
+        if isinstance(value, Mapping):
+            return tuple((id(key), glance(each, depth - 1)) for key, each in value.items())
         return tuple(glance(each, depth - 1) for each in value)
-    if isinstance(value, set | frozenset):
+    if isinstance(value, Mapping | list | tuple | set | frozenset):
         return id(value), len(value)
     if depth and hasattr(value, "__dict__") and not isinstance(value, _OPAQUE):
         return id(value), glance(vars(value), depth - 1)

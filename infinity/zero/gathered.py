@@ -41,9 +41,8 @@ class GatheredParameters:
         self._modifier_rank = modifier_rank
         self._inside: list[ExitStack] = []
         if enabled:
-            given = (
-                [params] if isinstance(params, torch.Tensor) else list(params or ())
-            )  # None: a bias that is not there
+            # None: a bias that is not there
+            given = [params] if isinstance(params, torch.Tensor) else list(params or ())
             unique = {id(param): param for param in given if isinstance(param, nn.Parameter)}
             self._params = list(unique.values())
 
