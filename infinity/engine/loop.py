@@ -87,9 +87,10 @@ class TrainingLoop:
         if self.update is not None and config.io_daemon.update_in_backward:
             self._in_backward = InBackward(self.update, runtime.gradients, runtime.changes.make_ready)
         self._record = StepRecord(runtime.sharded)
-        self._stepped: frozenset[int] = frozenset()
+        self._stepped: tuple[bool, ...] = ()
+        """Whether the last update stepped it, for each parameter."""
         self._zeroed: frozenset[int] = frozenset()
-        """Parameters that the last update stepped, and those whose gradient would be one of zeros by now."""
+        """Parameters whose gradient would be one of zeros by now."""
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         training = module.training and torch.is_grad_enabled()
@@ -217,7 +218,7 @@ class TrainingLoop:
         if update.begin(self.runtime.reducer.used) is Outcome.APPLIED:
             self.runtime.changes.begin()
             update.apply(None if self.config.io_daemon.update == "in_step" else self.runtime.changes.chunks_that_stay)
-        self._stepped = frozenset(param for param, used in enumerate(self.runtime.reducer.used) if used)
+        self._stepped = tuple(self.runtime.reducer.used)
         self.was_step_applied = update.finish() is Outcome.APPLIED
         if self.was_step_applied:
             self.runtime.changes.end()
@@ -331,7 +332,8 @@ class TrainingLoop:
         self._note_zeroed(set_to_none=set_to_none)
 
     def _note_zeroed(self, *, set_to_none: bool) -> None:
-        self._zeroed = frozenset() if set_to_none else self._zeroed | self._stepped
+        stepped = (param for param, was_stepped in enumerate(self._stepped) if was_stepped)
+        self._zeroed = frozenset() if set_to_none else self._zeroed.union(stepped)
 
     def _refuse_zeroed(self) -> None:
         """Raises WeightsError where an optimizer of torch's would step a parameter by a gradient of zeros."""
