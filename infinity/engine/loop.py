@@ -26,6 +26,7 @@ from infinity.observe.observer import Observers, StepFacts
 from infinity.report import IoReport
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
+from infinity.tiers.spinning import spinning
 from infinity.update.in_backward import InBackward, refuse_before_step, refuse_norm
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.update import Outcome, Update
@@ -402,6 +403,7 @@ class TrainingLoop:
         self.observers.close()
         if self.tier is not None:
             self.tier.close()
+        spinning.restore()
 
     def _trained(self, call: str) -> Update:
         if self.update is None:
@@ -416,6 +418,7 @@ class TrainingLoop:
     def _phase_of(self, phase: StepPhase) -> Iterator[None]:
         """Be in ``phase``; an error leaves the engine IDLE where the step may be repeated, else FAILED."""
         self.phases.go(phase)
+        spinning.restore()  # until this phase waits for I/O, too
         self._record.begin()
         try:
             yield

@@ -80,7 +80,13 @@ class DaemonConnection(HostTier):
                 chunks_max=plan.chunks_max,
                 lock_memory="require" if self._config.pin_memory else "auto",
             )
-            return DaemonStore(client, pinned_mask=pinned_mask, device=device, spare_bytes=spare_bytes)
+            return DaemonStore(
+                client,
+                pinned_mask=pinned_mask,
+                device=device,
+                spare_bytes=spare_bytes,
+                cuts_spinning=not self._environment.spins_as_told,
+            )
         except BaseException:
             client.close()
             raise

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from infinity.tiers.base import ChunkLayout, HostStore, Lease
+from infinity.tiers.spinning import spinning
 from io_daemon.rank.client import Client
 from io_daemon.rank.lease import Grant
 from io_daemon.shared.arena import frame_offset
@@ -28,7 +29,7 @@ class DaemonLease(Lease):
 
     def wait(self) -> None:
         if self._grant is None:
-            self._grant = self._store.client.wait(self._seq)
+            self._grant = self._store.granted(self._seq)
 
     def pieces(self, kind: int) -> list[torch.Tensor]:
         if self._grant is None:
@@ -40,10 +41,24 @@ class DaemonLease(Lease):
 
 
 class DaemonStore(HostStore):
-    def __init__(self, client: Client, *, pinned_mask: int, device: torch.device, spare_bytes: int = 0) -> None:
-        """``client`` is attached; ``pinned_mask``: kinds of the ``cpu`` tier; ``spare_bytes`` as of
-        ``HostTier.open``."""
+    def __init__(
+        self,
+        client: Client,
+        *,
+        pinned_mask: int,
+        device: torch.device,
+        spare_bytes: int = 0,
+        cuts_spinning: bool = True,
+    ) -> None:
+        """
+        Args:
+            client: is attached.
+            pinned_mask: kinds of the ``cpu`` tier.
+            spare_bytes: as of ``HostTier.open``.
+            cuts_spinning: threads of OpenMP leave the daemon their cores once a lease has been waited for.
+        """
         self.client = client
+        self._cuts_spinning = cuts_spinning
         self._spare_bytes = spare_bytes
         self._pinned_mask = pinned_mask
         self._arena = torch.from_numpy(client.arena.array())
@@ -69,6 +84,14 @@ class DaemonStore(HostStore):
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         return DaemonLease(self, chunk, self.client.acquire(chunk, read=read, write=write))
+
+    def granted(self, seq: int) -> Grant:
+        """Wait for a lease."""
+        stalled_s = self.client.stall_s
+        grant = self.client.wait(seq)
+        if self._cuts_spinning:
+            spinning.note_wait(self.client.stall_s - stalled_s)
+        return grant
 
     def views(self, chunk: int, kind: int, frames: Sequence[int]) -> list[torch.Tensor]:
         """Typed views of an object's frames, the last one cut to the object's numel."""
