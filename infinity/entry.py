@@ -125,7 +125,7 @@ def initialize(
             connection = DaemonConnection(parsed, environment, collectives, place)
             cleanup.callback(connection.close)
         if connection is not None and device.type == "cpu" and place.local_rank == 0:
-            _note_threads(place.local_world_size)
+            _note_threads(place.local_world_size, spins_as_told=environment.spins_as_told)
         activations = None
         if connection is not None and parsed.io_daemon.activation_checkpoints:
             activations = _open_activations(parsed, connection, collectives, place, device)
@@ -180,9 +180,12 @@ def _open_activations(
     return activations
 
 
-def _note_threads(num_ranks: int) -> None:
-    """Say that no core is left for the daemon. The number of threads stays the user's: bits of sums depend on it."""
+def _note_threads(num_ranks: int, *, spins_as_told: bool) -> None:
+    """Say that no core is left for the daemon, where threads spin on all. The number of threads stays the user's: bits
+    of sums depend on it."""
     threads, cores = torch.get_num_threads(), len(os.sched_getaffinity(0))
+    if threads >= cores and not spins_as_told:
+        return  # each rank's spinning is cut short while it waits for I/O
     if threads * num_ranks >= cores > 1:
         _log.info(
             "%d ranks of %d threads compute on %d cores, one of which the I/O daemon needs: threads that wait for each "

@@ -20,8 +20,8 @@ import torch
 
 WAITED_S: Final = 0.005
 WAITED_SHARE: Final = 0.05
-"""A rank that has waited so long, and so much of its time, goes at the daemon's pace. (Where it rather computes, sleeping
-threads cost more than their cores bring: a tenth of a forward.)"""
+"""A rank that has waited so long, and so much of its time, goes at the daemon's pace. (Where it rather computes,
+sleeping threads cost more than their cores bring: a tenth of a forward.)"""
 START_TIMEOUT_S: Final = 5.0
 
 

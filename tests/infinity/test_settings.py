@@ -381,12 +381,20 @@ def test_a_last_batch_that_is_not_full(drop_last: bool, sizes: list[int]) -> Non
     engine.destroy()
 
 
-@pytest.mark.parametrize(("threads", "ranks", "is_said"), [(4, 1, True), (2, 2, True), (3, 1, False), (1, 3, False)])
+@pytest.mark.parametrize(
+    ("threads", "ranks", "as_told", "is_said"),
+    [(4, 1, True, True), (4, 1, False, False), (2, 2, False, True), (3, 1, False, False), (1, 3, False, False)],
+)
 def test_threads_that_leave_the_daemon_no_core_are_named(
-    threads: int, ranks: int, is_said: bool, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    threads: int,
+    ranks: int,
+    as_told: bool,
+    is_said: bool,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _pid: set(range(4)))
     with caplog.at_level(logging.INFO, logger="infinity.entry"):
-        entry._note_threads(ranks)
+        entry._note_threads(ranks, spins_as_told=as_told)
     assert ("torch.set_num_threads" in caplog.text) == is_said
