@@ -75,7 +75,10 @@ class Spinning:
             return  # the daemon has a core, and the runtime counts too few threads to be told anything
         with self._lock:
             if self._one_too_many is None:
-                self._one_too_many = _OneTooMany(self._libraries)
+                try:
+                    self._one_too_many = _OneTooMany(self._libraries)
+                except RuntimeError:  # the process may have no more threads: it is not worth an error
+                    self._libraries = None
 
     def restore(self) -> None:
         """Let them spin as long as the runtime's settings say, and count waits anew. Idempotent."""

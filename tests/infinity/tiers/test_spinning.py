@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,22 @@ def test_nothing_is_done_where_it_would_change_nothing(reason: str, monkeypatch:
     spinning.cut_short()
     assert not spinning.is_short
     spinning.restore()
+
+
+def test_a_process_that_may_have_no_more_threads_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    spinning, tries = Spinning(), []
+
+    def refuse(_thread: threading.Thread) -> None:
+        tries.append(True)
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: NUM_CORES)
+    monkeypatch.setattr(spinning, "_libraries", spinning._libraries or object())
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    spinning.cut_short()
+    spinning.cut_short()
+    assert not spinning.is_short
+    assert len(tries) == 1
 
 
 def losses(directory: Path, *, device: str) -> list[torch.Tensor]:
