@@ -57,6 +57,7 @@ async def serve(config: ServeConfig) -> int:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a rank that takes its own by sigwait has handed us its mask
     loop.set_default_executor(start_pool())
     with contextlib.ExitStack() as resources:
+        resources.callback(_stop_listening_to_signals)
         resources.enter_context(watching_parent(stop, config))
         engine, engine_notes = choose_engine(config.engine)
         swap_dirs = [check_swap_dir(path) for path in config.swap_dirs]
@@ -73,6 +74,14 @@ async def serve(config: ServeConfig) -> int:
         log.info("serving %s with %s on %s", ", ".join(map(str, config.swap_dirs)), engine, config.socket_path)
         announce_ready(config, engine, swap_dirs)
         return await server.run(listener)
+
+
+def _stop_listening_to_signals() -> None:
+    """Told to end once more, a daemon has nothing left to do: and asyncio closes what its handlers write to before it
+    takes them away, which a signal in between would complain of on the user's terminal."""
+    for number in STOPPING:
+        asyncio.get_running_loop().remove_signal_handler(number)
+        signal.signal(number, signal.SIG_IGN)
 
 
 class Server:

@@ -281,6 +281,39 @@ def test_the_longest_drain_is_one_that_the_daemon_survives(serve: Serve) -> None
     assert "Traceback" not in daemon.stderr()
 
 
+TOLD_AGAIN = """
+import asyncio, os, signal, sys
+from io_daemon.__main__ import main
+
+close_wakeup_fd = asyncio.SelectorEventLoop._close_self_pipe
+
+def told_again(loop):
+    close_wakeup_fd(loop)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+asyncio.SelectorEventLoop._close_self_pipe = told_again
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+def test_a_daemon_that_is_told_again_while_it_leaves_says_nothing(
+    first: signal.Signals, swap_dir: Path, tmp_path: Path
+) -> None:
+    """A private daemon ends when its last tenant goes, and whoever started it asks it to end as well."""
+    command = [sys.executable, "-c", TOLD_AGAIN, "serve", "--swap-dir", str(swap_dir), "--socket", str(tmp_path / "s")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as daemon:
+        try:
+            assert daemon.stdout is not None
+            assert json.loads(daemon.stdout.readline())["ready"]
+            daemon.send_signal(first)
+            _, errors = daemon.communicate(timeout=DEADLINE_S)
+        finally:
+            daemon.kill()
+    assert daemon.returncode == 0
+    assert [line for line in errors.splitlines() if "INFO" not in line] == []
+
+
 @pytest.mark.parametrize("kind", get_args(FaultKind))
 def test_every_fault_that_parses_is_one_that_the_engine_knows(kind: str) -> None:
     Reactor("posix", 1, 4096, faults=[parse_fault(f"{kind}:0:5")]).close(int(DEADLINE_S * 1000))
