@@ -103,19 +103,21 @@ class WeightChanges:
             param.count_write()
 
     def drop_weights(self) -> None:
-        """Give up all weights that are in memory; ``refresh`` brings back those that stay.
+        """Give up all weights that are in memory; ``refresh`` brings back those that stay, under the views that are
+        kept of them.
 
-        Raises WeightsError for what is changed, or kept in a view.
+        Raises WeightsError for what is changed, or kept in a view of before.
         """
         self.check()
         with self._lock:
             self._live_set.reshard_all(persistent=True)
             for group in self._sharded.groups:
                 group.withdraw()
-            for param in self._sharded.params:
-                if param.is_shown:
-                    param.hide()
-                param.drop()
+            for group in self._sharded.groups:
+                for param in group.params:
+                    if param.is_shown:
+                        param.hide()
+                    param.drop(come_back=group.persistent)
 
     def refresh(self, *, updated: bool = False) -> None:
         """Persistent weights are what the store has, where they were. ``updated``: by an update, and nothing else."""

@@ -62,6 +62,10 @@ class Gathering:
             modifier_rank: the rank whose changes become everybody's, and are kept; None: changes are refused.
         """
         groups = list({self._group_of[p.index].index: self._group_of[p.index] for p in params}.values())
+        if modifier_rank is not None:
+            for param in params:
+                if self._group_of[param.index].persistent:  # what is written cannot be taken back where the store is it
+                    self._refusals.refuse_views(param)
         with self._lock:
             held: list[ParamGroup] = []
             try:

@@ -27,6 +27,7 @@ from infinity.weights import access, dispatcher, placeholder
 from io_daemon._native import checksum
 
 _storage_reference: Any = reductions.StorageWeakRef
+_storage_that_lives: Any = torch.UntypedStorage._new_with_weak_ptr
 _torchs_numpy: Any = torch._C.TensorBase.numpy
 
 
@@ -93,6 +94,8 @@ class ShardedParam:
         """The checksum of weights whose memory somebody was given, where writes are not counted; None: nobody was."""
         self._num_unseen = 0
         self._outlived: list[Any] = []
+        self._left: Any = None
+        """The memory that the weights left and come back to, if anybody has it still."""
         self._accumulator: Any = None
         """The node by which autograd accumulates the gradient. Held, so that it holds the parameter all the time."""
 
@@ -126,7 +129,9 @@ class ShardedParam:
         """Memory for the full weights, contents undefined; flat view of it. What is there already is taken again."""
         if self.full is None:
             with torch.inference_mode(mode=False):
-                self.full = self._pool.empty_strided(self.shape, self.layout.stride(), self.dtype)
+                self.full = self._come_back()
+                if self.full is None:
+                    self.full = self._pool.empty_strided(self.shape, self.layout.stride(), self.dtype)
             self._key = placeholder.identity_of(self.full)
             self._resident[self._key] = self
         # of what is shown autograd must see that it is written to
@@ -231,7 +236,10 @@ class ShardedParam:
         """The checksum of the weights that are here, in the order of memory."""
         if self.full is None:
             raise AssertionError(f"{self.name} has no weights here")
-        flat = self.full.as_strided((self.numel,), (1,)).cpu().view(torch.uint8)
+        return self._checksum_of(self.full)
+
+    def _checksum_of(self, weights: torch.Tensor) -> int:
+        flat = weights.as_strided((self.numel,), (1,)).cpu().view(torch.uint8)
         return checksum(_torchs_numpy(flat))
 
     def overlook_change(self) -> None:
@@ -272,15 +280,38 @@ class ShardedParam:
             self._version = self.param._version
         self._look_again()
 
-    def drop(self) -> None:
-        """Give up the weights. Their memory goes with the last view that somebody keeps, which is remembered."""
+    def drop(self, *, come_back: bool = False) -> None:
+        """Give up the weights. Their memory goes with the last view that somebody keeps, which is remembered.
+
+        ``come_back``: the same weights are to be here again, and then in that memory, if anybody has kept it: so that
+        a view follows what becomes of them.
+        """
         if self.full is None:
             return
         del self._resident[self._key]
         memory = _storage_reference(self.full.untyped_storage())
-        self.full = self._lent = None
-        if not memory.expired():
-            self._outlived = [*(view for view in self._outlived if not view.expired()), memory]
+        lent, self.full, self._lent = self._lent, None, None
+        if memory.expired():
+            return
+        if come_back:
+            self._left = (memory, lent)
+        self._outlived = [*(view for view in self._outlived if not view.expired()), memory]
+
+    def _come_back(self) -> torch.Tensor | None:
+        """The weights in the memory that they left, unless nobody has that any more, or who does wrote there."""
+        if self._left is None:
+            return None
+        (memory, lent), self._left = self._left, None
+        storage = _storage_that_lives(memory.cdata)
+        if storage is None:
+            return None
+        weights = torch.empty(0, dtype=self.dtype, device=self.device)
+        weights.set_(storage, 0, self.shape, self.layout.stride())
+        if self.is_changed or lent not in (None, self._checksum_of(weights)):
+            return None
+        self._lent = lent
+        self._outlived.remove(memory)
+        return weights
 
     def has_outliving_views(self) -> bool:
         """Whether views of weights that were dropped are alive: they would not follow an update, as torch's do."""

@@ -270,18 +270,80 @@ def test_what_cannot_be_done_is_refused_by_name() -> None:
         with pytest.raises(ConfigError, match="optim_states, hp_params, lp_params") as refusal:
             engine.offload_states(include=["weights"])  # type: ignore[list-item]
         assert refusal.value.key == "include"
-        view = engine.module.get_parameter("0.weight").detach()
+        data = engine.module.get_parameter("0.weight").data
         engine.offload_states()
+        data[0] = 0.0
         engine.reload_states()
-        with pytest.raises(WeightsError, match="view"):
+        with pytest.raises(WeightsError, match=r"0\.weight .* has a view that is kept"):
             engine.offload_states()
-        del view
+        del data
         engine.backward(loss_of(engine, 0))
         with pytest.raises(EngineStateError, match="between steps"):
             engine.offload_states()
         engine.step()
     with pytest.raises(EngineStateError, match="destroyed"):
         engine.offload_states()
+
+
+@pytest.mark.parametrize("layout", ["persistent", "stage 2"])
+@pytest.mark.parametrize("include", [None, ["lp_params"]], ids=str)
+def test_what_was_kept_of_weights_that_come_back_follows_them(layout: str, include: Any) -> None:
+    """A view of whole weights stayed what they were, and every update of them was refused."""
+    with engine_of(layout) as engine, engine_of(layout) as undisturbed:
+        weight, expected = (each.module.get_parameter("0.weight") for each in (engine, undisturbed))
+        view, array = weight.detach().view(-1), weight.detach().view(torch.int16).numpy()
+        loss = loss_of(engine, 0)
+        engine.offload_states(include)
+        engine.reload_states()
+        engine.backward(loss)
+        engine.step()
+        train(engine, 1)
+        train(undisturbed, 0, 1)
+        if layout == "stage 2":
+            with torch.no_grad():
+                view[0] = 7.0
+                expected[0, :2] = 7.0
+            array[0, 1] = array[0, 0]
+        train(engine, 2)
+        train(undisturbed, 2)
+        assert torch.equal(weight, expected)
+        assert torch.equal(view.view_as(weight), expected)
+        assert (array == expected.detach().view(torch.int16).numpy()).all()
+
+
+@pytest.mark.parametrize(
+    ("layout", "kept"),
+    [("persistent", "view"), ("persistent", "data"), ("stage 2", "view"), ("stage 2", "data"), ("stage 2", "array")],
+)
+def test_what_is_written_while_weights_are_away_is_refused(layout: str, kept: str) -> None:
+    """And so is what is written to them afterwards, before it is: that could not be taken back."""
+    with engine_of(layout) as engine:
+        weight = engine.module.get_parameter("0.weight")
+        expected = weight.detach().clone()
+        holder: Any
+        match kept:
+            case "view":
+                holder = weight.detach().view(-1)
+            case "data":
+                holder = weight.data
+            case _:
+                holder = weight.detach().view(torch.int16).numpy()
+        engine.offload_states()
+        holder[0] = 1
+        engine.reload_states()
+        assert torch.equal(weight, expected)
+        refusal = r"0\.weight .* has a view that is kept"
+        with (
+            pytest.raises(WeightsError, match=refusal),
+            infinity.zero.GatheredParameters(weight, modifier_rank=0),
+            torch.no_grad(),
+        ):
+            weight.fill_(7.0)
+        assert torch.equal(weight, expected)
+        with pytest.raises(WeightsError, match=refusal):
+            train(engine, 0)
+        del holder
+        engine.step()
 
 
 class Scaled(nn.Module):
