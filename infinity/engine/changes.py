@@ -7,7 +7,7 @@ one is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from infinity.engine.phases import Phases
 from infinity.engine.refusals import Refusals
@@ -16,7 +16,6 @@ from infinity.errors import EngineStateError
 from infinity.states import ShardedState
 from infinity.update.reducer import Reducer
 from infinity.weights.live_set import LiveSet
-from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
 from infinity.weights.saved_tensors import stale_weights
 from infinity.weights.sharded_model import ShardedModel
@@ -39,8 +38,8 @@ class WeightChanges:
         self._lock, self._refusals = lock, refusals
 
     def check(self) -> None:
-        """Raises WeightsError, before anything changes, for what an update would break."""
-        self._check_params(self._sharded.params)
+        """Raises WeightsError or EngineStateError, before anything changes, for what an update would break."""
+        self._check_groups(self._sharded.groups)
 
     def check_written(self) -> None:
         """Raises WeightsError for what was written and is not kept, or was since the forward that saved it, while
@@ -50,16 +49,23 @@ class WeightChanges:
             raise stale_weights(stale[0].name)
 
     def make_ready(self, group: ParamGroup) -> None:
-        """Backward is about to change the group's weights in the store. Raises WeightsError for what that would
-        break."""
-        self._check_params(group.params)
+        """Backward is about to change the group's weights in the store. Raises WeightsError or EngineStateError for
+        what that would break."""
+        self._check_groups([group])
         self._live_set.hold_back(group)
 
-    def _check_params(self, params: Iterable[ShardedParam]) -> None:
-        params = list(params)
+    def _check_groups(self, groups: Sequence[ParamGroup]) -> None:
+        params = [param for group in groups for param in group.params]
         self._written.check(params)
         for param in params:
             self._refusals.refuse_views(param)
+        with self._lock:
+            for group in groups:
+                if group.in_use and not group.persistent:
+                    raise EngineStateError(
+                        f"the weights of {group.name} are in use: change them, as step() does, outside of "
+                        "GatheredParameters, and while no other thread calls the model"
+                    )
 
     def settle(self) -> None:
         """Do what is due of every chunk."""
@@ -69,7 +75,8 @@ class WeightChanges:
 
     def begin(self) -> None:
         """Nothing is in use any more."""
-        self._live_set.reshard_all(persistent=True)
+        with self._lock:
+            self._live_set.reshard_all(persistent=True)
 
     def end(self) -> None:
         self._reducer.clear()
@@ -82,7 +89,8 @@ class WeightChanges:
     def skip(self) -> None:
         """The weights stay as they are. The next passes will not be like this one, which has no update."""
         self._reducer.clear()
-        self._live_set.reshard_all()
+        with self._lock:
+            self._live_set.reshard_all()
         self._store.abandon()
         self._phases.in_training_pass = False
 

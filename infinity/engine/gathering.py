@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
+from infinity.engine.phases import Phases
 from infinity.engine.refusals import Refusals
 from infinity.engine.written import Written
 from infinity.errors import DaemonLostError, WorldError
@@ -30,13 +31,15 @@ class Gathering:
         collectives: Collectives,
         live_set: LiveSet,
         group_of: Mapping[int, ParamGroup],
+        phases: Phases,
         *,
         lock: AbstractContextManager[object],
         written: Written,
         refusals: Refusals,
     ) -> None:
         self._sharded, self._io, self._collectives = sharded, io, collectives
-        self._live_set, self._group_of, self._lock = live_set, group_of, lock
+        self._live_set, self._group_of = live_set, group_of
+        self._phases, self._lock = phases, lock
         self._written, self._refusals = written, refusals
         self._num_writable: dict[int, int] = {}
         """Parameter index -> how many of the contexts that it is gathered in keep what is written."""
@@ -69,6 +72,7 @@ class Gathering:
         with self._lock:
             held: list[ParamGroup] = []
             try:
+                self._phases.refuse_beside_update()
                 for group in groups:
                     self._live_set.use(group, in_pass=in_pass)
                     group.num_holds += 1

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 from infinity.errors import EngineStateError
 from infinity.states import PHASE_TRANSITIONS, StepPhase
 
@@ -10,6 +12,8 @@ class Phases:
     def __init__(self, model_name: str) -> None:
         self._model, self._engine = model_name, f"the engine of {model_name}"
         self.phase = StepPhase.IDLE
+        self._thread = threading.get_ident()
+        """The one that is in ``phase``."""
         self.states_are_away = False
         """Some were moved out of device memory, see ``offloading``."""
         self.in_training_pass = False
@@ -25,7 +29,16 @@ class Phases:
             raise EngineStateError(f"states of {self._engine} were offloaded: call reload_states() before it trains on")
         if phase not in PHASE_TRANSITIONS[self.phase]:
             self.refuse_within(self.phase, phase.name.lower())
-        self.phase = phase
+        self.phase, self._thread = phase, threading.get_ident()
+
+    def refuse_beside_update(self) -> None:
+        """Raises EngineStateError while another thread updates the weights, or loads others: what is gathered then
+        belongs to no step."""
+        if self.phase in (StepPhase.OPTIMIZER, StepPhase.CHECKPOINT) and self._thread != threading.get_ident():
+            raise EngineStateError(
+                f"{self._engine} is in {self.phase.name}: use the weights before or after it, or take turns with "
+                "the thread that trains, by a threading.Lock"
+            )
 
     def refuse_within(self, phase: StepPhase, call: str) -> None:
         """Raises EngineStateError if the engine is in this phase."""

@@ -103,6 +103,7 @@ class Runtime(owners.Owner):
             collectives,
             self.live_set,
             self._group_of,
+            phases,
             lock=self._lock,
             written=self.written,
             refusals=self._refusals,
@@ -184,10 +185,14 @@ class Runtime(owners.Owner):
             shard_copies.check(self)
         with self._lock:
             self._num_calls += 1
-            if not self._phases.in_training_pass and not in_backward and self._num_calls == 1:
-                self._begin_pass(training=self.module.training and torch.is_grad_enabled())
-            if self._streams:
-                self._cast_once.begin_call(module, within_another=self._num_calls > 1)
+            try:
+                if not self._phases.in_training_pass and not in_backward and self._num_calls == 1:
+                    self._begin_pass(training=self.module.training and torch.is_grad_enabled())
+                if self._streams:
+                    self._cast_once.begin_call(module, within_another=self._num_calls > 1)
+            except BaseException:
+                self.end_call(failed=True)
+                raise
 
     def end_call(self, *, failed: bool) -> None:
         with self._lock:
@@ -209,6 +214,7 @@ class Runtime(owners.Owner):
     def hold(self, group: ParamGroup) -> None:
         self._cast_once.watch()  # the model may switch autocast on itself
         with self._lock:
+            self._phases.refuse_beside_update()
             self.live_set.use(group)
             group.num_holds += 1
             group.num_calls += 1
@@ -349,9 +355,9 @@ class Runtime(owners.Owner):
         """An exception has ended a call: nothing is in use, and leases that wait are given up."""
         self.calls.forget()
         self.leaves.end_backward()
-        self._num_calls = 0
-        self.live_set.reshard_all()
-        self.store.abandon()
+        with self._lock:
+            self.live_set.reshard_all()
+            self.store.abandon()
 
     def return_freed(self) -> None:
         """Give memory that nobody uses back to the system. No step does: weights have a pool, and autograd takes again

@@ -32,7 +32,7 @@ class Holder(Protocol):
         """Whether a module may be copied, as its weights are whole."""
 
     def begin_call(self, module: nn.Module) -> None:
-        """A module is called from outside the model, in this thread."""
+        """A module is called from outside the model, in this thread. A call for which this raises does not begin."""
 
     def end_call(self, *, failed: bool) -> None:
         """The call that ``begin_call`` announced is over."""
@@ -99,11 +99,11 @@ class ModuleCalls:
             _refuse_transforms(name, transformable=transformable)
             calls = self._thread.calls
             call = _Call(called, outermost=not calls)
+            if call.outermost:
+                with transforms.outside():
+                    self._holder.begin_call(called)
             calls.append(call)
             try:
-                if call.outermost:
-                    with transforms.outside():
-                        self._holder.begin_call(called)
                 for group in groups:
                     self._holder.hold(group)
                     call.groups.append(group)

@@ -77,8 +77,8 @@ async def serve(config: ServeConfig) -> int:
 
 
 def _stop_listening_to_signals() -> None:
-    """A daemon that is told to end once more has nothing left to do. And asyncio closes what its handlers write to before
-    it takes them away: a signal in between would complain of that on the user's terminal."""
+    """A daemon that is told to end once more has nothing left to do. And asyncio closes what its handlers write to
+    before it takes them away: a signal in between would complain of that on the user's terminal."""
     for number in STOPPING:
         asyncio.get_running_loop().remove_signal_handler(number)
         signal.signal(number, signal.SIG_IGN)
