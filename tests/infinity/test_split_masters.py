@@ -231,8 +231,9 @@ def test_fewer_bytes_are_kept_read_and_written(tmp_path: Path) -> None:
             moved[masters], kept[masters] = report.nvme_total.since(before), report.swap_bytes
     assert kept["fp32"] / kept["split"] == pytest.approx(16 / 14, rel=0.02)
     assert moved["split"].total_bytes < 0.95 * moved["fp32"].total_bytes
-    # half of them; what is written behind before its next write, and so twice, is a matter of time
-    assert moved["split"].bytes_written["master"] < 0.75 * moved["fp32"].bytes_written["master"]
+    # half of them; how often a chunk is written behind is a matter of time, and all its states are then written alike
+    per_moment = {which: io.bytes_written["master"] / io.bytes_written["exp_avg"] for which, io in moved.items()}
+    assert per_moment["split"] < 0.6 * per_moment["fp32"]
 
 
 def test_masters_without_ties_leave_the_moments_unwritten_at_first(tmp_path: Path) -> None:
