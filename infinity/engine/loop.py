@@ -94,16 +94,21 @@ class TrainingLoop:
         """Parameters whose gradient would be one of zeros by now."""
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        if self.phases.phase is StepPhase.BACKWARD:  # checkpointing calls the engine again
+            return self._called(module, args, kwargs)
         training = module.training and torch.is_grad_enabled()
         self.refuse_before_step("forward")
         with self._phase_of(StepPhase.FORWARD):
             with transforms.outside():
                 self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
                 self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
-            args, kwargs = self._casting.inputs((args, kwargs))
-            observed = self.observers.around_forward(self.global_steps + 1)
-            with observed, self._casting.around_forward(), mixed_dtypes_named(module, (args, kwargs)):
-                return module(*args, **kwargs)
+            with self.observers.around_forward(self.global_steps + 1):
+                return self._called(module, args, kwargs)
+
+    def _called(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        args, kwargs = self._casting.inputs((args, kwargs))
+        with self._casting.around_forward(), mixed_dtypes_named(module, (args, kwargs)):
+            return module(*args, **kwargs)
 
     def backward(self, loss: torch.Tensor, *, retain_graph: bool, scale: bool, create_graph: bool) -> torch.Tensor:
         loss_scale = self._trained("backward").scale.value

@@ -314,6 +314,23 @@ def save_on_cpu_around_checkpoints(world: Any) -> None:
         engine.step()
 
 
+def whole(reentrant: bool) -> None:
+    def script(world: Any) -> None:
+        engine = world.initialize(nn.Sequential(Net(), nn.Dropout(0.2), Net(1)))
+        for step in range(3):
+            x = batch(world, step).requires_grad_()
+            world.backward(engine, square(checkpoint(engine, x, use_reentrant=reentrant)))
+            engine.step()
+
+    script.__name__ = f"the_engine_itself_under_a_{'reentrant ' if reentrant else ''}checkpoint".replace(" ", "_")
+    script.__doc__ = "It is called again in backward."
+    cases(must="equal")(script)
+
+
+whole(True)
+whole(False)
+
+
 @cases
 def selective_checkpointing(world: Any) -> None:
     def policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
