@@ -8,6 +8,7 @@ keeps what is no element's, is refused by name.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, NamedTuple, NoReturn
@@ -24,9 +25,13 @@ NUM_STEPS: Final = 8
 ROWS: Final = 12
 COLUMNS: Final = 32
 RATE: Final = 1e-3
+SMALLER: Final = (0.1, 0.01, 0.001)
+"""Shares of its learning rate at which it is looked at, too."""
 LATER: Final = (10, 100, 1_000, 10_000, 100_000)
 """The counts of steps after which somebody's own rule is looked at again."""
 _SIZED: Final = (int, float, torch.Tensor)
+DECISIVE: Final = (0.0, 1e-7, 1e6, 1e17, float("inf"), float("nan"))
+"""Gradients upon which somebody's own rule may decide what to do."""
 CUT: Final = 128
 """The matrix, and the element at which it is cut: multiples of what kernels take at a time."""
 
@@ -127,17 +132,24 @@ def _at_some_rate(options: Options) -> Options:
     return {**options, "lr": torch.full_like(rate, RATE) if isinstance(rate, torch.Tensor) else RATE}
 
 
-def way_of(options: Options) -> str:
-    """The way that groups take through the code: alike for those that differ in the size of numbers alone."""
+def way_of(options: Options, *, closely: bool) -> str:
+    """The way that groups take through the code: alike for those that differ in the size of numbers alone; or, looked
+    at ``closely``, by less than an order of magnitude."""
     options = _at_some_rate(options)
+    size = _magnitude if closely else bool
     return repr(
-        sorted((name, bool(value) if type(value) in _SIZED else repr(value)) for name, value in options.items())
+        sorted((name, size(value) if type(value) in _SIZED else repr(value)) for name, value in options.items())
     )
 
 
-def unlike(groups: Sequence[Options]) -> dict[str, Options]:
+def _magnitude(value: float | torch.Tensor) -> float | None:
+    size = abs(float(value))
+    return round(math.log10(size)) if 0 < size < math.inf else size
+
+
+def unlike(groups: Sequence[Options], *, closely: bool) -> dict[str, Options]:
     """One of all groups that take the same way, by that."""
-    return {way_of(options): options for options in groups}
+    return {way_of(options, closely=closely): options for options in groups}
 
 
 class _Trial:
@@ -226,16 +238,50 @@ class _Trial:
         return {tuple(float(state[label]) for label in labels) for state in self._states}
 
 
-def dry_run(stand_in: StandIn, options: Options, births: Mapping[str, Birth], dtype: torch.dtype) -> Kept:
+def dry_run(
+    stand_in: StandIn, options: Options, births: Mapping[str, Birth], dtype: torch.dtype, *, looks_ahead: bool = True
+) -> Kept:
+    """What it keeps, and whether it needs parameters whole. Raises ConfigError for what cannot be sharded.
+
+    Args:
+        looks_ahead: at smaller learning rates, too, where a schedule gets, if somebody else wrote it.
+    """
+    options = _at_some_rate(options)
+    kept = _watched_at(stand_in, options, births, dtype, refuses_idle=True)
+    if not (looks_ahead and stand_in.is_foreign and "lr" in options):
+        return kept
+    for share in SMALLER:
+        later = _watched_at(stand_in, {**options, "lr": options["lr"] * share}, births, dtype)
+        if (later.states, later.numbers) != (kept.states, kept.numbers):
+            refuse(stand_in, f"keeps other things at {share:g} of its learning rate")
+        kept = replace(
+            kept,
+            is_whole=kept.is_whole or later.is_whole,
+            from_zeros=kept.from_zeros and later.from_zeros,
+            unsigned=kept.unsigned & later.unsigned,
+        )
+    return kept
+
+
+def _watched_at(
+    stand_in: StandIn,
+    options: Options,
+    births: Mapping[str, Birth],
+    dtype: torch.dtype,
+    *,
+    refuses_idle: bool = False,
+) -> Kept:
     generator = torch.Generator().manual_seed(NUM_STEPS)
     matrix = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
     grads = [_gradient(generator).to(dtype) for _ in range(NUM_STEPS)]
-    options = stand_in.chosen(_at_some_rate(options), matrix.device)
+    options = stand_in.chosen(options, matrix.device)
+    stand_in.asked.shape = False  # that was at other options
     whole = _Trial(stand_in, [matrix], births)
     with torch.random.fork_rng(devices=[]):
         try:
             kept = _watch_parts(whole, _Trial(stand_in, _cut(matrix), births), grads, options)
             if stand_in.is_foreign:
+                _watch_decisions(matrix, stand_in, births, grads, options)
                 _watch_later([_Trial(stand_in, each, births) for each in ([matrix], _cut(matrix))], grads, options)
         except ConfigError:
             whole = _Trial(stand_in, [matrix], births)
@@ -245,6 +291,8 @@ def dry_run(stand_in: StandIn, options: Options, births: Mapping[str, Birth], dt
             if stand_in.is_foreign:
                 _watch_later([_Trial(stand_in, [matrix], births)], grads, options)
         if stand_in.is_foreign:
+            if refuses_idle and torch.equal(whole.bits(())[0], _Trial(stand_in, [matrix], births).bits(())[0]):
+                refuse(stand_in, "changed nothing in its step of a parameter with a gradient")
             _check_foreign(whole, matrix, births, grads, options)
         zeros = {label: Birth(0.0, None) for label in kept.states}
         zeros |= {label: Birth(0.0, number) for label, number in kept.numbers.items()}
@@ -273,8 +321,35 @@ def _watch_parts(whole: _Trial, parts: _Trial, grads: Sequence[torch.Tensor], op
         if not _are_equal(whole, parts, kept):
             refuse(whole.stand_in, "steps a part of a parameter otherwise alone than within the whole")
     if whole.stand_in.asked.shape:
-        refuse(whole.stand_in, "looks at shapes, which parts of parameters have not")
+        refuse(whole.stand_in, "looks at shapes or sums, which parts of parameters have not")
     return kept
+
+
+def _watch_decisions(
+    matrix: torch.Tensor,
+    stand_in: StandIn,
+    births: Mapping[str, Birth],
+    grads: Sequence[torch.Tensor],
+    options: Options,
+) -> None:
+    """Raises ConfigError if gradients in one part decide upon what becomes of another, as where a parameter is passed
+    over whose gradient is not finite, or is clipped."""
+    for value in DECISIVE:
+        whole, parts = (_Trial(stand_in, each, births) for each in ([matrix], _cut(matrix)))
+        for grad in (grads[0], _decisive(grads[1], value), grads[2]):
+            try:
+                whole.step([grad], options)
+                parts.step(_cut(grad), options)
+            except ConfigError:  # it raises, as it would in plain torch
+                break
+            if not _are_equal(whole, parts, whole.kept()):
+                refuse(stand_in, f"steps a part of a parameter otherwise where gradients of another are {value:g}")
+
+
+def _decisive(grad: torch.Tensor, value: float) -> torch.Tensor:
+    grad = grad.clone()
+    grad.view(-1)[CUT:] = value
+    return grad
 
 
 def _watch_later(trials: Sequence[_Trial], grads: Sequence[torch.Tensor], options: Options) -> None:
@@ -325,8 +400,6 @@ def _check_foreign(
     stand_in = whole.stand_in
     if stand_in.asked.identity:
         refuse(stand_in, "asks which parameter it steps (it looks one up in a set or a dict)")
-    if torch.equal(whole.bits(())[0], _Trial(stand_in, [matrix], births).bits(())[0]):
-        refuse(stand_in, "changed nothing in its step of a parameter with a gradient")
     others = [matrix.flip(0), matrix.flip(1), matrix * 2]
     elsewhere = _Trial(stand_in, [*others, matrix, matrix * 3], births)
     for grad in grads:
@@ -334,6 +407,16 @@ def _check_foreign(
         elsewhere.step_apart(given, options, [slice(0, 2), slice(2, 5)])
     if not _are_equal(whole, elsewhere.only(3), whole.kept()):
         refuse(stand_in, "steps a parameter otherwise in another place of its groups, or beside others")
+    for value in DECISIVE:
+        alone, beside = _Trial(stand_in, [matrix], births), _Trial(stand_in, [matrix, matrix * 2], births)
+        for grad, other in zip(grads, (grads[0], torch.full_like(matrix, value), grads[2]), strict=False):
+            try:
+                beside.step_together([grad, other], options)
+            except ConfigError:
+                break
+            alone.step([grad], options)
+            if not _are_equal(alone, beside.only(0), alone.kept()):
+                refuse(stand_in, f"steps a parameter otherwise beside another whose gradients are {value:g}")
 
 
 def _are_equal(left: _Trial, right: _Trial, kept: Kept) -> bool:

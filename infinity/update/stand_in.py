@@ -63,7 +63,8 @@ class StandIn:
     ) -> list[State]:
         """One step of all ``params`` in place; the states after it, in which tensors are those given or new ones.
 
-        Raises ValueError if the optimizer keeps numbers where each call would change them.
+        Raises ValueError if the optimizer keeps numbers where each call would change them, or makes of a parameter
+        another of its shape or dtype.
         """
         return self.step_groups([Stepped(params, grads, states)], options)[0]
 
@@ -84,11 +85,14 @@ class StandIn:
                 if self.is_foreign:
                     param._is_param = True  # an instance of nn.Parameter
         before = self._kept_beside(optimizer)
+        memory = [(param, param.detach()) for group in groups for param in group.params] if self.is_foreign else ()
         with torch.no_grad(), _no_hooks_of_all(), noted_in(self.asked):
             self.of.step(optimizer)
         for group in groups:
             for param in group.params:
                 param.grad = None
+        for param, where in memory:
+            _put_back(param, where)
         if changed := [name for name, value in self._kept_beside(optimizer).items() if value != before.get(name)]:
             raise ValueError(f"keeps {', '.join(changed)} for all parameters together")
         return [[states[param] for param in group.params] for group in groups]
@@ -110,6 +114,16 @@ class StandIn:
         if self.is_foreign:
             return {name: glance(value) for name, value in found.items() if name not in (*_OWN, *_WITHOUT)}
         return {name: value for name, value in found.items() if type(value) in (int, float)}
+
+
+def _put_back(param: torch.Tensor, where: torch.Tensor) -> None:
+    """What an optimizer has put in the place of a parameter's memory (``p.data = ...``) is where that was."""
+    with torch.no_grad():
+        if (param.shape, param.dtype) != (where.shape, where.dtype):
+            raise ValueError(f"makes {param.dtype} {tuple(param.shape)} of {where.dtype} {tuple(where.shape)}")
+        if param.data_ptr() != where.data_ptr():
+            where.copy_(param)
+            param.data = where
 
 
 @contextmanager

@@ -43,8 +43,9 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype, prefers_fused: bool = F
     stand_in = StandIn(optimizer, prefers_fused=prefers_fused)
     if stand_in.is_foreign and (held := steppers_in(vars(optimizer))):
         refuse(stand_in, f"holds another that has parameters of its own ({', '.join(held)})")
-    groups = options_of(optimizer)
-    watched = {way: dry_run(stand_in, options, births, dtype) for way, options in unlike(groups).items()}
+    groups, closely = options_of(optimizer), stand_in.is_foreign
+    ways = unlike(groups, closely=closely)
+    watched = {way: dry_run(stand_in, options, births, dtype) for way, options in ways.items()}
     _refuse_attributes(stand_in, optimizer)
     found = list(watched.values())
     states = {label: dtype for kept in found for label, dtype in kept.states.items()}
@@ -52,7 +53,7 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype, prefers_fused: bool = F
     if len(states) > len(STATE_KINDS):
         refuse(stand_in, f"keeps {', '.join(states)} for each element, which is more than {len(STATE_KINDS)}")
     from_zeros = all(kept.from_zeros for kept in found)
-    whole_groups = frozenset(i for i, options in enumerate(groups) if watched[way_of(options)].is_whole)
+    whole_groups = frozenset(i for i, each in enumerate(groups) if watched[way_of(each, closely=closely)].is_whole)
     unsigned = frozenset(states).difference(*(kept.states.keys() - kept.unsigned for kept in found))
     return UpdateRule(
         name=stand_in.of.__name__,
@@ -92,8 +93,10 @@ class _Check:
     def __call__(self, groups: Sequence[Options]) -> None:
         self.stand_in.look()
         for number, options in enumerate(groups):
-            way = way_of(options)
-            kept = self.watched.get(way) or dry_run(self.stand_in, options, self.births, self.dtype)
+            way = way_of(options, closely=self.stand_in.is_foreign)
+            kept = self.watched.get(way)
+            if kept is None:
+                kept = dry_run(self.stand_in, options, self.births, self.dtype, looks_ahead=False)
             new = [*(kept.states.keys() - self.states.keys()), *(kept.numbers.keys() - self.numbers.keys())]
             same_form = (
                 kept.is_whole == (number in self.whole_groups)
@@ -141,6 +144,8 @@ class _Run:
         for views, state in zip(call.states, after, strict=True):
             self._refuse_new(state)
             self._keep(views, state)
+        if history is None and self.known and not any(after):
+            return None  # it has passed over the parameter, whose first step is still to come
         return tuple(float(after[0].get(label, 0.0)) for label in self.numbers)
 
     def _refuse_new(self, state: State) -> None:

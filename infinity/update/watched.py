@@ -36,6 +36,7 @@ class Asked:
     """Notes of one optimizer's dry run."""
 
     shape: bool = False
+    """Or something else that parts have not as the whole has it, such as a sum."""
     identity: bool = False
     attributes: set[str] = field(default_factory=set)
 
@@ -67,7 +68,11 @@ class Watched(torch.Tensor):
     ) -> Any:
         if _noting is not None and func in _SHAPES and _numel(args[0]) > 1:
             _noting.shape = True
-        return _torchs(cls, func, types, args, kwargs or {})
+        found = _torchs(cls, func, types, args, kwargs or {})
+        if _noting is not None and isinstance(found, torch.Tensor):
+            of = [_numel(each) for each in args if isinstance(each, torch.Tensor)]
+            _noting.shape |= bool(of) and _numel(found) < max(of)  # of several elements one, as a norm
+        return found
 
     def __getattr__(self, name: str) -> Any:
         if _noting is not None:

@@ -144,6 +144,126 @@ def test_who_looks_at_norms_after_many_steps_gets_whole_parameters() -> None:
     assert not rule_of(Counting(params(), lambda *_: 1.0), dtype=torch.float32).whole_groups
 
 
+class Deciding(optim.Optimizer):
+    """SGD that passes over what ``passes`` says, of a parameter's gradient or of those of its group."""
+
+    def __init__(self, params: Any, passes: Callable[[Any, Any], Any], of_all: bool = False) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.passes, self.of_all = passes, of_all
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            with_grad = [p for p in group["params"] if p.grad is not None]
+            if self.of_all and any(self.passes(p.grad, group) for p in with_grad):
+                return
+            for p in with_grad:
+                if not self.passes(p.grad, group):
+                    p.mul_(0.99).sub_(group["lr"] * p.grad)
+
+
+DECISIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "not finite": lambda grad, _: not torch.isfinite(grad).all(),
+    "a sum that is NaN": lambda grad, _: bool(grad.sum().isnan()),
+    "zeros": lambda grad, _: not grad.any(),
+    "tiny": lambda grad, _: grad.norm() < 1e-6,
+    "large": lambda grad, _: grad.abs().max() > 1e5,
+    "sparse": lambda grad, _: (grad != 0).float().mean() < 0.5,
+    "the first element": lambda grad, _: grad.reshape(-1)[0] > 0,
+    "a far norm": lambda grad, _: grad.norm() > 1e30,
+    "infinite squares": lambda grad, _: torch.isinf((grad * grad).sum()),
+}
+
+
+@pytest.mark.parametrize("decision", DECISIONS)
+def test_who_decides_by_a_gradient_gets_whole_parameters(decision: str) -> None:
+    """Gradients of every day show nothing of it, and parts were passed over apart, in silence."""
+    assert rule_of(Deciding(params(), DECISIONS[decision]), dtype=torch.float32).whole_groups == {0}
+    by_element = rule_of(Deciding(params(), lambda grad, _: grad is None), dtype=torch.float32)
+    assert not by_element.whole_groups
+
+
+@pytest.mark.parametrize("decision", ["not finite", "a sum that is NaN", "large", "infinite squares"])
+def test_who_decides_by_gradients_of_others_is_refused(decision: str) -> None:
+    with pytest.raises(ConfigError, match="beside another whose gradients are"):
+        rule_of(Deciding(params(), DECISIONS[decision], of_all=True), dtype=torch.float32)
+
+
+def test_who_refuses_a_gradient_as_in_plain_torch_is_not_refused() -> None:
+    def passes(grad: Any, _group: Any) -> bool:
+        if bool(torch.isnan(grad).any()):
+            raise ValueError("a gradient is NaN")
+        return False
+
+    rule_of(Deciding(params(), passes), dtype=torch.float32)
+
+
+def test_who_does_something_else_at_a_smaller_rate_is_looked_at_there() -> None:
+    def factor(_optimizer: Any, group: Any, *args: Any) -> float:
+        return float(1 / args[-1].grad.norm()) if group["lr"] < threshold else 1.0
+
+    threshold = 0.05
+    assert rule_of(Factored(params(), factor), dtype=torch.float32).whole_groups == {0}
+    threshold = 1e-5  # beyond what is looked at before
+    rule = rule_of(Factored(params(), factor), dtype=torch.float32)
+    assert not rule.whole_groups
+    rule.check([{"lr": 1e-4}])
+    with pytest.raises(EngineStateError, match="needs its states in another form"):
+        rule.check([{"lr": 1e-6}])
+
+
+class Rebinding(optim.Optimizer):
+    """Has another tensor in the place of a parameter's memory after its step."""
+
+    def __init__(self, params: Any, dtype: torch.dtype | None = None) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.data = (p.data - group["lr"] * p.grad).to(self.dtype or p.dtype)
+
+
+def test_what_takes_the_place_of_a_parameter_is_kept_where_that_was() -> None:
+    """Pieces lie in frames: what was put beside them was lost, and nothing was trained."""
+    rule = rule_of(Rebinding(params()), dtype=torch.float32)
+    memory = torch.ones(8)
+    rule.run(Call(params=[memory[:4], memory[4:]], grads=[torch.ones(4)] * 2, states=[(), ()]), None, {"lr": 0.5})
+    assert memory.tolist() == [0.5] * 8
+    with pytest.raises(ConfigError, match=r"makes torch\.float64"):
+        rule_of(Rebinding(params(), torch.float64), dtype=torch.float32)
+
+
+class Waiting(optim.Optimizer):
+    """Begins to keep a mean with the first gradient that is not zero."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and p.grad.any():
+                    state = self.state[p]
+                    state["mean"] = state["mean"].lerp(p.grad, 0.5) if "mean" in state else p.grad.clone()
+                    p.sub_(group["lr"] * state["mean"])
+
+
+def test_a_parameter_that_is_passed_over_has_its_first_step_before_it() -> None:
+    rule = rule_of(Waiting(params()), dtype=torch.float32)
+    assert not rule.from_zeros
+    call = Call(params=[torch.ones(8)], grads=[torch.zeros(8)], states=[(torch.zeros(8),)], whole=True)
+    assert rule.run(call, None, {"lr": 0.5}) is None
+    call.grads[0] = torch.ones(8)
+    assert rule.run(call, None, {"lr": 0.5}) == ()
+    assert call.params[0].tolist() == [0.5] * 8
+    assert call.states[0][0].tolist() == [1.0] * 8
+
+
 def test_a_warm_up_from_zero_hides_nothing() -> None:
     """With a rate of 0 no step shows anything."""
 
@@ -211,9 +331,9 @@ def test_what_is_begun_to_be_kept_is_refused() -> None:
     optimizer.late = False  # type: ignore[attr-defined]
     rule = rule_of(optimizer, dtype=torch.float32)
     optimizer.late = True  # type: ignore[attr-defined]
-    rule.check([{"lr": 0.5}])
+    rule.check([{"lr": 0.1}])
     with pytest.raises(EngineStateError, match="has begun to keep more"):
-        rule.run(Call(params=[torch.ones(8)], grads=[torch.ones(8)], states=[()]), None, {"lr": 0.5})
+        rule.run(Call(params=[torch.ones(8)], grads=[torch.ones(8)], states=[()]), None, {"lr": 0.1})
 
 
 def test_hooks_for_all_optimizers_hear_of_no_part() -> None:
