@@ -30,7 +30,7 @@ from infinity.tiers.spinning import spinning
 from infinity.update.in_backward import InBackward, refuse_before_step, refuse_norm
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.update import Outcome, Update
-from infinity.weights import transforms
+from infinity.weights import access, transforms
 from infinity.weights.buffers import FollowedBuffers, mixed_dtypes_named
 from infinity.weights.saved_tensors import stale_graphs_named
 from infinity.weights.sharded_model import ShardedModel
@@ -368,7 +368,11 @@ class TrainingLoop:
         """What the backward that failed has added to cannot be taken out again."""
         reducer = self.runtime.reducer
         reducer.in_backward = None
-        if reducer.has_taken:
+        # a hook of the user's comes before ours, and may have raised with the gradient there
+        untaken = [each for each in self._sharded.params if access.own_gradient(each.param) is not None]
+        for each in untaken:
+            access.drop_gradient(each.param)
+        if reducer.has_taken or untaken:
             lost = Lost.EARLIER if self._num_backwards else Lost.LAST
             self._begin_anew()
             self._lost = lost

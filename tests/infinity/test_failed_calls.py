@@ -65,7 +65,9 @@ def loss_of(model: nn.Module, batch: int) -> Tensor:
     return loss
 
 
-def engine_of(stage: int, directory: Path, *, accumulation: int, in_backward: bool = False) -> Engine:
+def engine_of(
+    stage: int, directory: Path, *, accumulation: int, in_backward: bool = False, model: Net | None = None
+) -> Engine:
     nvme = {"device": "nvme", "nvme_path": str(directory)}
     offload = {"offload_param": nvme, "offload_optimizer": nvme} if stage == 3 else {}
     config = {
@@ -75,7 +77,7 @@ def engine_of(stage: int, directory: Path, *, accumulation: int, in_backward: bo
         "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **offload},
         "io_daemon": {"update_in_backward": in_backward},
     }
-    return infinity.initialize(model=made(), config=config)[0]
+    return infinity.initialize(model=model or made(), config=config)[0]
 
 
 def plain(*batches: int) -> dict[str, Tensor]:
@@ -145,6 +147,33 @@ def test_a_first_backward_that_fails_half_way_may_be_repeated_and_not_be_stepped
         fail_backward(engine, "late")
         with pytest.raises(EngineStateError, match=r"step\(\): the last backward failed.*zero_grad\(\)"):
             engine.step()
+        micro_batch(engine, 1)
+        assert_same(engine, plain(1))
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("error", [InterruptedCallError, KeyboardInterrupt])
+def test_what_a_hook_of_the_users_that_fails_has_left_is_not_added_to(
+    stage: int, error: type[BaseException], tmp_path: Path
+) -> None:
+    """Registered before ``initialize``, it is called before the engine has taken the gradient."""
+    model, calls = made(), 0
+
+    def guard(_param: Tensor) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise error
+
+    model.last.bias.register_post_accumulate_grad_hook(guard)
+    model.last.weight.register_post_accumulate_grad_hook(guard)
+    with engine_of(stage, tmp_path, accumulation=1, model=model) as engine:
+        loss = loss_of(engine, 9)
+        with pytest.raises(error):
+            engine.backward(loss)
+        with pytest.raises(EngineStateError, match=r"step\(\): the last backward failed.*zero_grad\(\)"):
+            engine.step()
+        engine.zero_grad()
         micro_batch(engine, 1)
         assert_same(engine, plain(1))
 
