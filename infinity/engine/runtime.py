@@ -199,7 +199,8 @@ class Runtime(owners.Owner):
             self._num_calls -= 1
             if self._num_calls:
                 return
-            self._cast_once.end_call()
+            if self._streams:
+                self._cast_once.end_call()
             if not self._phases.in_training_pass and not self._phases.is_over:
                 self.live_set.reshard_all()
                 if failed:

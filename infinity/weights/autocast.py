@@ -3,7 +3,8 @@
 Autocast casts a weight once and keeps the cast until its outermost context ends: all of the model's, in the end. So the
 cache is emptied whenever casts of more than ``KEPT_NUMEL`` weights may be in it. A weight that is used before and after
 that is cast twice, and its two gradients are summed in fp32 where torch sums them in the narrow dtype: other bits. Such
-a use is refused by name.
+a use is refused by name. So it is in another call from outside, if the caller's context still lasts: which a cast of a
+tensor of our own tells, since the cache ends with the context.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ from typing import Any, Final
 
 import torch
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._python_dispatch import _disable_current_modes
 
 from infinity.errors import WeightsError
 from infinity.weights.param import ShardedParam
@@ -33,22 +36,26 @@ class CastOnce:
         self._may_be_on = torch.amp.is_autocast_available(device.type)
         by_id = {id(param.param): param for param in params}
         self._own = {module: [by_id[id(p)] for p in _used_by(module)] for module in model.modules()}
-        self._used_at: dict[int, int] = {}
-        """Parameter index -> how often the cache had been emptied when it was used."""
+        self._used_at: dict[int, tuple[int, int]] = {}
+        """Parameter index -> how often the cache had been emptied when it was used, and of which generation it was."""
         self._num_emptied = 0
         self._numel = 0
         self._watching: Any = None
+        self._ours = torch.ones(1, 1, device=device, requires_grad=True)
+        self._cast_of_ours: Any = None
+        """The node of its cast, as the last call from outside left it in the cache."""
 
     def begin_call(self, module: nn.Module, *, within_another: bool) -> None:
         """``within_another``: of this thread's or of one that waits for it. Autocast's cache is one for all threads."""
-        if not within_another:
+        if not within_another and not self._goes_on():
             self._used_at.clear()
+            self._numel = 0
         if self.watch():
             self._note(module, ())  # a hook that is registered in its call does not see it
 
     def watch(self) -> bool:
         """Whether autocast is on and casts are kept, from now on watched until the call from outside ends."""
-        if not (self._is_on and torch.is_grad_enabled() and torch.is_autocast_cache_enabled()):
+        if not (self._is_on and torch.is_autocast_cache_enabled()):
             return False
         if self._watching is None:
             self._watching = register_module_forward_pre_hook(self._note)
@@ -59,7 +66,26 @@ class CastOnce:
             self._watching.remove()
             self._watching = None
         if torch._C._current_graph_task_id() == -1:  # what checkpointing recomputes has a context of its own
-            self.empty()
+            self._cast_of_ours = self._cast() if self._is_on else None
+
+    def _goes_on(self) -> bool:
+        """Whether the caller is in the same outermost context as at the end of the last call from outside."""
+        nesting = torch.autocast_increment_nesting() - 1
+        torch.autocast_decrement_nesting()
+        if nesting == 0:
+            return False
+        return not self._is_on or self._cast_of_ours is self._cast()
+
+    def _cast(self) -> Any:
+        """The node of the cast of our own tensor: the same as long as it is in the cache."""
+        with (
+            _disable_current_modes(),
+            torch.inference_mode(mode=False),
+            torch.enable_grad(),
+            saved_tensors_hooks(lambda saved: saved, lambda saved: saved),  # the user's own see nothing of it
+        ):
+            product = torch.mm(self._ours, self._ours)
+        return None if product.grad_fn is None else product.grad_fn.next_functions[0][0]
 
     def release(self, numel: int) -> None:
         """A call has given up so many weights."""
@@ -76,12 +102,16 @@ class CastOnce:
             self._numel = 0
 
     def use(self, params: Iterable[ShardedParam]) -> None:
-        """Raises WeightsError for a parameter whose cast was there, and is there no more."""
+        """Raises WeightsError for a parameter whose cast was there, and is there no more. (Without gradients a second
+        cast is as good as the first.)"""
         if self._watching is None:
             return
         for param in params:
-            if self._used_at.setdefault(param.index, self._num_emptied) != self._num_emptied and (
-                param.dtype is torch.float32
+            now = (self._num_emptied, param.generation)
+            if (
+                self._used_at.setdefault(param.index, now) != now
+                and param.dtype is torch.float32
+                and torch.is_grad_enabled()
             ):
                 raise WeightsError(
                     param.name,

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.odd.nets import ROWS, WIDTH, Block, Net, square, trains
-from tests.support.cases import EACH, EACH_BF16, Case, Cases
+from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, STAGE_2, Case, Cases
 
 cases = Cases(__name__)
 
@@ -210,7 +210,7 @@ def autocast_inside_forward(world: Any) -> None:
     trains(world, Autocast())
 
 
-@cases(must="equal")
+@cases(settings=(EACH, GROUPED, DEFAULT, EACH_BF16, STAGE_2), must="equal")
 def autocast_around_two_forwards_of_one_pass(world: Any) -> None:
     """Its cache must not give the second forward weights that were resharded after the first."""
     engine = world.initialize(Net())
@@ -222,9 +222,9 @@ def autocast_around_two_forwards_of_one_pass(world: Any) -> None:
         engine.step()
 
 
-@cases(must="equal")
+@cases(settings=(EACH, GROUPED, DEFAULT, EACH_BF16, STAGE_2))
 def autocast_around_backward_and_step(world: Any) -> None:
-    """Its cache is not cleared between steps."""
+    """Its cache is not cleared between steps: torch goes on with casts of before."""
     engine = world.initialize(Net())
     with world.autocast():
         for step in range(3):

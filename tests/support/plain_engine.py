@@ -88,9 +88,7 @@ class PlainEngine(nn.Module):
             return getattr(super().__getattr__("module"), name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        output = self.module(*args, **kwargs)
-        torch.clear_autocast_cache()  # casts of weights go when the weights do: no copy of the model outlives a call
-        return output
+        return self.module(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
         scaled = loss / self.accumulation if self.accumulation > 1 else loss

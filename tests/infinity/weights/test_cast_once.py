@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import infinity
 from infinity.errors import WeightsError
@@ -58,16 +59,66 @@ def uses(cast: CastOnce, model: Tied, *steps: Any) -> None:
         cast.end_call()
 
 
-@pytest.mark.usefixtures("under_autocast")
+def autocast() -> Any:
+    return torch.autocast("cpu", torch.bfloat16)
+
+
 def test_a_second_use_is_refused_once_casts_were_let_go_of() -> None:
     model = Tied()
     cast = cast_once(model)
-    uses(cast, model, model.other, model.other, model.child)
-    uses(cast, model, model.other, KEPT_NUMEL, model.other)  # as many may be kept
-    with pytest.raises(WeightsError, match=r"other\.weight is used in two calls"):
+    with autocast():
+        uses(cast, model, model.other, model.other, model.child)
+    with autocast():
+        uses(cast, model, model.other, KEPT_NUMEL, model.other)  # as many may be kept
+    with autocast(), pytest.raises(WeightsError, match=r"other\.weight is used in two calls"):
         uses(cast, model, model.other, KEPT_NUMEL, 1, model.other)
-    uses(cast, model, KEPT_NUMEL, 1, model.other, KEPT_NUMEL, model.other)  # counted anew once it is empty
-    uses(cast, model, model.other)  # and each call from outside is another
+    with autocast():
+        uses(cast, model, model.other, KEPT_NUMEL, model.other)  # counted anew in another context
+
+
+def test_calls_from_outside_in_one_context_share_its_casts() -> None:
+    """They were cast anew in each, and gradients were summed in another precision, in silence."""
+    model = Tied()
+    cast = cast_once(model)
+    with autocast():
+        uses(cast, model, model.other)
+        with torch.autocast("cpu", enabled=False):
+            uses(cast, model, model.other)
+        with torch.no_grad():
+            uses(cast, model, model.other, KEPT_NUMEL + 1, model.other)  # a second cast is as good as the first
+        with pytest.raises(WeightsError, match="is used in two calls"):
+            uses(cast, model, model.other)
+    for _ in range(3):
+        with autocast():
+            uses(cast, model, model.other, KEPT_NUMEL)
+
+
+def test_a_weight_that_was_written_has_another_cast() -> None:
+    model = Tied()
+    cast = cast_once(model)
+    with autocast():
+        uses(cast, model, model.other)
+        for params in cast._own.values():
+            for param in params:
+                param.count_update()
+        with pytest.raises(WeightsError, match="is used in two calls"):
+            uses(cast, model, model.other)
+
+
+def test_what_tells_contexts_apart_is_seen_by_nobody() -> None:
+    model = Tied()
+    cast = cast_once(model)
+    packed: list[Any] = []
+
+    class Ops(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            packed.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with autocast(), torch.autograd.graph.saved_tensors_hooks(packed.append, lambda _: None), Ops():
+        uses(cast, model)
+        uses(cast, model)
+    assert packed == []
 
 
 @pytest.mark.usefixtures("under_autocast")
@@ -91,12 +142,11 @@ def test_weights_that_are_narrow_already_are_not_cast() -> None:
     uses(cast, model, model.other, KEPT_NUMEL + 1, model.other, model.child)
 
 
-@pytest.mark.parametrize("why", ["off", "no_grad", "no cache"])
+@pytest.mark.parametrize("why", ["off", "no cache"])
 def test_nothing_is_watched_where_nothing_is_kept(why: str) -> None:
     model = Tied()
     cast = cast_once(model)
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=why != "off", cache_enabled=why != "no cache")
-    with autocast, torch.set_grad_enabled(why != "no_grad"):
+    with torch.autocast("cpu", torch.bfloat16, enabled=why != "off", cache_enabled=why != "no cache"):
         assert cast.watch() is False
         uses(cast, model, model.other, KEPT_NUMEL + 1, model.other, model.child)
     with torch.autocast("cpu", torch.bfloat16):
