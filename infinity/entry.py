@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, Dataset
 
 from infinity.checkpointing import apply_section
-from infinity.config import Config, parse_config, read_environment
+from infinity.config import Config, parse_config, read_environment, shared_keys
 from infinity.engine import Engine
 from infinity.engine.build import build_engine
 from infinity.errors import ConfigError
@@ -91,7 +91,9 @@ def initialize(
     with torch.inference_mode(mode=False), ExitStack() as cleanup:  # what is made here is written to outside, too
         collectives = Collectives.join(process_group)
         cleanup.callback(collectives.close)
-        parsed = parse_config(config, world_size=collectives.world_size)
+        parse = partial(parse_config, config, world_size=collectives.world_size)
+        parsed = collectives.together(parse, "read the configuration")
+        _check_same_config(parsed, collectives)
         for note in parsed.notes if collectives.rank == 0 else ():
             _log.warning("%s", note)
         sharded_optimizer = None
@@ -252,19 +254,34 @@ def _check_same_ranks(area: StagingArea, collectives: Collectives) -> None:
         )
 
 
+def _check_same_config(config: Config, collectives: Collectives) -> None:
+    """Ranks that clip, scale or average in different ways would train to weights that are neither's."""
+    lines = _unlike_lines([f"{key} = {value!r}" for key, value in shared_keys(config)], "configurations", collectives)
+    if lines:
+        key = lines[0].partition(" = ")[0]
+        raise ConfigError(key, "differs from rank to rank", f"{_in_words(lines)}: give all ranks one configuration")
+
+
 def _check_same_model(layout: Layout, collectives: Collectives) -> None:
     """Ranks exchange shards by their place: a model that differs on one rank would be mixed with the others'."""
-    mine = layout.description()
-    digests = collectives.gather_objects(sha256("\n".join(mine).encode()).hexdigest(), "compare the models")
+    lines = _unlike_lines(layout.description(), "models", collectives)
+    if lines:
+        raise ConfigError(
+            "model", "differs from rank to rank", f"{_in_words(lines)}: build the same model on all ranks"
+        )
+
+
+def _unlike_lines(mine: list[str], what: str, collectives: Collectives) -> Sequence[str]:
+    """The first line of each rank that is not alike on all; nothing if all are."""
+    digests = collectives.gather_objects(sha256("\n".join(mine).encode()).hexdigest(), f"compare the {what}")
     if len(set(digests)) == 1:
-        return
-    models = collectives.gather_objects(mine, "find where the models differ")
-    lines = next(line for line in zip_longest(*models, fillvalue="nothing") if len(set(line)) > 1)
-    raise ConfigError(
-        "model",
-        "differs from rank to rank",
-        f"{'; '.join(f'rank {rank} has {line}' for rank, line in enumerate(lines))}: build the same model on all ranks",
-    )
+        return ()
+    told = collectives.gather_objects(mine, f"find where the {what} differ")
+    return next(line for line in zip_longest(*told, fillvalue="nothing") if len(set(line)) > 1)
+
+
+def _in_words(lines: Sequence[str]) -> str:
+    return "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(lines))
 
 
 def _staging_areas(model: nn.Module) -> list[StagingArea]:

@@ -12,6 +12,7 @@ from infinity.config.sections import (
     OffloadParam,
     ZeroOptimization,
 )
+from infinity.config.shared import shared_keys
 
 __all__ = [
     "Config",
@@ -29,4 +30,5 @@ __all__ = [
     "read_environment",
     "refuse_unsupported",
     "resolve_config",
+    "shared_keys",
 ]

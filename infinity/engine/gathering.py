@@ -12,7 +12,7 @@ from infinity.engine.refusals import Refusals
 from infinity.engine.written import Written
 from infinity.errors import DaemonLostError, WorldError
 from infinity.tiers.collectives import Collectives
-from infinity.weights import arrays
+from infinity.weights import arrays, owners
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.param_group import ParamGroup
@@ -65,6 +65,7 @@ class Gathering:
             modifier_rank: the rank whose changes become everybody's, and are kept; None: changes are refused.
         """
         groups = list({self._group_of[p.index].index: self._group_of[p.index] for p in params}.values())
+        owners.check_modifier_rank(modifier_rank, self._collectives.world_size)
         if modifier_rank is not None:
             for param in params:
                 if self._group_of[param.index].persistent:  # what is written cannot be taken back where the store is it
@@ -132,7 +133,8 @@ class Gathering:
 
     def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:
         changed = torch.tensor([param.is_written() for param in params], dtype=torch.uint8)
-        self._collectives.max(changed, f"agree which of {len(params)} gathered parameters were changed")
+        what = f"agree which of {len(params)} gathered parameters were changed, and take what rank {modifier_rank} has"
+        self._collectives.max(changed, what)
         for param in [param for param, flag in zip(params, changed.tolist(), strict=True) if flag]:
             self._refusals.refuse_views(param)
             with torch.no_grad():

@@ -45,6 +45,7 @@ class OrderedScatter:
 
     def __init__(self, output: torch.Tensor, full: torch.Tensor, group: dist.ProcessGroup, factor: float) -> None:
         self._output, self._factor = output, factor
+        self._num_ranks = dist.get_world_size(group)
         self._received = torch.empty_like(full)
         self._work: dist.Work = dist.all_to_all_single(self._received, full, group=group, async_op=True)
 
@@ -53,7 +54,9 @@ class OrderedScatter:
 
     def wait(self) -> None:
         self._work.wait()
-        first, *others = self._received.view(-1, self._output.numel()).unbind()
+        first, *others = self._received.view(
+            self._num_ranks, self._output.numel()
+        ).unbind()  # of which there may be none
         self._output.copy_(first)
         for part in others:
             self._output.add_(part)

@@ -15,6 +15,8 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from infinity.errors import ConfigError
+
 NAMED_MAX: Final = 20
 """Parameters that one message names; of the rest it tells how many."""
 
@@ -91,6 +93,14 @@ class Owner(ABC):
     @abstractmethod
     def refuse(self, param: nn.Parameter, problem: str, remedy: str) -> NoReturn:
         """Raise WeightsError about the parameter."""
+
+
+def check_modifier_rank(rank: object, world_size: int) -> None:
+    """Raises ConfigError unless it is one of the ranks that share the parameters, or None."""
+    if rank is not None and (type(rank) is not int or not 0 <= rank < world_size):
+        raise ConfigError(
+            "modifier_rank", rank, f"must be None, or the number of a rank that shares the model: 0 to {world_size - 1}"
+        )
 
 
 _owners: WeakIdKeyDictionary = WeakIdKeyDictionary()

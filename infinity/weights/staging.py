@@ -139,6 +139,7 @@ class StagingArea(owners.Owner):
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
         """What is written is kept: that of ``modifier_rank``, by default of rank 0, or by ``enable_sanity_checks`` of
         nobody, but refused."""
+        owners.check_modifier_rank(modifier_rank, self.collectives.world_size)
         with self.borrow(params):
             before = [param._version for param in params]
             for param in params:
@@ -166,7 +167,9 @@ class StagingArea(owners.Owner):
         values = flattened(param.detach(), memory_order(param))
         # a copy: a library may hold what it was given a moment longer, on one rank alone; ``is_aliased`` counts that
         sent = values.clone()
-        self.collectives.broadcast(sent, f"share the changes of {self.staged(param).name}", source=source)
+        self.collectives.broadcast(
+            sent, f"share the changes of {self.staged(param).name} on rank {source}", source=source
+        )
         values.copy_(sent)
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:

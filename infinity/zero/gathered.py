@@ -27,6 +27,7 @@ class GatheredParameters:
         enabled: False makes the context do nothing.
 
     Raises:
+        ConfigError: ``modifier_rank`` is none of the ranks.
         WeightsError: a parameter was changed without a ``modifier_rank``, or a view that would not follow is kept.
     """
 

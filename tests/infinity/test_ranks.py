@@ -88,6 +88,95 @@ def test_a_script_that_forgets_destroy_ends_quietly(tmp_path: Path) -> None:
     assert [(rank.code, rank.errors) for rank in ranks] == [(0, "")] * 2
 
 
+def test_ranks_that_would_keep_the_changes_of_different_ranks_are_told_so(tmp_path: Path) -> None:
+    """Both waited for the other's, until their time was up."""
+    code = """
+    model = build()
+    engine, *_ = infinity.initialize(model=model, config=CONFIG)
+    try:
+        with infinity.zero.GatheredParameters(model[0].weight, modifier_rank=rank), torch.no_grad():
+            model[0].weight.fill_(1.0)
+    except infinity.errors.WorldError as error:
+        print(json.dumps(str(error)))
+    os._exit(0)
+    """
+    for rank in run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2):
+        assert "the ranks diverge" in rank.answer
+        assert "take what rank 0 has" in rank.answer
+        assert "take what rank 1 has" in rank.answer
+
+
+def test_a_parameter_without_elements_is_reduced_with_the_others(tmp_path: Path) -> None:
+    code = """
+    class Empty(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.nothing = nn.Linear(32, 1), nn.Parameter(torch.zeros(0))
+
+        def forward(self, x):
+            return self.linear(x) + self.nothing.sum()
+
+    losses = []
+    for limits in ({}, {"stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}):
+        torch.manual_seed(0)
+        zero = CONFIG["zero_optimization"] | limits
+        engine, *_ = infinity.initialize(model=Empty(), config=CONFIG | {"zero_optimization": zero})
+        losses.append(train(engine, batches(3, rank)))
+        assert engine.full_state_dict()["nothing"].shape == (0,)
+        engine.destroy()
+    print(json.dumps(losses))
+    """
+    for rank in run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2):
+        whole, each = rank.answer
+        assert whole == each
+
+
+UNLIKE: dict[str, list[dict[str, object]]] = {
+    "gradient_clipping": [{}, {"gradient_clipping": 0.1}],
+    "gradient_allreduce_op": [{}, {"gradient_allreduce_op": "sum"}],
+    "communication_data_type": [{}, {"communication_data_type": "bf16"}],
+    "bf16.enabled": [{}, {"bf16": {"enabled": True}}],
+    "fp16.initial_scale_power": [{"fp16": {"enabled": True, "initial_scale_power": power}} for power in (4, 8)],
+    "data_types.grad_accum_dtype": [
+        {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": dtype}} for dtype in ("fp32", "bf16")
+    ],
+    "zero_optimization.stage": [{"zero_optimization": {"stage": stage}} for stage in (0, 1)],
+    "zero_optimization.stage3_param_persistence_threshold": [
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": numel}} for numel in (0, 10**6)
+    ],
+    "optimizer.params.lr": [{"optimizer": {"type": "AdamW", "params": {"lr": lr}}} for lr in (0.1, 0.2)],
+    "io_daemon.update": [{"io_daemon": {"update": update}} for update in ("on_use", "in_step")],
+}
+
+
+def test_a_configuration_that_differs_from_rank_to_rank_is_refused_by_its_key_at_once(tmp_path: Path) -> None:
+    """Ranks that clipped, scaled or averaged each its own way trained on to weights that were neither's."""
+    code = f"""
+    found = []
+    for unlike in {list(UNLIKE.values())!r}:
+        try:
+            infinity.initialize(model=build(), config=CONFIG | unlike[rank])
+        except infinity.errors.ConfigError as error:
+            found.append([error.key, str(error)])
+    own = [{{"steps_per_print": 5}}, {{"io_daemon": {{"host_budget_bytes": 1 << 30}}, "log_level": "warning"}}][rank]
+    engine, *_ = infinity.initialize(model=build(), config=CONFIG | own)
+    train(engine, batches(1, rank))
+    engine.destroy()
+    try:
+        infinity.initialize(model=build(), config=CONFIG | [{{}}, {{"gradient_clip": 1.0}}][rank])
+    except Exception as error:
+        found.append([type(error).__name__, str(error)])
+    print(json.dumps(found))
+    """
+    ranks = run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2)
+    for rank in ranks:
+        *unlike, (kind, words) = rank.answer
+        assert [key for key, _ in unlike] == list(UNLIKE)
+        assert all("rank 0 has" in text and "give all ranks one configuration" in text for _, text in unlike)
+        assert "gradient_clip" in words
+        assert kind in ("ConfigError", "WorldError")
+
+
 @pytest.mark.parametrize("on_nvme", [False, True])
 def test_engines_that_ranks_let_go_of_at_different_times_disturb_no_other(on_nvme: bool, tmp_path: Path) -> None:
     """A garbage collector is each rank's own: what one has collected ends when all have, and the others meet it."""

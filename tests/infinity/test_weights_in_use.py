@@ -15,7 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 import infinity
 from infinity import Engine
-from infinity.errors import EngineStateError, WeightsError
+from infinity.errors import ConfigError, EngineStateError, WeightsError
 from tests.support.daemon import DEADLINE_S
 
 WIDTH = 16
@@ -203,3 +203,19 @@ def test_a_call_that_is_refused_at_its_beginning_is_not_counted() -> None:
         engine.module(torch.ones(2, WIDTH))
         assert engine._runtime.live_set.live_numel == 0
         assert engine._runtime._num_calls == 0
+
+
+@pytest.mark.parametrize("staged", [False, True])
+@pytest.mark.parametrize("rank", [1, -1, "0", 0.0, True])
+def test_a_modifier_rank_that_is_no_rank_is_refused(rank: Any, staged: bool) -> None:
+    if staged:
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+        with infinity.Init(config_dict_or_path=config):
+            weight = nn.Linear(WIDTH, WIDTH).weight
+        with pytest.raises(ConfigError, match="modifier_rank = "), infinity.zero.GatheredParameters(weight, rank):
+            raise AssertionError("it was opened")
+        return
+    with engine_of() as engine:
+        weight = engine.module.get_parameter("0.0.weight")
+        with pytest.raises(ConfigError, match="modifier_rank = "), infinity.zero.GatheredParameters(weight, rank):
+            raise AssertionError("it was opened")
