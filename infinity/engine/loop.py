@@ -427,15 +427,16 @@ class TrainingLoop:
     def _phase_of(self, phase: StepPhase) -> Iterator[None]:
         """Be in ``phase``; an error leaves the engine IDLE where the step may be repeated, else FAILED."""
         self.phases.go(phase)
-        spinning.restore()  # until this phase waits for I/O, too
-        self._record.begin()
-        try:
+        try:  # an interrupt may come anywhere
+            spinning.restore()  # until this phase waits for I/O, too
+            self._record.begin()
             yield
+            self._record.end(phase, update_seconds=0.0 if self.update is None else self.update.take_seconds())
+            self.phases.go(StepPhase.IDLE)
         except BaseException as error:
-            self._abort(phase, error)
+            if self.phases.phase is phase:
+                self._abort(phase, error)
             raise
-        self._record.end(phase, update_seconds=0.0 if self.update is None else self.update.take_seconds())
-        self.phases.go(StepPhase.IDLE)
 
     def _abort(self, phase: StepPhase, error: BaseException) -> None:
         update = self.update

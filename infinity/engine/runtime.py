@@ -357,6 +357,12 @@ class Runtime(owners.Owner):
         self.calls.forget()
         self.leaves.end_backward()
         with self._lock:
+            for group in self.sharded.groups if not self._num_calls else ():
+                group.num_holds -= group.num_calls  # of calls that were interrupted while they began
+                group.num_calls = 0
+                if not (group.in_use or group.persistent):
+                    for param in group.params:
+                        param.conceal()
             self.live_set.reshard_all()
             self.store.abandon()
 

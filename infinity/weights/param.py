@@ -168,6 +168,13 @@ class ShardedParam:
         access.hide(self.param, self.placeholder)
         return not changed
 
+    def conceal(self) -> None:
+        """Nobody uses the parameter: whatever an interrupt has left, it is hidden."""
+        if self._num_shown or type(self.param) is not access.ShardedParameter:
+            self._num_shown = 0
+            self._version = self.param._version
+            access.hide(self.param, self.placeholder)
+
     def hold_accumulator(self) -> None:
         """Have autograd make the node by which it accumulates, which from then on always holds the parameter."""
         if self.param.requires_grad:
@@ -288,7 +295,7 @@ class ShardedParam:
         """
         if self.full is None:
             return
-        del self._resident[self._key]
+        self._resident.pop(self._key, None)  # an interrupt may have come behind it before
         memory = _storage_reference(self.full.untyped_storage())
         lent, self.full, self._lent = self._lent, None, None
         if memory.expired():

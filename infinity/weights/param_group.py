@@ -168,7 +168,8 @@ class ParamGroup:
                     self._gather_into(flats, self._home, self._dtype, gives_up=gives_up)
         except BaseException:  # whoever comes next begins anew, be the weights to stay or not
             with suppress(WorldError):  # the first error says what is wrong
-                self.reshard()
+                if self.state is not ShardedState.SHARDED:
+                    self.reshard()
             raise
         if self._lent_to is not None and not self._is_lent:
             for chunk, placement in self.chunks:

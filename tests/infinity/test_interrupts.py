@@ -1,0 +1,103 @@
+"""Ctrl-C anywhere in the engine's own code, and a script that catches it, calls ``zero_grad()`` and goes on."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import infinity
+from infinity.engine import Engine
+
+WIDTH: Final = 24
+NUM_STEPS: Final = 3
+AT_STEP: Final = 1
+NUM_POINTS: Final = 25
+LAYOUTS: Final[dict[str, dict[str, Any]]] = {
+    "stage 2": {"stage": 2},
+    "stage 3": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0},
+}
+
+
+class Interrupting:
+    """Raises KeyboardInterrupt at the n-th line of infinity's code that runs inside ``run``; None: it only counts."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.num_lines = at, 0
+
+    def run(self, work: Callable[[], Any]) -> Any:
+        before = sys.gettrace()
+        sys.settrace(self._trace)
+        try:
+            return work()
+        finally:
+            sys.settrace(before)
+
+    def _trace(self, frame: FrameType, event: str, _arg: Any) -> Any:
+        del event
+        return self._line if "/infinity/" in frame.f_code.co_filename else None
+
+    def _line(self, _frame: FrameType, event: str, _arg: Any) -> Any:
+        if event == "line":
+            self.num_lines += 1
+            if self.num_lines == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._line
+
+
+def _engine(layout: str) -> Engine:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDTH, 2 * WIDTH), nn.Tanh(), nn.Linear(2 * WIDTH, WIDTH), nn.LayerNorm(WIDTH))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": LAYOUTS[layout],
+    }
+    return infinity.initialize(model=model, config=config)[0]
+
+
+def _trained(layout: str, where: str, interrupting: Interrupting) -> dict[str, Tensor]:
+    """The weights after steps of which one is interrupted in ``where``, and repeated."""
+    with _engine(layout) as engine:
+
+        def loss_of(step: int) -> Tensor:
+            x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+            loss: Tensor = engine(x).square().mean()
+            return loss
+
+        def call(here: str, step: int, work: Callable[[], Any]) -> Any:
+            return interrupting.run(work) if (here, step) == (where, AT_STEP) else work()
+
+        step = 0
+        while step < NUM_STEPS:
+            try:
+                loss = call("forward", step, lambda: loss_of(step))  # noqa: B023 (called at once)
+                call("backward", step, lambda: engine.backward(loss))  # noqa: B023
+            except KeyboardInterrupt:
+                where = ""
+                engine.zero_grad()
+                continue
+            engine.step()
+            step += 1
+        return engine.full_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("layout", "where"), [("stage 2", "forward"), ("stage 2", "backward"), ("stage 3", "backward")]
+)
+def test_a_step_that_was_interrupted_may_be_repeated(layout: str, where: str) -> None:
+    """Where it hung in its phase for good, or a gradient of the interrupted backward went into the next."""
+    counting = Interrupting(None)
+    expected = _trained(layout, where, counting)
+    wrong = []
+    for at in sorted(random.Random(0).sample(range(1, counting.num_lines + 1), NUM_POINTS)):
+        found = _trained(layout, where, Interrupting(at))
+        wrong += [at] if any(not torch.equal(found[name], expected[name]) for name in expected) else []
+    assert wrong == []
