@@ -80,14 +80,21 @@ class ShownState(FixedState):
                 shown[label] = copy.view(number.shape)
         return shown
 
+    @property
+    def _is_over(self) -> bool:
+        """Whether nobody holds the engine any more: there are no states then."""
+        return self._engine() is None or self._optimizer() is None
+
     def __iter__(self) -> Iterator[nn.Parameter]:
+        if self._is_over:
+            return iter(())
         return (param for group in self._params() for param in group if self._history(param) is not None)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
     def __contains__(self, key: object) -> bool:
-        return self._history(key) is not None
+        return not self._is_over and self._history(key) is not None
 
     def get(self, key: Any, default: Any = None) -> Any:
         """The states of the parameter; ``default`` if there are none, as before its first step."""

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
+import logging
 import os
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -27,7 +30,9 @@ from infinity.deepspeed.throughput import ThroughputTimer
 from infinity.deepspeed.users_backward import UsersBackward
 from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.engine import Engine
+from infinity.engine.compiling import Compiled
 from infinity.engine.handing_back import hand_back
+from infinity.engine.loop import TrainingLoop
 from infinity.errors import ConfigError, EngineStateError
 from infinity.observe.monitors import Monitor
 from infinity.plan.precision import DTYPES
@@ -37,6 +42,17 @@ from infinity.zero import OffloadStateTypeEnum
 
 SCRIPTS: Final[Mapping[str, str]] = {"zero_to_fp32.py": "recovery.py", "zero_to_torch.py": "conversion.py"}
 """What lies beside checkpoints, and the file here that it is a copy of."""
+
+
+_log = logging.getLogger(__name__)
+_exit = threading.Event()
+"""The interpreter is about to end, and nobody will use a model any more."""
+
+
+@cache
+def _watch_exit() -> None:
+    """What was registered last is called first: before the engines' own finalizers, of which there is one by now."""
+    atexit.register(_exit.set)
 
 
 class DeepSpeedEngine(Engine):
@@ -57,6 +73,7 @@ class DeepSpeedEngine(Engine):
         self._raw = raw
         self._num_micro_steps = 0
         self._users_backward = UsersBackward(self._loop)
+        _watch_exit()
         timed = self.settings.timers.throughput.model_copy(update={"synchronized": False})  # it would slow every step
         self.tput_timer = ThroughputTimer(timed, batch_size=self.train_batch_size())
         self.loaded_checkpoint_dp_world_size: int | None = None
@@ -299,6 +316,16 @@ class DeepSpeedEngine(Engine):
         if hooks is not None:
             hooks.remove()
         super().destroy()
+
+    @staticmethod
+    def _end_collected(compiled: Compiled, loop: TrainingLoop) -> None:
+        """The model keeps its weights, as after ``destroy``: whoever drops an engine may make another of its model."""
+        if loop.phases.phase is StepPhase.IDLE and not loop.phases.states_are_away and not _exit.is_set():
+            try:
+                hand_back(loop.runtime, loop.config)
+            except Exception:  # noqa: BLE001 (there is nobody to raise it to)
+                _log.exception("the weights of an engine that was let go of could not be handed back")
+        Engine._end_collected(compiled, loop)
 
     def holds(self, model: nn.Module) -> bool:
         """Whether weights of ``model`` are this engine's."""

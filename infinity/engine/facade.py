@@ -72,7 +72,7 @@ class Engine(Checkpoints, Exports):
         self.module = module
         self.training = module.training
         # also at exit, and when nobody holds the engine any more: nothing below refers back to it
-        ending = partial(_end, self._compiled, self._loop)
+        ending = partial(self._end_collected, self._compiled, self._loop)
         self._let_go = weakref.finalize(self, self._runtime.collectives.let_go, ending)
 
     def __getattr__(self, name: str) -> Any:
@@ -320,9 +320,15 @@ class Engine(Checkpoints, Exports):
         finally:
             self._end()
 
+    @staticmethod
+    def _end_collected(compiled: Compiled, loop: TrainingLoop) -> None:
+        """Nobody holds the engine any more."""
+        compiled.undo()
+        loop.close()
+
     def _end(self) -> None:
         self._let_go.detach()
-        _end(self._compiled, self._loop)
+        Engine._end_collected(self._compiled, self._loop)
 
     def __enter__(self) -> Engine:
         return self
@@ -332,8 +338,3 @@ class Engine(Checkpoints, Exports):
             self.destroy()
         else:  # the other ranks may be elsewhere
             self._end()
-
-
-def _end(compiled: Compiled, loop: TrainingLoop) -> None:
-    compiled.undo()
-    loop.close()

@@ -11,6 +11,7 @@ from enum import Enum
 from typing import Any, Final
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -82,6 +83,11 @@ class DsNames(nn.Parameter):
     def ds_persist(self) -> bool:
         """Whether the weights stay in memory between uses."""
         return self._owner().is_persistent(self)
+
+    def partition_numel(self) -> int:
+        """Elements of each rank's part, in the dialect's division: the last one may be padded."""
+        self._owner()
+        return -(-self.numel() // (dist.get_world_size() if dist.is_initialized() else 1))
 
     def ds_summary(self, slice_shape: bool = False, use_debug_name: bool = False) -> dict[str, Any]:
         """The above in one dict; the arguments are the dialect's and change nothing."""

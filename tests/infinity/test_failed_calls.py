@@ -165,8 +165,8 @@ def test_what_a_hook_of_the_users_that_fails_has_left_is_not_added_to(
         if calls == 1:
             raise error
 
-    model.last.bias.register_post_accumulate_grad_hook(guard)
-    model.last.weight.register_post_accumulate_grad_hook(guard)
+    for param in model.last.parameters():
+        param.register_post_accumulate_grad_hook(guard)  # type: ignore[no-untyped-call]
     with engine_of(stage, tmp_path, accumulation=1, model=model) as engine:
         loss = loss_of(engine, 9)
         with pytest.raises(error):

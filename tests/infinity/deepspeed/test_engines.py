@@ -81,6 +81,26 @@ def test_weights_on_nvme_go_with_the_last_who_refers_to_the_model(tmp_path: Path
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_model_keeps_its_weights_when_its_engine_was_let_go_of(stage: int) -> None:
+    """As Lightning's strategies do between ``fit`` and ``test``; it could be used no more."""
+    batches = _batches(4)
+    whole = _start(_net(), _config(stage))
+    expected = _train(whole, batches)
+    model: Any = _net()
+    engine = _start(model, _config(stage))
+    state = engine.optimizer.state
+    losses = _train(engine, batches[:2])
+    assert all(param.partition_numel() == param.numel() for param in model.parameters() if stage == 3)
+    del engine
+    gc.collect()
+    assert (len(state), list(state.items()), model[0].weight in state) == (0, [], False)
+    with torch.no_grad():
+        output = model(batches[0])
+    assert torch.equal(model(batches[0]), output)
+    assert losses + _train(_start(model, _config(stage)), batches[2:]) == expected
+
+
 def _go_over(config: Config) -> None:
     """The same losses as in one engine: evaluated before, given to a second engine while the first one lives, to a
     third after the second one's end."""

@@ -21,7 +21,7 @@ ANONYMOUS_MAX = 4 << 20
 """Of the C heap; an engine's arena alone has 32 MiB."""
 
 
-def _train(tier: str, directory: Path) -> None:
+def _train(tier: str, directory: Path, ends: str) -> None:
     place = {"device": tier, "nvme_path": str(directory)}
     zero: dict[str, Any] = {"stage": 3, "stage3_param_persistence_threshold": 0}
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
@@ -39,7 +39,8 @@ def _train(tier: str, directory: Path) -> None:
         loss = engine(torch.ones(4, 64)).pow(2).mean()
         engine.backward(loss) if number else loss.backward()
         engine.step()
-    engine.destroy()
+    if ends == "destroyed":
+        engine.destroy()
 
 
 def _held() -> dict[str, int]:
@@ -59,6 +60,7 @@ def _anonymous_bytes() -> int:
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
 
+@pytest.mark.parametrize("ends", ["destroyed", "collected"])
 @pytest.mark.parametrize(
     ("tier", "count"),
     [
@@ -69,12 +71,12 @@ def _anonymous_bytes() -> int:
     ],
 )
 @pytest.mark.usefixtures("one_thread")
-def test_nothing_is_left_of_engines_that_were_destroyed(tier: str, count: int, tmp_path: Path) -> None:
+def test_nothing_is_left_of_engines_that_ended(tier: str, count: int, ends: str, tmp_path: Path) -> None:
     for _ in range(WARM):
-        _train(tier, tmp_path)
+        _train(tier, tmp_path, ends)
     held, num_objects, anonymous = _held(), len(gc.get_objects()), _anonymous_bytes()
     for _ in range(count):
-        _train(tier, tmp_path)
+        _train(tier, tmp_path, ends)
     assert _held() == held
     assert len(gc.get_objects()) - num_objects < OBJECTS_MAX
     assert _anonymous_bytes() - anonymous < ANONYMOUS_MAX

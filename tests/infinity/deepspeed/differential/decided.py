@@ -165,7 +165,6 @@ DECIDED: Final[tuple[Decision, ...]] = (
                 "ds_zero_partition_world_size",
                 "padding_size",
                 "partition_gradients",
-                "partition_numel",
                 "reduce_gradients_at_owner",
             )
         ),
