@@ -29,6 +29,16 @@ class Groups:
     """The names of each group's parameters; empty where nobody said."""
 
 
+def matched(saved: Mapping[str, TensorEntry], model: Mapping[str, TensorEntry]) -> dict[str, TensorEntry]:
+    """By the model's names: which of the checkpoint's tensors is loaded there.
+
+    A tensor that is shared has several names, in the checkpoint, in the model or in both, and any of them will do, as
+    in a state dict, which has it under each; the one that it stands under goes first."""
+    named = {alias: entry for entry in saved.values() for alias in entry.aliases} | dict(saved)
+    found = {name: [named[each] for each in (name, *mine.aliases) if each in named] for name, mine in model.items()}
+    return {name: entries[0] for name, entries in found.items() if entries}
+
+
 def differences(
     saved: Mapping[str, TensorEntry],
     model: Mapping[str, TensorEntry],
@@ -95,16 +105,34 @@ def _problems(
     states: bool,
     left_out: frozenset[str],
 ) -> Iterator[tuple[str, str]]:
+    found = matched(saved, model)
     for name, mine in model.items():
-        theirs = saved.get(name)
+        theirs = found.get(name)
         if theirs is None:
-            if strict and mine.persistent and name not in left_out:
+            if strict and mine.persistent and left_out.isdisjoint((name, *mine.aliases)):
                 yield name, "the model has it, the checkpoint has not"
         elif problem := _problem(theirs, mine, states=states):
             yield name, problem
+    if states:
+        yield from _shared_states(found)
+    loaded = {entry.name for entry in found.values()}
+    shared = {alias: name for name, mine in model.items() for alias in mine.aliases}
     for name, theirs in saved.items():
-        if strict and theirs.persistent and name not in model:
+        if not strict or not theirs.persistent or name in loaded:
+            continue
+        if name in shared:
+            yield name, f"was a tensor of its own when it was saved, and is {shared[name]} in the model"
+        else:
             yield name, "the checkpoint has it, the model has not"
+
+
+def _shared_states(found: Mapping[str, TensorEntry]) -> Iterator[tuple[str, str]]:
+    """What was one parameter, trained by the gradients of all its uses, has no states for several."""
+    first: dict[str, str] = {}
+    for name, theirs in found.items():
+        whose = theirs.name if theirs.name in found else first.setdefault(theirs.name, name)
+        if name != whose and theirs.trainable and _states(theirs):
+            yield name, f"was {whose} when it was saved, and the optimizer's states are of both"
 
 
 def _problem(saved: TensorEntry, model: TensorEntry, *, states: bool) -> str:

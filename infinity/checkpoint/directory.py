@@ -2,8 +2,9 @@
 
 A checkpoint is written beside its place, is on the disk with all its names, and then takes its place by one rename;
 only then does ``latest`` name it, by another. So whatever ends the writer, a tag is whole or it is not there, and the
-former checkpoint of the same tag stays until the new one has its name. The writer holds a lock on the directory that it
-writes, whose name is nobody else's; what a dead one left is removed by the next, and others may write other tags.
+former checkpoint of the same tag stays until the new one has its name, and what users have put beside its files stays
+beside those of the new one. The writer holds a lock on the directory that it writes, whose name is nobody else's; what
+a dead one left is removed by the next, and others may write other tags.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from infinity.checkpoint.beside import NEW_LATEST, Beside
 from infinity.checkpoint.disk import disk_errors, sync_directory, write_whole
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.errors import CheckpointError, ConfigError
@@ -120,18 +122,25 @@ def written_aside(directory: Path, tag: str) -> Iterator[Path]:
 
 def publish(aside: Path, directory: Path, tag: str, *, latest: bool) -> None:
     """Everything in ``aside`` is on the disk: from now on it is the checkpoint of the tag, and the one that ``latest``
-    names if it shall; where one of both fails, both are what they were. What needs space is written before that."""
+    names if it shall; where one of both fails, both are what they were. What needs space is written before that.
+
+    Entries of users' own in the former one are in it, too. Raises CheckpointError, also where it has a file of such a
+    name."""
     final, replaced = directory / tag, directory / f"{REPLACED}{tag}"
     if latest:
-        write_whole(aside / LATEST, tag.encode())
+        write_whole(aside / NEW_LATEST, tag.encode())
+    beside = Beside(final, aside)
+    beside.keep(final, aside)
     sync_directory(aside)
     with ExitStack() as undo:
         with disk_errors(final, "published"):
-            _take_place(aside, final, replaced, undo)
+            former = _take_place(aside, final, replaced, undo)
+        if former is not None:
+            beside.keep(former, final)  # what came since
         sync_directory(directory)
         if latest:
             with disk_errors(directory / LATEST, "written"):
-                (final / LATEST).rename(directory / LATEST)
+                (final / NEW_LATEST).rename(directory / LATEST)
         undo.pop_all()
     remove(aside)
     remove(replaced)
@@ -139,8 +148,8 @@ def publish(aside: Path, directory: Path, tag: str, *, latest: bool) -> None:
         sync_directory(directory)
 
 
-def _take_place(aside: Path, final: Path, replaced: Path, undo: ExitStack) -> None:
-    """``aside`` gets the name ``final``, and what had it is kept until both are removed."""
+def _take_place(aside: Path, final: Path, replaced: Path, undo: ExitStack) -> Path | None:
+    """``aside`` gets the name ``final``, and what had it is kept until both are removed: where it is now, if it was."""
 
     def undone(rename: Callable[[], object]) -> None:
         with suppress(OSError):
@@ -149,13 +158,15 @@ def _take_place(aside: Path, final: Path, replaced: Path, undo: ExitStack) -> No
     if not os.path.lexists(final):
         aside.rename(final)
         undo.callback(undone, lambda: final.rename(aside))
-    elif _exchange(aside, final):
+        return None
+    if _exchange(aside, final):
         undo.callback(undone, lambda: _exchange(aside, final))
-    else:
-        final.rename(replaced)  # readers look there, too, until the next line is done
-        undo.callback(undone, lambda: replaced.rename(final))
-        aside.rename(final)
-        undo.callback(undone, lambda: final.rename(aside))
+        return aside
+    final.rename(replaced)  # readers look there, too, until the next line is done
+    undo.callback(undone, lambda: replaced.rename(final))
+    aside.rename(final)
+    undo.callback(undone, lambda: final.rename(aside))
+    return replaced
 
 
 def _refuse_foreign(final: Path) -> None:

@@ -31,12 +31,14 @@ _REMEDIES: Final = {
 
 @contextmanager
 def disk_errors(path: Path, doing: str) -> Iterator[None]:
-    """An OSError inside becomes a CheckpointError that names the file and what to do."""
+    """An OSError inside becomes a CheckpointError that names the file and what to do. Where a name cannot be given, it
+    is the name that is told: something may be in its way, and what should have had it may be gone by then."""
     try:
         yield
     except OSError as error:
         number = error.errno or 0
-        named = Path(error.filename) if isinstance(error.filename, str) else path
+        names = (name for name in (error.filename2, error.filename) if isinstance(name, str))
+        named = Path(next(names, path))
         raise CheckpointError(
             named,
             f"cannot be {doing}: {os.strerror(number)} (errno {number})" if number else f"cannot be {doing}: {error}",

@@ -48,7 +48,8 @@ class Checkpoints(nn.Module):
 
         Weights, master weights, optimizer states, buffers, schedule, loss scale, counters, random numbers of every
         rank and the place of the loader that ``initialize`` made. The checkpoint appears whole or not at all, and what
-        was there before stays until then. All ranks must see the same directory. Within a step that is not over,
+        was there before stays until then; files of your own in ``save_dir/tag`` stay for good. All ranks must see the
+        same directory. Within a step that is not over,
         gradients that were accumulated are in no checkpoint, as in none of torch's: that is logged.
 
         Args:
@@ -118,7 +119,9 @@ class Checkpoints(nn.Module):
         """Go on from a checkpoint. Collective, between steps; of any world size, stage, tier, budget and precision.
 
         At the same world size training goes on with the bits that it would have had. At another one each rank draws
-        the random numbers of the one with its number, and the loader begins its epoch anew.
+        the random numbers of the one with its number, and the loader begins its epoch anew. A weight that was shared is
+        loaded under each of its names, also where they are several weights now; the optimizer's states, which are of
+        all its uses, are refused there.
 
         Args:
             load_dir: what was given to ``save_checkpoint``, or one of the checkpoints in it.

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from infinity.checkpoint.compare import Groups, differences, group_differences, listed
+from infinity.checkpoint.compare import Groups, differences, group_differences, listed, matched
 from infinity.checkpoint.manifest import BUFFER, PIECE_NUMEL_MAX, STATE_PREFIX
 from infinity.checkpoint.progress import Progress
 from infinity.checkpoint.random_numbers import restore_random_states
@@ -62,6 +62,9 @@ class Loading:
         self._runtime.sharded.refuse_away(sum(kind.mask for kind in self._names))
         self._params = described_params(self._runtime)
         self._buffers = described_buffers(self._runtime.module)
+        self._model = {**self._params, **{name: entry for name, (entry, _) in self._buffers.items()}}
+        self._found = matched(stored.entries, self._model)
+        """Which of the checkpoint's tensors goes where, by the engine's names."""
         self._shared = stored.shared_state()
         rank, self._saved_ranks = self._runtime.collectives.rank, stored.manifest.world_size
         self._own = stored.rank_state(rank) if rank < self._saved_ranks else None
@@ -91,8 +94,9 @@ class Loading:
         """Where names need not be the same: which are not."""
         if self._wanted.strict:
             return
-        theirs, mine = self._stored.entries.keys(), self._params.keys() | self._buffers.keys()
-        for names, where in ((mine - theirs, "the checkpoint"), (theirs - mine, "the model")):
+        loaded = {entry.name for entry in self._found.values()}
+        absent, unused = self._model.keys() - self._found.keys(), self._stored.entries.keys() - loaded
+        for names, where in ((absent, "the checkpoint"), (unused, "the model")):
             if names:
                 _log.warning("not loaded from %s: %s not in %s", self._stored.path, listed(sorted(names)), where)
 
@@ -123,8 +127,7 @@ class Loading:
     def _differences(self, *, strict: bool, states: bool) -> list[str]:
         """Those of tensors."""
         saved, left_out = self._stored.entries, self._stored.manifest.left_out
-        model = {**self._params, **{name: entry for name, (entry, _) in self._buffers.items()}}
-        found = differences(saved, model, strict=strict, states=states, left_out=left_out)
+        found = differences(saved, self._model, strict=strict, states=states, left_out=left_out)
         there, here = self._shared["extra_states"].keys(), extra_state_names(self._runtime.module)
         for names, words in (
             (here - there, "the model has it, the checkpoint"),
@@ -132,7 +135,7 @@ class Loading:
         ):
             if strict and names:
                 found.append(f"{listed(sorted(name or 'the model' for name in names))} extra state: {words} has not")
-        if not strict and not self._params.keys() & saved.keys():
+        if not strict and not self._params.keys() & self._found.keys():
             found.append("no parameter of the model is in the checkpoint: no name of one is that of another")
         return found
 
@@ -145,10 +148,13 @@ class Loading:
         )
 
     def _saved_groups(self) -> Groups:
+        """The names of parameters are the engine's, where it has them."""
+        mine = {theirs.name: name for name, theirs in reversed(self._found.items())}
+        mine |= {name: name for name in self._found}  # one of several is called as it was
         return Groups(
             name=self._stored.manifest.facts.get("optimizer"),  # of an imported one nobody knows
             options=self._shared["param_groups"],
-            members=self._shared.get("members", ()),
+            members=[[mine.get(name, name) for name in names] for names in self._shared.get("members", ())],
         )
 
     def _schedule_name(self) -> str | None:
@@ -157,9 +163,9 @@ class Loading:
 
     def _fill(self) -> int:
         """This rank's part of all weights, and of the optimizer's states; the bytes that were read."""
-        io, params, entries = self._runtime.io, self._runtime.sharded.params, self._stored.entries
-        names = self._names
-        there = {param.index for param in params if param.name in entries}
+        io, params, names = self._runtime.io, self._runtime.sharded.params, self._names
+        entries = {param.index: self._found[param.name] for param in params if param.name in self._found}
+        there = set(entries)
         began = {p.index for p in params if p.index in there and self._began_to_train(p.name)}
         total = 0
 
@@ -172,19 +178,17 @@ class Loading:
                 nonlocal total
                 if is_new(segment.param, kind):
                     return torch.zeros(segment.numel)
-                found = self._stored.read(params[segment.param].name, names[kind], segment.param_offset, segment.numel)
+                found = self._stored.read(entries[segment.param].name, names[kind], segment.param_offset, segment.numel)
                 total += found.nbytes
                 progress.advance(found.nbytes)
                 return found
 
             wanted = {
-                kind: {
-                    i for i in there if kind in io.lasting(i) and (name in entries[params[i].name].kinds or i in began)
-                }
+                kind: {i for i in there if kind in io.lasting(i) and (name in entries[i].kinds or i in began)}
                 for kind, name in names.items()
             }
             order = (
-                (params[part.param].name, names[kind], part.param_offset, part.numel)
+                (entries[part.param].name, names[kind], part.param_offset, part.numel)
                 for kind, part in io.asked_for(wanted, numel_max=PIECE_NUMEL_MAX)
                 if not is_new(part.param, kind)
             )
@@ -194,15 +198,15 @@ class Loading:
 
     def _began_to_train(self, name: str) -> bool:
         """Whether the parameter was frozen when it was saved, and is trained now: its states begin as new."""
-        return self._params[name].trainable and not self._stored.entries[name].trainable
+        return self._params[name].trainable and not self._found[name].trainable
 
     def _restore_rest(self) -> None:
         with torch.no_grad():
             for name, (mine, buffer) in self._buffers.items():
-                saved = self._stored.entries.get(name)
+                saved = self._found.get(name)
                 is_wanted = mine.persistent or self._wanted.position  # others are the training's, not the module's
                 if saved is not None and saved.shape == mine.shape and is_wanted:
-                    write_buffer(buffer, self._stored.read_whole(name, BUFFER).to(buffer.device, buffer.dtype))
+                    write_buffer(buffer, self._stored.read_whole(saved.name, BUFFER).to(buffer.device, buffer.dtype))
         with self._told("the module's set_extra_state()", "write one that takes what get_extra_state() gave"):
             set_extra_states(self._runtime.module, self._shared["extra_states"])
         if self._wanted.states:
@@ -231,8 +235,8 @@ class Loading:
             group.update(options)  # the same dict: schedules and the user's own optimizer hold it
         saved, histories = self._shared["histories"], update.histories
         for param in self._runtime.sharded.params:
-            if param.name in self._stored.entries:
-                histories[param.index] = saved.get(param.name)
+            if param.name in self._found:
+                histories[param.index] = saved.get(self._found[param.name].name)
         update.scale.load_state_dict(self._shared["loss_scale"])
 
     def _restore_position(self) -> None:

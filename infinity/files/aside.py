@@ -48,7 +48,7 @@ def remove(path: Path) -> None:
     """Remove a directory with all in it, or a file, or a link but not what it leads to; what cannot be, stays."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)  # a directory that may not be written keeps its own, and no more
         else:
             path.unlink(missing_ok=True)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Final
@@ -140,8 +141,11 @@ class Export:
 
 @contextmanager
 def _aside(directory: Path) -> Iterator[Path]:
-    """A directory inside, locked by this process as long as it lives; those that dead ones left are removed."""
+    """A directory inside, locked by this process as long as it lives; those that dead ones left are removed. What is
+    made for it goes, too, if nothing is in there at the end."""
+    absent = list(takewhile(lambda path: not os.path.lexists(path), (directory, *directory.parents)))
     with ExitStack() as stack:
+        stack.callback(_remove_empty, absent)
         try:
             directory.mkdir(parents=True, exist_ok=True)
             for name in os.listdir(directory):
@@ -151,3 +155,10 @@ def _aside(directory: Path) -> Iterator[Path]:
         except OSError as error:
             raise WeightsFileError.of(error, str(directory), "written") from error
         yield path
+
+
+def _remove_empty(directories: Sequence[Path]) -> None:
+    """Remove each as long as they are empty; the deepest one comes first."""
+    with suppress(OSError):
+        for path in directories:
+            path.rmdir()

@@ -331,8 +331,23 @@ def _in_words(what: str, peers: Peers) -> Iterator[None]:
         yield
     except WorldError:
         raise
+    except ValueError as error:
+        if not _were_destroyed(peers):
+            raise
+        raise WorldError(
+            f"rank {peers.rank} of {peers.world_size} was about to {what}, and torch's process groups were destroyed: "
+            f"call destroy_process_group() after engine.destroy() ({error})"
+        ) from error
     except RuntimeError as error:
         raise WorldError(
             f"rank {peers.rank} of {peers.world_size} was about to {what}; another rank has ended, or did not come "
             f"within {peers.timeout_s:g} s (INFINITY_TIMEOUT_S): {error}"
         ) from error
+
+
+def _were_destroyed(peers: Peers) -> bool:
+    """Whether torch knows the process groups no more."""
+    try:
+        return peers.root < 0
+    except ValueError:
+        return True

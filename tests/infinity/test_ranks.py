@@ -356,6 +356,30 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
+def test_process_groups_that_were_destroyed_before_the_engine_are_said(tmp_path: Path) -> None:
+    code = """
+    dist.init_process_group("gloo")
+    engine = infinity.initialize(model=build(), config=CONFIG)[0]
+    train(engine, batches(1, rank))
+    dist.destroy_process_group()
+    told = []
+    for asynchronous in (False, True):
+        try:
+            engine.save_checkpoint(sys.argv[1], asynchronous=asynchronous)
+        except infinity.errors.WorldError as error:
+            told.append(str(error))
+    engine.destroy()
+    print(json.dumps(told))
+    """
+    code = PRELUDE + "import infinity.errors\n" + _body(code)
+    for ended in run_ranks(code, tmp_path, num_ranks=2, words=[str(tmp_path / "saved")]):
+        assert len(ended.answer) == 2
+        for told in ended.answer:
+            assert "was about to name the checkpoint's directory" in told
+            assert "call destroy_process_group() after engine.destroy()" in told
+    assert not list((tmp_path / "saved").iterdir())
+
+
 def _initialize() -> None:
     config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": 3}}
     infinity.initialize(model=torch.nn.Linear(4, 4), config=config)[0].destroy()

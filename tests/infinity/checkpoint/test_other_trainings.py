@@ -197,6 +197,104 @@ def test_constants_of_the_constructor_are_the_trainings_not_the_modules(tmp_path
         assert engine.module.constant == 1.0
 
 
+class Tied(nn.Module):
+    """One weight for both ends, or one for each; the end may be the first that the module has."""
+
+    def __init__(self, *, tied: bool, end_first: bool = False) -> None:
+        super().__init__()
+        for name in ("end", "begin") if end_first else ("begin", "end"):
+            setattr(self, name, nn.Linear(16, 16, bias=False))
+        self.between = nn.Linear(16, 16)
+        if tied:
+            self.end.weight = self.begin.weight
+        self.begin: nn.Linear
+        self.end: nn.Linear
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.end(self.between(self.begin(x)))
+        return out
+
+
+PLAIN_SGD: dict[str, Any] = {"optimizer": {"type": "SGD", "params": {"lr": 1e-2}}}
+
+
+@pytest.mark.parametrize("end_first", [False, True])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_weight_that_was_shared_is_loaded_under_each_of_its_names(
+    stage: int, precision: str, end_first: bool, tmp_path: Path
+) -> None:
+    with engine_of(Tied(tied=True), stage=stage, precision=precision) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        weights, masters = engine.full_state_dict(), engine.full_master_state_dict()
+    plain = Tied(tied=False, end_first=end_first)
+    plain.load_state_dict(weights, strict=True)  # as torch does
+    with engine_of(Tied(tied=False, end_first=end_first), stage=stage, precision=precision) as engine:
+        state = everything_of(engine)
+        for strict in (True, False):
+            words = (
+                r"end.weight: was begin.weight when it was saved.*states are of both\n?.*load_optimizer_states=False"
+            )
+            with pytest.raises(CheckpointError, match=f"(?s)1 difference:.*{words}"):
+                engine.load_checkpoint(tmp_path, load_module_strict=strict)
+        assert not differing(everything_of(engine), state)
+        engine.load_checkpoint(tmp_path, load_optimizer_states=False)
+        found, loaded = engine.full_state_dict(), engine.full_master_state_dict()
+        assert found.keys() == weights.keys()
+        assert all(torch.equal(value, found[name]) for name, value in weights.items())
+        assert torch.equal(loaded["end.weight"], masters["begin.weight"])
+        train(engine, 1)
+
+
+def test_a_weight_that_was_shared_and_has_no_states_goes_on_as_two(tmp_path: Path) -> None:
+    with engine_of(Tied(tied=True), **PLAIN_SGD) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        weights = engine.full_state_dict()
+    with engine_of(Tied(tied=False), **PLAIN_SGD) as engine:
+        engine.load_checkpoint(tmp_path)
+        found = engine.full_state_dict()
+        assert all(torch.equal(value, found[name]) for name, value in weights.items())
+        train(engine, 1)
+
+
+def test_a_shared_weight_that_stands_under_another_of_its_names_goes_on(tmp_path: Path) -> None:
+    with engine_of(Tied(tied=True)) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        losses = train(engine, 2)
+    with engine_of(Tied(tied=True, end_first=True)) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, 2) == losses
+    # weights of two matrices, whose order is another one, take no other group's options
+    for first, second in ((0, 1), (1, 0)):
+        model = Tied(tied=True, end_first=bool(second))
+        with engine_of(model, _grouped(model, (0, 1))) as engine:
+            engine.save_checkpoint(tmp_path, tag="grouped")
+        model = Tied(tied=True, end_first=bool(first))
+        with (
+            engine_of(model, _grouped(model, (1, 0))) as engine,
+            pytest.raises(CheckpointError, match=r"(begin|end).weight.* options of another param group"),
+        ):
+            engine.load_checkpoint(tmp_path, tag="grouped")
+
+
+def test_weights_of_their_own_are_not_taken_for_a_shared_one_unless_that_is_asked_for(tmp_path: Path) -> None:
+    with engine_of(Tied(tied=False)) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        weights = engine.full_state_dict()
+    with engine_of(Tied(tied=True)) as engine:
+        state = everything_of(engine)
+        words = r"end.weight: was a tensor of its own when it was saved, and is begin.weight in the model"
+        with pytest.raises(CheckpointError, match=f"(?s){words}.*load_module_strict=False"):
+            engine.load_checkpoint(tmp_path)
+        assert not differing(everything_of(engine), state)
+        engine.load_checkpoint(tmp_path, load_module_strict=False)
+        assert torch.equal(engine.full_state_dict()["end.weight"], weights["begin.weight"])
+
+
 class Spaced(Optimizer):
     """What it keeps has a space in its name."""
 

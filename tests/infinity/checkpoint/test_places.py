@@ -144,3 +144,21 @@ def test_a_directory_that_is_removed_before_it_is_locked_is_made_anew(tmp_path: 
         assert not remove_left(path)
         assert path.is_dir()
     assert not os.listdir(tmp_path)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_directory_in_the_way_of_latest_is_named(engine: Any, tmp_path: Path, asynchronous: bool) -> None:
+    engine.save_checkpoint(tmp_path, tag="former", save_latest=False)
+    (tmp_path / "latest").mkdir()
+
+    def save() -> None:
+        engine.save_checkpoint(tmp_path, tag="x", asynchronous=asynchronous)
+        engine.wait_for_checkpoint()
+
+    with pytest.raises(CheckpointError, match="a directory is in the way") as raised:
+        save()
+    assert raised.value.path == str(tmp_path / "latest")
+    assert sorted(os.listdir(tmp_path)) == ["former", "latest"]
+    (tmp_path / "latest").rmdir()
+    engine.save_checkpoint(tmp_path, tag="x")
+    assert (tmp_path / "latest").read_text() == "x"

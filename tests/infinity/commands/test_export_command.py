@@ -82,5 +82,8 @@ def test_faults_end_with_words(
         if path.name.endswith(".pieces"):
             data[100] ^= 1
         (copy / path.name).write_bytes(data)
-    assert "checksum" in ends(1, copy, tmp_path / "out")
-    assert list((tmp_path / "out").iterdir()) == [], "nothing half-written stays"
+    (tmp_path / "theirs").mkdir()
+    for out in ("theirs", "out", "deep/er/out"):
+        assert "checksum" in ends(1, copy, tmp_path / out)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["copy", "file", "theirs"], "nothing that it made stays"
+    assert list((tmp_path / "theirs").iterdir()) == [], "nothing half-written stays"
