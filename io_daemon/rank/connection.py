@@ -22,6 +22,8 @@ from io_daemon.shared.protocol import PROTOCOL_VERSION
 
 PEER_CREDENTIALS: Final = struct.Struct("iII")
 
+_REMEDY: Final = "what it held is lost: call the engine's destroy(), start again, and load the last checkpoint"
+
 M = TypeVar("M", bound=Message)
 
 _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
@@ -149,7 +151,7 @@ class Connection:
     def lost(self, waiting_for: str, timeout_s: float = 1.0) -> WorldError:
         """``watch_fd`` has fired: the error that says why, with the daemon's last words if it left any."""
         if not self._lock.acquire(timeout=timeout_s):
-            return self.lose(f"the I/O daemon (pid {self.daemon_pid}) is gone; waited for: {waiting_for}")
+            return self.lose(f"the I/O daemon (pid {self.daemon_pid}) is gone; waited for: {waiting_for}; {_REMEDY}")
         try:
             return self._lost if self._lost is not None else self._last_words(waiting_for)
         finally:
@@ -193,7 +195,7 @@ class Connection:
                 return self._lose_ended(item[0])
         return self.lose(
             f"the I/O daemon (pid {self.daemon_pid}, state: {process_state(self.daemon_pid)}) at {self.socket_path} "
-            f"is gone; waited for: {waiting_for}"
+            f"is gone; waited for: {waiting_for}; {_REMEDY}"
         )
 
     def _lose_ended(self, ended: Ended) -> WorldError:

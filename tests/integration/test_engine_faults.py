@@ -109,7 +109,9 @@ def test_killed_daemon_is_a_typed_error_and_never_a_hang(steps_before: int, tmp_
             step(batch)
         os.kill(daemon, signal.SIGKILL)
         killed = time.monotonic()
-        with pytest.raises(DaemonLostError):
+        with pytest.raises(
+            DaemonLostError, match=r"is gone; .*call the engine's destroy\(\), start again, and load the last"
+        ):
             step(stream[-1])
         assert time.monotonic() - killed < DAEMON_LOSS_NOTICED_S
         with pytest.raises(RuntimeError, match="half a step ahead"):
