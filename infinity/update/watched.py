@@ -36,7 +36,7 @@ class Asked:
     """Notes of one optimizer's dry run."""
 
     shape: bool = False
-    """Or something else that parts have not as the whole has it, such as a sum."""
+    """It looked at shapes, or at something else that parts have not as the whole has it, such as a sum."""
     identity: bool = False
     attributes: set[str] = field(default_factory=set)
 
