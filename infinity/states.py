@@ -44,9 +44,10 @@ PHASE_TRANSITIONS: Final[Mapping[StepPhase, frozenset[StepPhase]]] = {
     StepPhase.IDLE: frozenset(
         {StepPhase.FORWARD, StepPhase.BACKWARD, StepPhase.OPTIMIZER, StepPhase.CHECKPOINT, StepPhase.CLOSED}
     ),
-    StepPhase.FORWARD: frozenset({StepPhase.IDLE, StepPhase.FAILED}),
-    StepPhase.BACKWARD: frozenset({StepPhase.IDLE, StepPhase.FAILED}),
-    StepPhase.OPTIMIZER: frozenset({StepPhase.IDLE, StepPhase.FAILED}),
+    # a model may train itself inside its forward, as Lightning's do that optimize by hand
+    StepPhase.FORWARD: frozenset({StepPhase.IDLE, StepPhase.BACKWARD, StepPhase.OPTIMIZER, StepPhase.FAILED}),
+    StepPhase.BACKWARD: frozenset({StepPhase.IDLE, StepPhase.FORWARD, StepPhase.FAILED}),
+    StepPhase.OPTIMIZER: frozenset({StepPhase.IDLE, StepPhase.FORWARD, StepPhase.FAILED}),
     StepPhase.CHECKPOINT: frozenset({StepPhase.IDLE, StepPhase.FAILED}),
     StepPhase.FAILED: frozenset({StepPhase.CLOSED}),
     StepPhase.CLOSED: frozenset(),

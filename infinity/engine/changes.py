@@ -64,7 +64,7 @@ class WeightChanges:
                 if group.in_use and not group.persistent:
                     raise EngineStateError(
                         f"the weights of {group.name} are in use: change them, as step() does, outside of "
-                        "GatheredParameters, and while no other thread calls the model"
+                        "GatheredParameters and of calls that use them, and while no other thread calls the model"
                     )
 
     def settle(self) -> None:

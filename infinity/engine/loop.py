@@ -179,7 +179,7 @@ class TrainingLoop:
                 "yet: call it outside"
             )
         if self.phases.phase is not StepPhase.IDLE:
-            self.phases.go(StepPhase.OPTIMIZER)  # refused: the message says what the engine is in
+            self.phases.check(StepPhase.OPTIMIZER)  # the message says what the engine is in
         self.was_step_applied = False
         if not self.is_boundary():
             self.refuse_before_step("step() that does not update")
@@ -426,13 +426,15 @@ class TrainingLoop:
     @contextmanager
     def _phase_of(self, phase: StepPhase) -> Iterator[None]:
         """Be in ``phase``; an error leaves the engine IDLE where the step may be repeated, else FAILED."""
+        around = self.phases.phase
         self.phases.go(phase)
         try:  # an interrupt may come anywhere
             spinning.restore()  # until this phase waits for I/O, too
             self._record.begin()
             yield
             self._record.end(phase, update_seconds=0.0 if self.update is None else self.update.take_seconds())
-            self.phases.go(StepPhase.IDLE)
+            if self.phases.phase is phase:  # else what the model did inside has failed, and it went on
+                self.phases.go(around)
         except BaseException as error:
             if self.phases.phase is phase:
                 self._abort(phase, error)

@@ -21,6 +21,11 @@ class Phases:
 
     def go(self, phase: StepPhase) -> None:
         """Raises EngineStateError if the engine cannot get there from where it is."""
+        self.check(phase)
+        self.phase, self._thread = phase, threading.get_ident()
+
+    def check(self, phase: StepPhase) -> None:
+        """Raises EngineStateError if the engine cannot get to the phase from where it is."""
         if phase is not StepPhase.CLOSED:
             self.refuse_failed()
         if self.phase is StepPhase.CLOSED:
@@ -29,7 +34,6 @@ class Phases:
             raise EngineStateError(f"states of {self._engine} were offloaded: call reload_states() before it trains on")
         if phase not in PHASE_TRANSITIONS[self.phase]:
             self.refuse_within(self.phase, phase.name.lower())
-        self.phase, self._thread = phase, threading.get_ident()
 
     def refuse_beside_update(self) -> None:
         """Raises EngineStateError while another thread updates the weights, or loads others: what is gathered then
