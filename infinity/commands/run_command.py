@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -73,6 +74,12 @@ def run(words: Sequence[str]) -> int:
     parsed = parser.parse_args(own)
     if not rest:
         parser.error("no script given")
+    ours = {option for action in parser._actions for option in action.option_strings}
+    for word in itertools.takewhile(lambda word: word != "-m" and not word.endswith(".py"), rest):
+        if word.partition("=")[0] in ours - {"-h", "--help"}:
+            parser.error(
+                f"{word} is infinity's own: write it before torchrun's options, of which {rest[0]} is the first"
+            )
     if not parsed.swap_dir:
         of_daemon = [word for word in own if word != "--as-deepspeed"]
         if of_daemon:

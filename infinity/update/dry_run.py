@@ -287,6 +287,9 @@ def _watched_at(
             whole = _Trial(stand_in, [matrix], births)
             kept = replace(_watch(whole, grads, options), is_whole=True)
             if not _steps_alone(whole, matrix, births, grads, options):
+                once_more = _Trial(stand_in, [matrix], births)
+                if _watch(once_more, grads, options) and _are_equal(whole, once_more, kept):
+                    refuse(stand_in, "steps a parameter otherwise beside others, as by a norm of all gradients")
                 raise
             if stand_in.is_foreign:
                 _watch_later([_Trial(stand_in, [matrix], births)], grads, options)

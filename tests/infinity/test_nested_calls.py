@@ -92,7 +92,7 @@ class WithAWeightOfItsOwn(ByHand):
 
 def test_weights_that_the_forward_uses_are_not_stepped_in_it() -> None:
     with infinity.initialize(model=WithAWeightOfItsOwn(), config=config(3, threshold=0))[0] as engine:
-        refused = []
+        refused: list[float] = []
 
         def ours(loss: Tensor) -> None:
             if refused:

@@ -321,3 +321,13 @@ def _gone(pid: int) -> bool:
         return bool(select.select([pidfd], [], [], 30.0)[0])
     finally:
         os.close(pidfd)
+
+
+@pytest.mark.parametrize("option", ["--swap-dir", "--as-deepspeed", "--swap-dir=/tmp"])
+def test_options_of_ours_behind_torchruns_are_told_where_they_belong(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["run", "--nproc-per-node", "1", option, "/tmp", "train.py", "--swap-dir", "its-own"])
+    assert ended.value.code == 2
+    assert f"{option} is infinity's own: write it before torchrun's options" in capsys.readouterr().err

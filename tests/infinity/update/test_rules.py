@@ -448,7 +448,7 @@ REFUSED: list[tuple[Callable[..., optim.Optimizer], str]] = [
     (optim.LBFGS, "cannot step parts of parameters"),
     (optim.SparseAdam, "cannot step parts of parameters"),
     (lambda params: optim.Adafactor(params, lr=0.1), "row_var of shape|keeps other things"),
-    (lambda params: Together(params, lr=0.1), "otherwise alone than within the whole"),
+    (lambda params: Together(params, lr=0.1), "otherwise beside others"),
     (lambda params: Noisy(params, lr=0.1), "otherwise alone than within the whole"),
     (lambda params: CountsInGroup(params, lr=0.1), "keeps lr, num_steps for all parameters together"),
     (lambda params: CountsInItself(params, lr=0.1), "keeps num_steps for all parameters together"),
