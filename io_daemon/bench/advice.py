@@ -19,19 +19,19 @@ def advise_io(settings: IoSettings, result: IoResult) -> str:
             f"Do not train on this: {result.verification.num_bad_blocks} of {result.verification.num_blocks} blocks "
             "read back were not what was written."
         )
-    read = result.read.bw_bytes if result.read else 0.0
-    write = result.write.bw_bytes if result.write else 0.0
-    moved = f"{(read + write) / 1e9:.2f} GB/s"
+    rate = sum(way.bw_bytes for way in (result.read, result.write) if way is not None)
+    since = ""
     if result.steady.reached and result.steady.burst_bw_bytes is not None and result.steady.bw_bytes is not None:
-        begin_s = result.steady.begin_s or 0.0
-        moved = f"{result.steady.bw_bytes / 1e9:.2f} GB/s once steady, after {begin_s:.0f} s"
+        rate = result.steady.bw_bytes
+        since = f" once steady, after {result.steady.begin_s or 0.0:.0f} s"
+    moved = f"{rate / 1e9:.2f} GB/s{since}"
     if settings.mixed and settings.rwmixread == TRAINING_READ_PERCENT:
         return (
             f"This drive moves {moved} of training's mix, so a step of a 7B-parameter model with nothing kept in "
-            f"memory spends {mixed_step_s(read + write):.0f} s on I/O: hide it behind as much compute (larger batches, "
+            f"memory spends {mixed_step_s(rate):.0f} s on I/O: hide it behind as much compute (larger batches, "
             "more accumulation), or give the daemon more host memory."
         )
-    name = "Mixed I/O" if read and write else "Reads" if read else "Writes"
+    name = "Mixed I/O" if settings.reads and settings.writes else "Reads" if settings.reads else "Writes"
     return (
         f"{name} with --bs {block_text(settings.bs)} --iodepth {settings.iodepth} reach {moved}; "
         f"training mixes {TRAINING_READ_PERCENT} % of reads with writes, so measure with --rw rw before you size a "

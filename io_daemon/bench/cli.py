@@ -22,7 +22,12 @@ from io_daemon.bench.advice import advise_compare, advise_io, advise_sweep
 from io_daemon.bench.compare import CompareSettings, run_compare
 from io_daemon.bench.engines.factory import ENGINES, REACTOR_ENGINES, engine_problem
 from io_daemon.bench.progress import LiveProgress
-from io_daemon.bench.report.baseline import compare_with_baseline, parse_percent, refuse_other
+from io_daemon.bench.report.baseline import (
+    compare_with_baseline,
+    no_longer_steady,
+    parse_percent,
+    refuse_other,
+)
 from io_daemon.bench.report.files import check_files, check_names, load_baseline
 from io_daemon.bench.report.table import print_report
 from io_daemon.bench.result import IoResult, Report
@@ -303,6 +308,8 @@ def _report(
     regressions = compare_with_baseline(report, baseline, arguments.max_regression)
     for regression in regressions:
         print(f"io-daemon: regression: {regression}", file=sys.stderr)
+    if (unsteady := no_longer_steady(report, baseline)) is not None:
+        print(f"io-daemon: {unsteady}", file=sys.stderr)
     return EXIT_REGRESSION if regressions else EXIT_OK
 
 

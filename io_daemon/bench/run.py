@@ -19,7 +19,7 @@ from io_daemon.bench.settings import IoSettings, check_limit, refused_buffers
 from io_daemon.bench.steady import find_steady_state
 from io_daemon.bench.target import Target
 from io_daemon.disk.swap_dir import check_swap_dir
-from io_daemon.errors import WorldError
+from io_daemon.errors import ConfigError, WorldError
 from io_daemon.machine.meminfo import available_bytes, ram_bytes
 
 SAMPLES_MAX: Final = 1000
@@ -48,6 +48,10 @@ class Silent:
     def phase(self, name: str, total: float) -> None: ...
     def progress(self, done: float) -> None: ...
     def rate(self, read_bw_bytes: float, write_bw_bytes: float) -> None: ...
+
+
+class NothingMeasured(ConfigError):  # noqa: N818 -- it is a ConfigError
+    """No I/O fell into the measured time: there is no figure, and 0 GB/s would be an untrue one."""
 
 
 def run_io(settings: IoSettings, observer: Observer | None = None) -> IoResult:
@@ -144,7 +148,7 @@ class Bench:
         )
 
     def measure(self, observer: Observer) -> IoResult:
-        """Ramp, then the measured time."""
+        """Ramp, then the measured time. Raises NothingMeasured."""
         settings = self.settings
         self._drop_cache()
         with self._running(lambda job, stopped: job.load(stopped.is_set)) as still_works:
@@ -157,6 +161,7 @@ class Bench:
             latencies = self._latencies()
         series = series_of(ramp, measured)
         begin, end = measured[0], measured[-1]
+        self._refuse_empty(begin, end)
         rates = [
             read + write
             for at_s, read, write in zip(series.at_s, series.read_bw_bytes, series.write_bw_bytes, strict=True)
@@ -273,6 +278,16 @@ class Bench:
             (after.counters.read_bytes - before.counters.read_bytes) / elapsed_s,
             (after.counters.write_bytes - before.counters.write_bytes) / elapsed_s,
         )
+
+    def _refuse_empty(self, begin: Sample, end: Sample) -> None:
+        """Raises NothingMeasured. Past the limit the measured time is as short as it takes to see that, whatever
+        ended in it."""
+        limit_bytes, runtime_s = self.settings.write_limit_bytes, self.settings.runtime_s
+        if begin.counters.write_bytes > limit_bytes:
+            remedy = "the limit was reached before anything was measured: lower --size or --ramp-time, raise it, or say"
+            raise NothingMeasured("write_limit", limit_bytes, f"{remedy} --yes")
+        if begin.moved_bytes == end.moved_bytes:
+            raise NothingMeasured("runtime", runtime_s, "no I/O ended in the measured time: measure for longer")
 
     def _memory_warning(self) -> list[str]:
         if all(job.has_huge_pages for job in self.jobs):

@@ -14,7 +14,7 @@ from io_daemon._native import ENGINES, probe_engine
 from io_daemon.bench.engines.factory import REACTOR_ENGINES
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import IoResult, SweepFinalist, SweepReplay, SweepResult
-from io_daemon.bench.run import Observer, Silent, cache_warnings, open_bench, open_targets, run_io
+from io_daemon.bench.run import NothingMeasured, Observer, Silent, cache_warnings, open_bench, open_targets, run_io
 from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, Directories, IoSettings, check_limit
 from io_daemon.bench.steps.step_race import StepRace, race_problem, race_writes_at_most, run_race, runners_of
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
@@ -188,14 +188,18 @@ def _replay_of(race: StepRace) -> SweepReplay:
 def _confirm(
     settings: SweepSettings, chosen: Cell, left_bytes: int, observer: Observer, warnings: list[str]
 ) -> IoResult | None:
-    """None if it is not wanted, or, with a warning, if nothing may be written any more."""
+    """None if it is not wanted, or, with a warning, if nothing may be written any more or nothing was measured."""
     if settings.confirm_s == 0:
         return None
     confirm = settings.io_settings(chosen, settings.confirm_s, verify=True, write_limit_bytes=max(0, left_bytes))
     if left_bytes <= confirm.layout_bytes:
         warnings.append("the choice was not confirmed: --write-limit leaves too little for it")
         return None
-    return run_io(confirm, observer)
+    try:
+        return run_io(confirm, observer)
+    except NothingMeasured as error:  # the search has found its choice all the same
+        warnings.append(f"the choice was not confirmed: {error.remedy}")
+        return None
 
 
 def _tuning(chosen: Cell) -> Tuning:
@@ -226,6 +230,10 @@ def _measure(
     """Bytes a second, reads and writes together, and bytes written."""
     cell_settings = settings.io_settings(cell, settings.cell_s, verify=False, write_limit_bytes=write_limit_bytes)
     with open_bench(cell_settings, targets) as bench:
-        result = bench.measure(Silent())
+        try:
+            result = bench.measure(Silent())
+            score = sum(way.bw_bytes for way in (result.read, result.write) if way is not None)
+        except NothingMeasured:
+            score = 0.0  # the drive does not get a single I/O done in a round: every other setting is better
         written = sum(job.engine.counters().write_bytes for job in bench.jobs)
-    return sum(way.bw_bytes for way in (result.read, result.write) if way is not None), written
+    return score, written

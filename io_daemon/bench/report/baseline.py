@@ -28,11 +28,13 @@ DECISIVE: Final = {
     "step": ("trace", "engine", "bs", "iodepth", "verify", "size", "host_budget_bytes", "compute_tflops", "threads"),
 }
 """Settings that two comparable reports of one kind share."""
+STEADY: Final = "steady bw"
 
 
 @dataclass(frozen=True)
 class Regression:
-    """``worse`` is a share: 0.25 for a rate that fell, or a time that rose, by a quarter."""
+    """``worse`` is a share: 0.25 for a rate that fell, or a time that rose, by a quarter; infinite where the figure is
+    there no more."""
 
     figure: str
     before: str
@@ -40,7 +42,8 @@ class Regression:
     worse: float
 
     def __str__(self) -> str:
-        return f"{self.figure}: {self.now}, was {self.before}: {100 * self.worse:.1f} % worse"
+        by = f": {100 * self.worse:.1f} % worse" if math.isfinite(self.worse) else ""
+        return f"{self.figure}: {self.now}, was {self.before}{by}"
 
 
 @dataclass(frozen=True)
@@ -58,21 +61,37 @@ class _Figure:
 
 
 def compare_with_baseline(report: Report, baseline: Report, max_regression: float) -> list[Regression]:
-    """Figures that are worse by more than the share ``max_regression``, worst first.
+    """Figures that are worse by more than the share ``max_regression``, or are there no more, worst first.
 
-    Raises ConfigError if the two measured different things, naming what differs."""
+    Raises ConfigError if the two measured different things, naming what differs, or the earlier one nothing."""
     refuse_other(baseline, report.kind, report.settings, report.machine)
     # what was asked for is not what was had where a filesystem refuses direct I/O
     direct_before, direct_now = getattr(baseline.result, "direct", None), getattr(report.result, "direct", None)
     if direct_before != direct_now:
         _refuse(baseline, [f"direct I/O {_word(direct_before)}, now {_word(direct_now)}"])
     before, now = _figures(baseline), _figures(report)
+    if not before:
+        raise ConfigError("baseline", baseline.started, "has no figure in it: measure it anew, for longer")
     regressions = [
-        Regression(name, before[name].text, figure.text, worse)
-        for name, figure in now.items()
-        if name in before and (worse := figure.worse_than(before[name])) > max_regression
+        Regression(name, figure.text, now[name].text, worse)
+        for name, figure in before.items()
+        if name in now and (worse := now[name].worse_than(figure)) > max_regression
+    ]
+    regressions += [
+        Regression(name, figure.text, "not measured", math.inf)
+        for name, figure in before.items()
+        if name not in now and name != STEADY
     ]
     return sorted(regressions, key=lambda regression: -regression.worse)
+
+
+def no_longer_steady(report: Report, baseline: Report) -> str | None:
+    """What to say of a steady state that only the earlier run reached. It is no regression: whether the rate settles
+    is a matter of the measured time and of the machine's other load, too, and the means of both runs are compared."""
+    before = _figures(baseline).get(STEADY)
+    if before is None or STEADY in _figures(report):
+        return None
+    return f"{STEADY}: not reached, was {before.text}: not compared; measure longer (--runtime)"
 
 
 def refuse_other(baseline: Report, kind: str, settings: Mapping[str, Any], machine: Mapping[str, Any]) -> None:
@@ -157,7 +176,7 @@ def _io_figures(result: IoResult) -> Iterator[tuple[str, _Figure]]:
             p99_ns = way.clat.p99_ns
             yield f"{name} clat p99", _Figure(p99_ns, latency_text(p99_ns), more_is_better=False)
     if result.steady.bw_bytes is not None:
-        yield "steady bw", _rate(result.steady.bw_bytes)
+        yield STEADY, _rate(result.steady.bw_bytes)
 
 
 def _compare_figures(result: CompareResult) -> Iterator[tuple[str, _Figure]]:

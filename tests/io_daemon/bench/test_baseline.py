@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from io_daemon.bench.report.baseline import compare_with_baseline, parse_percent
-from io_daemon.bench.result import CompareResult, Direction, Report
+from io_daemon.bench.report.baseline import compare_with_baseline, no_longer_steady, parse_percent
+from io_daemon.bench.result import CompareResult, Direction, Report, SteadyState
 from io_daemon.errors import ConfigError
 from tests.support.bench_reports import RESULTS, io_result, machine_facts, nvme, report
 
@@ -53,6 +53,33 @@ def test_the_worst_comes_first() -> None:
     assert [regression.figure for regression in found] == ["steady bw", "read bw"]
 
 
+def test_a_figure_that_is_there_no_more() -> None:
+    """However much worse the others may be."""
+    found = compare_with_baseline(report("io", write=None), report("io"), 5.0)
+    assert [regression.figure for regression in found] == ["write bw", "write clat p99"]
+    assert str(found[0]).startswith("write bw: not measured, was ")
+
+
+def test_a_figure_that_the_baseline_lacks_is_no_regression() -> None:
+    assert compare_with_baseline(report("io"), report("io", write=None), 0.0) == []
+
+
+def test_a_state_that_is_not_steady_is_said_and_no_regression() -> None:
+    steady = SteadyState(reached=False, begin_s=None, bw_bytes=None, burst_bw_bytes=None)
+    restless = report("io", steady=steady)
+    assert compare_with_baseline(restless, report("io"), 0.0) == []
+    assert "not reached" in (no_longer_steady(restless, report("io")) or "")
+    assert no_longer_steady(report("io"), report("io")) is None
+    assert no_longer_steady(report("io"), restless) is None
+    assert no_longer_steady(report("step"), report("step")) is None
+
+
+def test_a_baseline_without_figures_is_refused() -> None:
+    steady = SteadyState(reached=False, begin_s=None, bw_bytes=None, burst_bw_bytes=None)
+    with pytest.raises(ConfigError, match="no figure"):
+        compare_with_baseline(report("io"), report("io", read=None, write=None, steady=steady), 0.1)
+
+
 def test_seconds_per_step() -> None:
     (regression,) = compare_with_baseline(report("step", step_s=120.0), report("step"), 0.1)
     assert (regression.before, regression.now) == ("96 s", "120 s")
@@ -70,7 +97,8 @@ def test_ratios_to_fio_have_their_own_directions() -> None:
     result = report("compare").result
     assert isinstance(result, CompareResult)
     doubled = [line.model_copy(update={"ratio": line.ratio * 2}) for line in result.lines[:4]]
-    found = compare_with_baseline(report("compare", lines=doubled), report("compare"), 0.1)
+    now = report("compare", lines=[*doubled, *result.lines[4:]])
+    found = compare_with_baseline(now, report("compare"), 0.1)
     assert len(found) == 3
     assert not any(regression.figure.startswith("bw ") for regression in found)
 

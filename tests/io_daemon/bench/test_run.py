@@ -13,7 +13,7 @@ import pytest
 from io_daemon.bench import run
 from io_daemon.bench.engines.factory import engine_problem
 from io_daemon.bench.result import IoResult
-from io_daemon.bench.run import Silent, open_bench, open_targets, run_io
+from io_daemon.bench.run import NothingMeasured, Silent, open_bench, open_targets, run_io
 from io_daemon.bench.settings import RW, IoSettings
 from io_daemon.bench.target import DATA_OFFSET
 from io_daemon.errors import ConfigError, DeviceIOError, SwapSpaceError
@@ -49,8 +49,9 @@ def settings(*directories: Path, **changes: Any) -> IoSettings:
 
 def measure(*directories: Path, **changes: Any) -> IoResult:
     """Once more, and for longer, if the machine was busy elsewhere in all of the measured time."""
-    result = run_io(settings(*directories, **changes))
-    if result.read is None and result.write is None:
+    try:
+        result = run_io(settings(*directories, **changes))
+    except NothingMeasured:
         result = run_io(settings(*directories, **{**changes, "runtime_s": 3.0}))
     for directory in directories:
         assert list(directory.iterdir()) == []
@@ -206,9 +207,25 @@ def test_buffered_runs_are_warned_about(tmp_path: Path) -> None:
 
 
 def test_the_write_limit_ends_it_early(tmp_path: Path) -> None:
-    result = measure(tmp_path, rw="write", runtime_s=60, write_limit_bytes=SIZE + (1 << 20))
+    limit_bytes = SIZE + (512 << 20)  # a busy machine may look late
+    result = measure(tmp_path, rw="write", runtime_s=60, ramp_time_s=0, write_limit_bytes=limit_bytes)
     assert any("--write-limit" in warning for warning in result.warnings)
     assert result.measured_s < 60
+
+
+def test_a_limit_that_the_ramp_reaches_is_said(tmp_path: Path) -> None:
+    """Whatever ended in the moments until that was seen is no measurement."""
+    with pytest.raises(NothingMeasured, match=r"write_limit.*before anything was measured: .*--yes"):
+        run_io(settings(tmp_path, rw="write", ramp_time_s=60, write_limit_bytes=SIZE + BS))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_measurement_without_any_io_is_said(tmp_path: Path) -> None:
+    """Every read takes longer than the measured time."""
+    slow = [("delay", nth, 400_000) for nth in range(NUM_BLOCKS, NUM_BLOCKS + 200)]
+    with pytest.raises(NothingMeasured, match=r"runtime = 0\.01: no I/O ended"):
+        run_io(settings(tmp_path, rw="read", runtime_s=0.01, ramp_time_s=0, verify=False, faults=slow))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_laying_out_beyond_the_limit_is_refused(tmp_path: Path) -> None:
