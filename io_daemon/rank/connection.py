@@ -80,10 +80,18 @@ class Connection:
         check_socket_path(socket_path)
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            sock.settimeout(timeout_s)
+            # a socket of Python's that has a timeout does not wait for room among those that wait to be taken
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
             sock.connect(socket_path)
+            sock.settimeout(timeout_s)
         except OSError as error:
             sock.close()
+            if error.errno == errno.EAGAIN:
+                raise DaemonLostError(
+                    f"the I/O daemon at {socket_path} is there, and has taken no connection within {timeout_s:g} s: it "
+                    "hangs, or too many processes connect at once; `io-daemon status` tells, and if it does not answer "
+                    "either, end the daemon and start it again"
+                ) from error
             raise DaemonLostError(
                 f"no I/O daemon answers at {socket_path} ({error.strerror or error}): start one with "
                 f"`io-daemon serve --socket {socket_path} --swap-dir DIR`, or name its socket in io_daemon.socket "
@@ -209,3 +217,9 @@ class Connection:
         with contextlib.suppress(OSError):
             self._channel.socket.shutdown(socket.SHUT_RDWR)
         return self._lost
+
+
+def _timeval(seconds: float) -> bytes:
+    """The kernel's struct, which has no zero for not waiting: at least a microsecond."""
+    whole, part = divmod(max(1, round(seconds * 1_000_000)), 1_000_000)
+    return struct.pack("ll", whole, part)

@@ -34,7 +34,7 @@ from io_daemon.shared.control import AsyncChannel, Ended
 
 log = logging.getLogger(__name__)
 
-STOPPING: Final = (signal.SIGTERM, signal.SIGINT)
+STOPPING: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LAST_WORDS_TIMEOUT_S: Final = 1.0
 FIRST_TENANT_TIMEOUT_S: Final = 3600.0
 """A private daemon to which nobody has come after so long was started by somebody who is gone."""
@@ -53,7 +53,8 @@ async def serve(config: ServeConfig) -> int:
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in STOPPING:
-        loop.add_signal_handler(number, stop.set)
+        if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+            loop.add_signal_handler(number, stop.set)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)  # a rank that takes its own by sigwait has handed us its mask
     loop.set_default_executor(start_pool())
     with contextlib.ExitStack() as resources:

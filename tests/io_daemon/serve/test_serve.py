@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -22,6 +23,7 @@ from io_daemon.command.outcome import EXIT_FAULT, EXIT_NO_DAEMON, EXIT_USAGE
 from io_daemon.config import SOCKET_PATH_BYTES_MAX, FaultKind
 from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, SwapSpaceError
 from io_daemon.rank.client import Client
+from io_daemon.rank.connection import Connection
 from io_daemon.serve import startup
 from io_daemon.shared.protocol import PROTOCOL_VERSION
 from tests.io_daemon.conftest import Serve
@@ -281,6 +283,42 @@ def test_the_longest_drain_is_one_that_the_daemon_survives(serve: Serve) -> None
     assert "Traceback" not in daemon.stderr()
 
 
+def test_a_terminal_that_closes_ends_it_well_and_under_nohup_not(swap_dir: Path, tmp_path: Path) -> None:
+    """It died of SIGHUP and left its socket and swap files."""
+    serve = [sys.executable, "-m", "io_daemon", "serve", "--swap-dir", str(swap_dir), "--socket", str(tmp_path / "s")]
+    for words, signals in ((serve, [signal.SIGHUP]), (["nohup", *serve], [signal.SIGHUP, signal.SIGTERM])):
+        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as daemon:
+            try:
+                assert daemon.stdout is not None
+                assert json.loads(daemon.stdout.readline())["ready"]
+                for number in signals[:-1]:
+                    daemon.send_signal(number)
+                    Connection.open(str(tmp_path / "s"), timeout_s=DEADLINE_S)[0].close()
+                daemon.send_signal(signals[-1])
+                daemon.communicate(timeout=DEADLINE_S)
+            finally:
+                daemon.kill()
+        assert daemon.returncode == 0
+        assert not (tmp_path / "s").exists()
+
+
+def test_who_finds_no_room_waits_and_is_told_that_the_daemon_is_there(tmp_path: Path) -> None:
+    """At once it was said that none answers, and to start one."""
+    path = str(tmp_path / "s")
+    with socket.socket(socket.AF_UNIX) as listener, contextlib.ExitStack() as waiting:
+        listener.bind(path)
+        listener.listen(0)
+        for _ in range(8):
+            sock = waiting.enter_context(socket.socket(socket.AF_UNIX))
+            sock.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(path)
+        with pytest.raises(DaemonLostError, match=r"is there, and has taken no connection within 0\.2 s"):
+            Connection.open(path, timeout_s=0.2)
+    with pytest.raises(DaemonLostError, match="no I/O daemon answers"):
+        Connection.open(path, timeout_s=0.2)
+
+
 TOLD_AGAIN = """
 import asyncio, os, signal, sys
 from io_daemon.__main__ import main
@@ -296,7 +334,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_daemon_that_is_told_again_while_it_leaves_says_nothing(
     first: signal.Signals, swap_dir: Path, tmp_path: Path
 ) -> None:
