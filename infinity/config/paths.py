@@ -13,7 +13,8 @@ from io_daemon.disk.swap_dir import unusable
 def check_offload(config: Config, complaints: Complaints) -> None:
     """What can be said without looking at the machine."""
     zero = config.zero_optimization
-    if zero.stage < 3 and zero.offload_param.device != "none":
+    stage_is_known = not complaints.has("zero_optimization.stage")
+    if stage_is_known and zero.stage < 3 and zero.offload_param.device != "none":
         complaints.add(
             "zero_optimization.offload_param.device",
             zero.offload_param.device,

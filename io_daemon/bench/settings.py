@@ -9,6 +9,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validat
 
 from io_daemon.bench.engines.engine import Memory
 from io_daemon.config import EngineName, Fault
+from io_daemon.disk.swap_dir import resolved
 from io_daemon.errors import ConfigError
 from io_daemon.shared.protocol import PAGE_BYTES
 
@@ -25,11 +26,11 @@ FREE_SHARE_KEPT: Final = 0.05
 
 
 def _resolved(directories: tuple[Path, ...]) -> tuple[Path, ...]:
-    resolved = tuple(path.resolve() for path in directories)
-    for place, path in enumerate(resolved):
-        if path in resolved[:place]:
+    found = tuple(resolved(path, "directories") for path in directories)
+    for place, path in enumerate(found):
+        if path in found[:place]:
             raise ConfigError("directories", str(path), "the same directory is named twice")
-    return resolved
+    return found
 
 
 Directories = Annotated[tuple[Path, ...], Field(min_length=1, max_length=64), AfterValidator(_resolved)]

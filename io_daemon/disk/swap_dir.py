@@ -96,12 +96,21 @@ def check_swap_dir(path: Path) -> SwapDir:
     return SwapDir(path, direct_error is None, filesystem, tuple(notes))
 
 
+def resolved(path: Path, key: str) -> Path:
+    """The path from the root, without links. Raises ConfigError about ``key`` where nobody can tell."""
+    try:
+        return path.resolve()
+    except FileNotFoundError as error:
+        remedy = "the current directory is gone: cd to one that is there, or write the path from / on"
+        raise ConfigError(key, str(path), remedy) from error
+
+
 def check_swap_dirs(paths: Sequence[Path]) -> list[SwapDir]:
     """``check_swap_dir`` holds for each, and each is named once, by whatever name. Raises ConfigError."""
     seen: dict[tuple[int, int], Path] = {}
     checked = []
     for path in paths:
-        checked.append(check_swap_dir(path.resolve()))
+        checked.append(check_swap_dir(resolved(path, "swap_dirs")))
         status = os.stat(path)
         first = seen.setdefault((status.st_dev, status.st_ino), path)
         if first is not path:

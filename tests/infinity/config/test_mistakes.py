@@ -98,6 +98,12 @@ MISTAKES = {
         "weights stay whole at stage 2: write stage 3",
     ),
     "a stage in words": Mistake({"zero_optimization.stage": "3"}, "zero_optimization.stage", "3", "write 3 without"),
+    "a stage in words, and what only that stage has": Mistake(
+        {"zero_optimization.stage": "3", "zero_optimization.offload_param.device": "cpu"},
+        "zero_optimization.stage",
+        "3",
+        "write 3 without",
+    ),
     "auto without a trainer": Mistake({"gradient_clipping": "auto"}, "gradient_clipping", "auto", "only a trainer"),
     "an auto learning rate": Mistake({"optimizer.params.lr": "auto"}, "optimizer.params.lr", "auto", "write a value"),
     "a disk as a device": Mistake(

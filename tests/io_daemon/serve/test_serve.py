@@ -264,6 +264,18 @@ def test_a_directory_that_is_named_twice_is_refused(
     assert "the same directory is named twice" in error
 
 
+@pytest.mark.parametrize("words", ["gc --swap-dir .", "serve --swap-dir . --socket s", "bench io ."])
+def test_a_current_directory_that_is_gone_is_told(
+    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    assert main(words.split()) == EXIT_USAGE
+    assert "= '.': the current directory is gone: cd to one that is there" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("option", ["serve --lock-timeout", "serve --drain-timeout", "gc --lock-timeout"])
 @pytest.mark.parametrize("text", ["nan", "inf", "-5", "0", "soon", "600h", "86401"])
 def test_a_wait_that_never_ends_or_was_over_before_is_refused(
