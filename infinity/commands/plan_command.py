@@ -26,6 +26,7 @@ from infinity.commands.trace_command import StepOfModel, say, traced
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan.precision import Precision
 from infinity.plan.stage import StagePolicy
+from io_daemon.command.interrupt import interruptible
 from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK
 from io_daemon.command.output_files import check_output
 from io_daemon.policy.step_trace import SUFFIX, save
@@ -68,7 +69,7 @@ def plan(parsed: argparse.Namespace) -> int:
         check_output("plot", Path(parsed.plot))
     interpreter_bytes, budgets = pss_bytes(os.getpid()), sorted(set(parsed.host_budget_bytes))
     found = []
-    with tempfile.TemporaryDirectory(prefix="infinity-plan-", dir=parsed.swap_dir) as directory:
+    with interruptible(), tempfile.TemporaryDirectory(prefix="infinity-plan-", dir=parsed.swap_dir) as directory:
         for number, budget in enumerate(budgets, start=1):
             say(f"host budget {size_text(budget)}, {number} of {len(budgets)}")
             found.append(_predict(parsed, budget, interpreter_bytes, Path(directory)))

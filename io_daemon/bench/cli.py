@@ -5,14 +5,10 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from types import FrameType
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
@@ -36,6 +32,7 @@ from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTE
 from io_daemon.bench.steps.step import advise_step, run_step
 from io_daemon.bench.steps.step_settings import StepSettings, add_step_options
 from io_daemon.bench.sweep import SweepSettings, run_sweep
+from io_daemon.command.interrupt import interruptible
 from io_daemon.command.options import parse_fault, parse_path, settings_from
 from io_daemon.command.outcome import EXIT_OK
 from io_daemon.command.sizes import parse_bytes, parse_seconds
@@ -277,7 +274,7 @@ def _report(
     if baseline is not None:
         refuse_other(baseline, kind, settings_values, machine)
     started = datetime.now(UTC)
-    with _interruptible(), LiveProgress(enabled=not arguments.quiet and sys.stderr.isatty()) as progress:
+    with interruptible(), LiveProgress(enabled=not arguments.quiet and sys.stderr.isatty()) as progress:
         result = measure(progress)
     report = Report(
         kind=kind,
@@ -316,25 +313,6 @@ def _report(
 def _has_bad_blocks(result: Any) -> bool:
     measured = getattr(result, "confirmation", result)
     return isinstance(measured, IoResult) and measured.has_bad_blocks
-
-
-@contextmanager
-def _interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP clean up as Ctrl-C does, on the main thread; no other may say so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def stop(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
-        raise SystemExit(128 + number)
-
-    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heeded}  # under nohup SIGHUP stays ignored
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _with_leave_to_write(settings: LimitedSettings, layout_bytes: int) -> LimitedSettings:

@@ -1,4 +1,5 @@
-"""Ctrl-C while there is nothing to clean up yet: modules are being imported, options parsed."""
+"""Signals that end a command: while there is nothing to clean up yet (modules are being imported, options parsed), and
+where there is."""
 
 from __future__ import annotations
 
@@ -31,3 +32,22 @@ def quiet_interrupt() -> Iterator[None]:
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     os._exit(EXIT_INTERRUPTED)
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """SIGTERM and SIGHUP clean up as Ctrl-C does, on the main thread; no other may say so."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    before = {number: signal.signal(number, _exit) for number in heeded}  # under nohup SIGHUP stays ignored
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _exit(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
+    raise SystemExit(128 + number)

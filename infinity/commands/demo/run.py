@@ -28,6 +28,7 @@ from infinity.commands.demo.training import (
     state_bytes,
     train,
 )
+from io_daemon.command.interrupt import interruptible
 from io_daemon.command.output_files import check_output
 from io_daemon.disk.swap_dir import check_swap_dir
 
@@ -52,7 +53,7 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
     _check_places(arguments)
-    with tempfile.TemporaryDirectory(prefix="infinity-demo-", dir=arguments.swap_dir) as swap_dir:
+    with interruptible(), tempfile.TemporaryDirectory(prefix="infinity-demo-", dir=arguments.swap_dir) as swap_dir:
         return _run(arguments, Path(swap_dir))
 
 

@@ -6,6 +6,7 @@ import json
 import math
 import mmap
 import os
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -36,6 +37,7 @@ from infinity.commands.demo.training import (
     host_budget_bytes,
     state_bytes,
 )
+from tests.support.daemon import DEADLINE_S, eventually
 
 PAGE_BYTES = 4096
 
@@ -187,3 +189,28 @@ def test_demo_runs_from_the_command_line_and_leaves_nothing(tmp_path: Path) -> N
     assert figures["read_bytes_per_step"] > 0
     assert list(swap_dir.iterdir()) == []
     assert (tmp_path / "demo.png").is_file()
+
+
+@pytest.mark.parametrize(("command", "number"), [("demo", signal.SIGTERM), ("plan", signal.SIGHUP)])
+def test_a_command_that_is_ended_takes_its_directory_with_it(
+    command: str, number: signal.Signals, tmp_path: Path
+) -> None:
+    swap_dir = tmp_path / "swap"
+    swap_dir.mkdir()
+    config = tmp_path / "config.json"
+    config.write_text(json.dumps({"train_batch_size": 1, "zero_optimization": {"stage": 3}}))
+    words = {
+        "demo": ["--out", str(tmp_path / "demo.png")],
+        "plan": ["--config", str(config), "--model-params", "1e8", "--host-budget-bytes", "256M"],
+    }[command]
+    line = [sys.executable, "-m", "infinity", command, "--swap-dir", str(swap_dir), *words]
+    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+        try:
+            eventually(lambda: list(swap_dir.glob(f"infinity-{command}-*")) != [], "its directory is there")
+            process.send_signal(number)
+            _, errors = process.communicate(timeout=DEADLINE_S)
+        finally:
+            process.kill()
+    assert process.returncode == 128 + number
+    assert b"Traceback" not in errors
+    assert list(swap_dir.iterdir()) == []
