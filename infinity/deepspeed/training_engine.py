@@ -55,6 +55,15 @@ def _watch_exit() -> None:
     atexit.register(_exit.set)
 
 
+def _check_idle(loop: TrainingLoop) -> None:
+    """Raises EngineStateError or WeightsError where the weights are not what the model is to go on with."""
+    loop.phases.refuse_over("handing back weights")
+    if loop.phases.phase is not StepPhase.IDLE or loop.phases.states_are_away:
+        raise EngineStateError("its last step is not over, or its states are offloaded")
+    loop.runtime.changes.settle()
+    loop.runtime.changes.check()
+
+
 class DeepSpeedEngine(Engine):
     """``infinity.Engine`` under DeepSpeed's calls. Made by ``infinity.deepspeed.initialize``."""
 
@@ -320,11 +329,13 @@ class DeepSpeedEngine(Engine):
     @staticmethod
     def _end_collected(compiled: Compiled, loop: TrainingLoop) -> None:
         """The model keeps its weights, as after ``destroy``: whoever drops an engine may make another of its model."""
-        if loop.phases.phase is StepPhase.IDLE and not loop.phases.states_are_away and not _exit.is_set():
+        if not _exit.is_set():
             try:
+                what = "hand back the weights of an engine that nobody holds"
+                loop.runtime.collectives.together(partial(_check_idle, loop), what)
                 hand_back(loop.runtime, loop.config)
-            except Exception:  # noqa: BLE001 (there is nobody to raise it to)
-                _log.exception("the weights of an engine that was let go of could not be handed back")
+            except Exception as error:  # noqa: BLE001 (there is nobody to raise it to)
+                _log.warning("the weights of an engine that was let go of are not handed back: %s", error)
         Engine._end_collected(compiled, loop)
 
     def holds(self, model: nn.Module) -> bool:

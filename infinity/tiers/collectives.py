@@ -137,7 +137,9 @@ class Collectives:
             return
         told = self.gather_objects(set(self._peers.let_go), "begin, after what nobody holds any more has ended")
         for number in sorted(set.intersection(*told)):
-            self._peers.let_go.pop(number)()
+            end = self._peers.let_go.pop(number, None)
+            if end is not None:  # what ended before it may have met the others, too
+                end()
 
     def agree(self, what: str) -> Agreement:
         """Tell the other ranks that this one is about to do ``what``, and go on; ``wait`` before doing it."""

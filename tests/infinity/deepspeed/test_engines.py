@@ -188,6 +188,30 @@ first.destroy()
         assert losses == expected
 
 
+def test_ranks_hand_back_together_what_they_have_let_go_of(tmp_path: Path) -> None:
+    """Several at once, of which one cannot be on one rank alone: a view of its weights is kept there."""
+    letting_go = """
+import gc
+others = [net() for _ in range(3)]
+engines = [deepspeed.initialize(model=other, config=config)[0] for other in others]
+for engine in engines:
+    train(engine, batches[:1])
+kept = []
+if os.environ["RANK"] == "1":
+    others[1][0].register_forward_hook(lambda module, *_: kept.append(module.weight.view(-1)))
+with torch.no_grad():
+    engines[1](batches[0])
+del engine, engines, first
+gc.collect()
+"""
+    script = RANKS.replace("first.destroy()\n", letting_go)
+    script = script.replace("print(json", "others[0](batches[0]), others[2](batches[0])\nprint(json")
+    for ended in run_ranks(script, tmp_path, num_ranks=2):
+        expected, losses, *_ = ended.answer
+        assert losses == expected
+        assert "handed back: " in ended.errors
+
+
 def test_without_an_optimizer_it_evaluates_and_says_what_training_needs() -> None:
     batch = _batches(1)[0]
     expected = _net()(batch)
