@@ -97,7 +97,7 @@ def test_ranks_that_would_keep_the_changes_of_different_ranks_are_told_so(tmp_pa
         with infinity.zero.GatheredParameters(model[0].weight, modifier_rank=rank), torch.no_grad():
             model[0].weight.fill_(1.0)
     except infinity.errors.WorldError as error:
-        print(json.dumps(str(error)))
+        print(json.dumps(str(error)), flush=True)
     os._exit(0)
     """
     for rank in run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2):

@@ -38,6 +38,7 @@ from infinity.commands.demo.training import (
     state_bytes,
 )
 from tests.support.daemon import DEADLINE_S, eventually
+from tests.support.signals import heed_signals
 
 PAGE_BYTES = 4096
 
@@ -204,7 +205,8 @@ def test_a_command_that_is_ended_takes_its_directory_with_it(
         "plan": ["--config", str(config), "--model-params", "1e8", "--host-budget-bytes", "256M"],
     }[command]
     line = [sys.executable, "-m", "infinity", command, "--swap-dir", str(swap_dir), *words]
-    with subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as process:
+    null, pipe = subprocess.DEVNULL, subprocess.PIPE
+    with subprocess.Popen(line, stdout=null, stderr=pipe, preexec_fn=heed_signals) as process:
         try:
             eventually(lambda: list(swap_dir.glob(f"infinity-{command}-*")) != [], "its directory is there")
             process.send_signal(number)

@@ -215,13 +215,13 @@ def test_a_failing_drive_ends_the_sweep(tmp_path: Path, monkeypatch: pytest.Monk
 RACE_FOR_EVER = """
 import sys
 from pathlib import Path
-from io_daemon.bench.cli import _interruptible
+from io_daemon.command.interrupt import interruptible
 from io_daemon.bench.run import Silent
 from io_daemon.bench.steps import step_race
 from tests.io_daemon.bench.test_step_race import CELLS, small_runners
 step_race.TURNS_MAX = 10**9
 step_race.TURNS_S = 10**9
-with _interruptible():
+with interruptible():
     step_race.run_race(small_runners(CELLS), [Path(sys.argv[1])], Silent())
 """
 

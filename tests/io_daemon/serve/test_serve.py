@@ -29,6 +29,7 @@ from io_daemon.shared.protocol import PROTOCOL_VERSION
 from tests.io_daemon.conftest import Serve
 from tests.io_daemon.serve.test_reclaim import dead_owner, leave
 from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
+from tests.support.signals import heed_signals
 
 
 def refusal(*arguments: str) -> tuple[int, str]:
@@ -299,7 +300,8 @@ def test_a_terminal_that_closes_ends_it_well_and_under_nohup_not(swap_dir: Path,
     """It died of SIGHUP and left its socket and swap files."""
     serve = [sys.executable, "-m", "io_daemon", "serve", "--swap-dir", str(swap_dir), "--socket", str(tmp_path / "s")]
     for words, signals in ((serve, [signal.SIGHUP]), (["nohup", *serve], [signal.SIGHUP, signal.SIGTERM])):
-        with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as daemon:
+        pipe = subprocess.PIPE
+        with subprocess.Popen(words, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_signals) as daemon:
             try:
                 assert daemon.stdout is not None
                 assert json.loads(daemon.stdout.readline())["ready"]
@@ -352,7 +354,8 @@ def test_a_daemon_that_is_told_again_while_it_leaves_says_nothing(
 ) -> None:
     """A private daemon ends when its last tenant goes, and whoever started it asks it to end as well."""
     command = [sys.executable, "-c", TOLD_AGAIN, "serve", "--swap-dir", str(swap_dir), "--socket", str(tmp_path / "s")]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as daemon:
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_signals) as daemon:
         try:
             assert daemon.stdout is not None
             assert json.loads(daemon.stdout.readline())["ready"]
