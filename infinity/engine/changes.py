@@ -121,7 +121,6 @@ class WeightChanges:
             self._live_set.reshard_all(persistent=True)
             for group in self._sharded.groups:
                 group.withdraw()
-            for group in self._sharded.groups:
                 for param in group.params:
                     if param.is_shown:
                         param.hide()

@@ -49,8 +49,8 @@ class Checkpoints(nn.Module):
         Weights, master weights, optimizer states, buffers, schedule, loss scale, counters, random numbers of every
         rank and the place of the loader that ``initialize`` made. The checkpoint appears whole or not at all, and what
         was there before stays until then; files of your own in ``save_dir/tag`` stay for good. All ranks must see the
-        same directory. Within a step that is not over,
-        gradients that were accumulated are in no checkpoint, as in none of torch's: that is logged.
+        same directory. Within a step that is not over, gradients that were accumulated are in no checkpoint, as in none
+        of torch's: that is logged.
 
         Args:
             save_dir: a directory, which is made if it is not there.
