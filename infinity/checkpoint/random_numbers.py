@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy import random as numpy_random  # numpy itself imports it at its first use, and drops Ctrl-C there
 
 _log = logging.getLogger(__name__)
 
@@ -27,7 +28,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
 
 def _numpys_state() -> Any:
     """NumPy's own generator has a tuple; another one, which the user has set, has what NumPy calls its state."""
-    state: Any = np.random.get_state(legacy=False)
+    state: Any = numpy_random.get_state(legacy=False)
     if state["bit_generator"] != "MT19937":
         return state
     keys, position = state["state"]["key"], state["state"]["pos"]
@@ -43,7 +44,7 @@ def restore_random_states(states: dict[str, Any], device: torch.device) -> None:
         name, keys, *rest = saved
         saved = (name, keys.numpy().astype(np.uint32), *rest)
     try:
-        np.random.set_state(saved)
+        numpy_random.set_state(saved)
     except ValueError as error:
         _log.warning("NumPy draws as before, its generator is another than the one that was saved: %s", error)
     version, words, following = states["python"]

@@ -13,6 +13,7 @@ import secrets
 from typing import Final
 
 import numpy as np
+from numpy.random import SFC64, Generator  # numpy itself imports it late, where files are to be cleaned up
 from numpy.typing import NDArray
 
 from io_daemon.shared.protocol import PAGE_BYTES
@@ -30,7 +31,7 @@ class Pattern:
         """``slots``: [num_slots, bs], uint8, of 8-byte aligned rows, whole pages or less than one; filled here."""
         self._slots = self._paged(slots)
         words = self._slots.reshape(len(slots), -1)
-        random = np.random.Generator(np.random.SFC64(seed))
+        random = Generator(SFC64(seed))
         body = random.integers(0, 1 << 64, words.shape[1], dtype=np.uint64)
         for slot, key in zip(words, random.integers(0, 1 << 64, len(words), dtype=np.uint64), strict=True):
             np.bitwise_xor(body, key, out=slot)  # as random, and ten times as fast as drawing every word

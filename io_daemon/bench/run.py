@@ -233,14 +233,14 @@ class Bench:
                 raise errors[0]
             return any(thread.is_alive() for thread in threads)
 
-        for thread in threads:
-            thread.start()
         try:
+            for thread in threads:
+                thread.start()
             yield still_works
         finally:
             stopped.set()
             deadline = time.monotonic() + JOIN_TIMEOUT_S
-            for thread in threads:
+            for thread in filter(threading.Thread.is_alive, threads):
                 thread.join(max(0.0, deadline - time.monotonic()))
         if still_works():
             raise WorldError(f"I/O in flight has not ended within {JOIN_TIMEOUT_S:g} s of the end of the measurement")

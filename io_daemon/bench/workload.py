@@ -13,6 +13,7 @@ from functools import cached_property
 from typing import Final
 
 import numpy as np
+from numpy.random import default_rng
 from numpy.typing import NDArray
 
 from io_daemon.bench.settings import IoSettings
@@ -45,7 +46,7 @@ class Permutation:
         self._num_blocks = np.uint64(num_blocks)
         self._half_bits = np.uint64(max(1, -(-(num_blocks - 1).bit_length() // 2)))
         self._half_mask = (np.uint64(1) << self._half_bits) - np.uint64(1)
-        self._keys = np.random.default_rng(seed).integers(0, 1 << 63, NUM_ROUNDS, dtype=np.uint64)
+        self._keys = default_rng(seed).integers(0, 1 << 63, NUM_ROUNDS, dtype=np.uint64)
 
     def __call__(self, positions: NDArray[np.uint64]) -> NDArray[np.uint64]:
         """``positions`` in [0, num_blocks), any number of them."""

@@ -14,6 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Final, Protocol
 
 import numpy as np
+from numpy.random import default_rng
 from numpy.typing import NDArray
 
 from io_daemon.policy.step_trace import CpuRates
@@ -50,7 +51,7 @@ class CpuLoad:
 
     def __init__(self, num_threads: int) -> None:
         self.num_threads = num_threads
-        random = np.random.default_rng(0)
+        random = default_rng(0)
         shape = (num_threads, STACK, MATRIX_ROWS, MATRIX_ROWS)
         self._left = random.random(shape, np.float32)
         self._right = random.random(shape, np.float32)

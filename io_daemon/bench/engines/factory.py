@@ -7,6 +7,7 @@ from typing import Final
 
 from io_daemon._native import Region, probe_engine
 from io_daemon.bench.engines.engine import BlockEngine, Memory
+from io_daemon.bench.engines.reactor_engine import ReactorEngine
 from io_daemon.config import ENGINES_BY_RANK
 from io_daemon.errors import ConfigError
 
@@ -49,8 +50,6 @@ def open_engine(
     if (problem := engine_problem(name, memory)) is not None:
         raise ConfigError("engine", name, problem)
     if name in REACTOR_ENGINES:
-        from io_daemon.bench.engines.reactor_engine import ReactorEngine
-
         return ReactorEngine(name, fd, arena, bs, iodepth, path, faults)
     if faults:
         raise ConfigError("engine", name, f"takes no faults; {', '.join(REACTOR_ENGINES)} do")

@@ -18,7 +18,9 @@ from io_daemon.bench.result import Report
 from io_daemon.command.cli import with_default_command
 from io_daemon.disk.swap_file import SwapHeader
 from io_daemon.machine.tuning import recall
+from io_daemon.policy.step_trace import save
 from tests.support.signals import heed_signals
+from tests.support.small_step import small_step
 
 QUICK = ("--size", "8M", "--quiet")
 SHORT = (*QUICK, "--bs", "64K", "--iodepth", "4", "--runtime", "0.3", "--ramp-time", "0.1", "--engine", "posix")
@@ -213,6 +215,39 @@ def test_a_signal_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 128 + number, errors
     assert list(tmp_path.iterdir()) == []
+
+
+IMPORTS_WHILE_MEASURING = """
+import sys
+import io_daemon.bench.cli as cli
+from io_daemon.__main__ import main
+
+def watched(run):
+    def measure(settings, observer):
+        before = set(sys.modules)
+        result = run(settings, observer)
+        print("imported while there were files:", sorted(set(sys.modules) - before))
+        return result
+    return measure
+
+cli.run_io, cli.run_step = watched(cli.run_io), watched(cli.run_step)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize("kind", ["io", "step"])
+def test_nothing_is_imported_while_a_signal_has_files_to_remove(kind: str, tmp_path: Path) -> None:
+    """Some compiled modules drop what a signal raises while they are imported: Ctrl-C there was never heard of."""
+    trace = tmp_path / "small.json.gz"
+    save(small_step(), trace)
+    words = {
+        "io": (*SHORT, "--rw", "randrw", "--verify", "1"),
+        "step": ("--trace", str(trace), "--steps", "3", "--quiet", "--engine", "posix"),
+    }
+    command = [sys.executable, "-c", IMPORTS_WHILE_MEASURING, "bench", kind, str(tmp_path), *words[kind]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "imported while there were files: []" in done.stdout
 
 
 def test_what_a_kill_leaves_is_collected(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
