@@ -426,6 +426,7 @@ class TrainingLoop:
     @contextmanager
     def _phase_of(self, phase: StepPhase) -> Iterator[None]:
         """Be in ``phase``; an error leaves the engine IDLE where the step may be repeated, else FAILED."""
+        self.runtime.calls.end_interrupted()
         around = self.phases.phase
         self.phases.go(phase)
         try:  # an interrupt may come anywhere
@@ -449,6 +450,7 @@ class TrainingLoop:
         half_applied = update is not None and update.is_half_applied
         if half_applied or isinstance(error, DaemonLostError):
             self.phases.go(StepPhase.FAILED)
+            self.runtime.calls.forget()
             _log.error("the engine has failed in %s, its state is half a step ahead: destroy() it", phase.name)
             return
         self.runtime.abandon_pass()

@@ -56,7 +56,8 @@ class Runtime(owners.Owner):
         self.module, self._phases = module, phases
         self._lock = threading.RLock()
         """Weights come and go under it: modules may be called in several threads, and backward has its own."""
-        self._num_calls = 0
+        self._calls: set[object] = set()
+        """From outside the model, in all threads, that run."""
         self._param_of = {id(param.param): param for param in sharded.params}
         self._refusals = Refusals(self._param_of)
         self.meet_backward: Callable[[ShardedParam], None] = self._refusals.refuse_backward
@@ -158,6 +159,7 @@ class Runtime(owners.Owner):
 
     def close(self) -> None:
         """Give everything back. Parameters that are still its own refuse every use; nothing refers to the model."""
+        self.calls.end_interrupted()
         self.calls.remove()
         self.leaves.remove()
         for handle in self._removable:
@@ -176,7 +178,7 @@ class Runtime(owners.Owner):
 
     # Calls of modules: the ``Holder``
 
-    def begin_call(self, module: nn.Module) -> None:
+    def begin_call(self, module: nn.Module, call: object) -> None:
         if self._phases.is_over:
             raise WeightsError(type(module).__name__, "is called after its engine ended", "make a new engine")
         in_backward = self._phases.phase is StepPhase.BACKWARD  # where checkpointing calls modules again
@@ -184,20 +186,18 @@ class Runtime(owners.Owner):
             self.structure.check(trains=torch.is_grad_enabled())
             shard_copies.check(self)
         with self._lock:
-            self._num_calls += 1
-            try:
-                if not self._phases.in_training_pass and not in_backward and self._num_calls == 1:
-                    self._begin_pass(training=self.module.training and torch.is_grad_enabled())
-                if self._streams:
-                    self._cast_once.begin_call(module, within_another=self._num_calls > 1)
-            except BaseException:
-                self.end_call(failed=True)
-                raise
+            self._calls.add(call)
+            if not self._phases.in_training_pass and not in_backward and len(self._calls) == 1:
+                self._begin_pass(training=self.module.training and torch.is_grad_enabled())
+            if self._streams:
+                self._cast_once.begin_call(module, within_another=len(self._calls) > 1)
 
-    def end_call(self, *, failed: bool) -> None:
+    def end_call(self, call: object, *, failed: bool) -> None:
         with self._lock:
-            self._num_calls -= 1
-            if self._num_calls:
+            if call not in self._calls:
+                return
+            self._calls.remove(call)
+            if self._calls:
                 return
             if self._streams:
                 self._cast_once.end_call()
@@ -260,11 +260,12 @@ class Runtime(owners.Owner):
     @contextmanager
     def gathered(self, params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
         self._refuse_use_after_end(params[0])
+        self.calls.end_interrupted()
         lent = [self._param_of[id(param)] for param in params]
         if transforms.is_inside():
             self._refuse_inside_transform(lent)
         self._cast_once.use(lent)
-        in_pass = self._phases.in_training_pass or self._num_calls > 0
+        in_pass = self._phases.in_training_pass or bool(self._calls)
         with self._gathering.gathered(lent, in_pass=in_pass, modifier_rank=modifier_rank), self.hooks(outermost=True):
             yield
 
@@ -357,7 +358,7 @@ class Runtime(owners.Owner):
         self.calls.forget()
         self.leaves.end_backward()
         with self._lock:
-            for group in self.sharded.groups if not self._num_calls else ():
+            for group in self.sharded.groups if not self._calls else ():
                 group.num_holds -= group.num_calls  # of calls that were interrupted while they began
                 group.num_calls = 0
                 if not (group.in_use or group.persistent):

@@ -50,6 +50,8 @@ class DueStore(StoreLayer):
         self._barred: set[int] = set()
         self._was_barred = False
         """Whether some pass has barred chunks."""
+        self.is_torn = False
+        """What was due of a chunk was begun and is not noted as done: done again, it would be done twice."""
 
     def bar(self, chunks: Iterable[int]) -> None:
         """Nobody may have these chunks, which are ahead of all others, until ``lift_bar``."""
@@ -87,6 +89,11 @@ class DueStore(StoreLayer):
         return self._snapshots.take(masks, masks.keys() & self._due.keys(), when_made)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        if self.is_torn:
+            raise EngineStateError(
+                "an update of weights was interrupted, and they belong to no step: call destroy(), build the model "
+                "anew, and go on from a checkpoint with engine.load_checkpoint()"
+            )
         if chunk in self._barred:
             raise EngineStateError(
                 "weights or states that this needs were updated inside backward, others not yet: call step() first; "
@@ -110,9 +117,14 @@ class DueStore(StoreLayer):
         """A lease of the store below, whatever is due."""
         return super().acquire(chunk, read=read, write=write)
 
+    def note_begun(self) -> None:
+        """What is due of a chunk is being done."""
+        self.is_torn = True
+
     def note_done(self, chunk: int) -> None:
         """What was due of the chunk is done."""
         del self._due[chunk], self._leases[chunk]
+        self.is_torn = False
 
     def note_released(self, chunk: int) -> None:
         """What was due of the chunk was done, and is there for others."""
@@ -177,6 +189,7 @@ class DueLease(Lease):
         self._inner = self._store.issue(self.chunk, self._read, self._write)
 
     def _do(self, work: Work) -> None:
+        self._store.note_begun()
         work.run(self._inner)
         self._work = None
         self._dirty, self._dead = work.write, work.dead

@@ -286,7 +286,7 @@ class Update:
     @property
     def is_half_applied(self) -> bool:
         """Whether an error now leaves weights that belong to no step: some of the running one, or half a chunk."""
-        return self._is_torn or (self._is_running and self.num_updated > 0)
+        return self._is_torn or self._store.is_torn or (self._is_running and self.num_updated > 0)
 
     @property
     def goes_on(self) -> bool:

@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from types import FrameType
 from typing import Any, NoReturn, Protocol
 
 import torch
@@ -31,11 +32,14 @@ class Holder(Protocol):
     def copies_modules(self) -> bool:
         """Whether a module may be copied, as its weights are whole."""
 
-    def begin_call(self, module: nn.Module) -> None:
-        """A module is called from outside the model, in this thread. A call for which this raises does not begin."""
+    def begin_call(self, module: nn.Module, call: object) -> None:
+        """A module is called from outside the model, in this thread."""
 
-    def end_call(self, *, failed: bool) -> None:
-        """The call that ``begin_call`` announced is over."""
+    def end_call(self, call: object, *, failed: bool) -> None:
+        """The call that ``begin_call`` announced, or was to announce, is over."""
+
+    def abandon_pass(self) -> None:
+        """An exception has ended all calls of this thread."""
 
     def note_failure(self, module: nn.Module, inputs: object, error: BaseException | None) -> None:
         """The call of a module from outside the model ends with an error, which may be noted upon."""
@@ -56,12 +60,12 @@ class _Thread(threading.local):
 
 
 class _Call:
-    """One running call of a module, and what is to be undone at its end."""
+    """One running call of a module, and what is to be undone at its end. ``frame``: what runs as long as it does."""
 
-    __slots__ = ("groups", "hooks", "module", "outermost")
+    __slots__ = ("frame", "groups", "hooks", "module", "outermost")
 
-    def __init__(self, module: nn.Module, *, outermost: bool) -> None:
-        self.module, self.outermost = module, outermost
+    def __init__(self, module: nn.Module, frame: FrameType, *, outermost: bool) -> None:
+        self.module, self.frame, self.outermost = module, frame, outermost
         self.groups: list[ParamGroup] = []
         self.hooks = ExitStack()
 
@@ -89,21 +93,35 @@ class ModuleCalls:
     def forget(self) -> None:
         """After an exception that no hook saw: no call of this thread is running any more."""
         while self._thread.calls:
-            try:
-                self._end(self._thread.calls.pop(), failed=True)
-            except WeightsError:
-                pass  # what ended the call is being raised already
+            self._end_unseen(self._thread.calls.pop())
+
+    def end_interrupted(self) -> None:
+        """End the calls of this thread that Ctrl-C has ended, of which torch tells no hook, and the script went on."""
+        calls = self._thread.calls
+        if not calls or _runs(calls[-1].frame):
+            return
+        while calls and not _runs(calls[-1].frame):
+            self._end_unseen(calls.pop())
+        if not calls:
+            self._holder.abandon_pass()
+
+    def _end_unseen(self, call: _Call) -> None:
+        try:
+            self._end(call, failed=True)
+        except WeightsError:
+            pass  # what ended the call was raised, or is being raised
 
     def _hook(self, name: str, module: nn.Module, groups: Sequence[ParamGroup], *, transformable: bool) -> None:
         def enter(called: nn.Module, _args: Any) -> None:
             _refuse_transforms(name, transformable=transformable)
+            self.end_interrupted()
             calls = self._thread.calls
-            call = _Call(called, outermost=not calls)
-            if call.outermost:
-                with transforms.outside():
-                    self._holder.begin_call(called)
+            call = _Call(called, sys._getframe(2), outermost=not calls)  # what calls the hook
             calls.append(call)
             try:
+                if call.outermost:
+                    with transforms.outside():
+                        self._holder.begin_call(called, call)
                 for group in groups:
                     self._holder.hold(group)
                     call.groups.append(group)
@@ -136,7 +154,15 @@ class ModuleCalls:
         finally:
             if call.outermost:
                 with transforms.outside():
-                    self._holder.end_call(failed=failed)
+                    self._holder.end_call(call, failed=failed)
+
+
+def _runs(frame: FrameType) -> bool:
+    """Whether this thread is within it."""
+    within: FrameType | None = sys._getframe(1)
+    while within is not None and within is not frame:
+        within = within.f_back
+    return within is not None
 
 
 class _Hook:

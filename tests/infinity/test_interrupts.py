@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import infinity
 from infinity.engine import Engine
+from infinity.errors import EngineStateError
 
 WIDTH: Final = 24
 NUM_STEPS: Final = 3
@@ -26,10 +27,11 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {
 
 
 class Interrupting:
-    """Raises KeyboardInterrupt at the n-th line of infinity's code that runs inside ``run``; None: it only counts."""
+    """Raises KeyboardInterrupt at the n-th line of infinity's code that runs inside ``run``; None: it only counts.
+    Of ``functions`` alone where they are given, by their qualified names."""
 
-    def __init__(self, at: int | None) -> None:
-        self.at, self.num_lines = at, 0
+    def __init__(self, at: int | None, *, functions: tuple[str, ...] = ()) -> None:
+        self.at, self.num_lines, self.functions = at, 0, functions
 
     def run(self, work: Callable[[], Any]) -> Any:
         before = sys.gettrace()
@@ -41,7 +43,9 @@ class Interrupting:
 
     def _trace(self, frame: FrameType, event: str, _arg: Any) -> Any:
         del event
-        return self._line if "/infinity/" in frame.f_code.co_filename else None
+        code = frame.f_code
+        is_met = code.co_qualname in self.functions if self.functions else "/infinity/" in code.co_filename
+        return self._line if is_met else None
 
     def _line(self, _frame: FrameType, event: str, _arg: Any) -> Any:
         if event == "line":
@@ -101,3 +105,54 @@ def test_a_step_that_was_interrupted_may_be_repeated(layout: str, where: str) ->
         found = _trained(layout, where, Interrupting(at))
         wrong += [at] if any(not torch.equal(found[name], expected[name]) for name in expected) else []
     assert wrong == []
+
+
+@pytest.mark.parametrize("mode", ["evaluates", "trains"])
+def test_a_call_of_the_model_itself_that_was_interrupted_is_over(mode: str) -> None:
+    """No hook of a module hears of Ctrl-C: its groups were in use for good, and torch kept the engine's hooks."""
+
+    def trained(interrupting: Interrupting) -> dict[str, Tensor]:
+        with _engine("stage 3") as engine:
+            for step in range(NUM_STEPS):
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+                with torch.set_grad_enabled(mode == "trains"):
+                    try:
+                        interrupting.run(lambda: engine.module(x)) if step == AT_STEP else engine.module(x)  # noqa: B023
+                    except KeyboardInterrupt:
+                        engine.module(x)
+                engine.backward(engine(x).square().mean())
+                engine.step()
+            return engine.full_state_dict()
+
+    counting = Interrupting(None)
+    expected = trained(counting)
+    wrong, num_equal = [], 0
+    for at in sorted(random.Random(0).sample(range(1, counting.num_lines + 1), NUM_POINTS)):
+        try:
+            found = trained(Interrupting(at))
+        except EngineStateError:  # the update before it was due there, and is torn
+            continue
+        finally:
+            torch.set_grad_enabled(True)  # torch's own no_grad() leaves it so where its end is interrupted
+        num_equal += 1
+        wrong += [at] if any(not torch.equal(found[name], expected[name]) for name in expected) else []
+    assert wrong == []
+    assert num_equal > 0
+
+
+def test_a_late_update_that_was_interrupted_is_not_done_twice() -> None:
+    """Between its end and the note of it; at the other points it is repeated, or known to be torn."""
+    functions = ("DueLease._do", "DueStore.note_done", "Update._step")
+    counting = Interrupting(None, functions=functions)
+    expected = _trained("stage 3", "forward", counting)
+    num_equal = num_refused = 0
+    for at in range(1, counting.num_lines + 1):
+        try:
+            found = _trained("stage 3", "forward", Interrupting(at, functions=functions))
+        except EngineStateError:
+            num_refused += 1
+            continue
+        num_equal += all(torch.equal(found[name], expected[name]) for name in expected)
+    assert num_equal + num_refused == counting.num_lines > 0
+    assert num_equal > 0
+    assert num_refused > 0
