@@ -74,6 +74,8 @@ class Written:
         with self._lock:
             if group.persistent:  # shown, or gathered while its states are offloaded
                 if not group.in_use:
+                    home = self._sharded.precision.home(trainable=group.placement.trainable)
+                    self._sharded.refuse_away(home.mask)  # and what was written is refused when they are back
                     self._restore(group)
             elif not param.is_shown:
                 param.overlook_change()

@@ -394,3 +394,25 @@ def test_a_late_save_is_refused_at_once_while_states_are_away(tmp_path: Path) ->
         engine.save_checkpoint(tmp_path, "now", asynchronous=True)
         engine.wait_for_checkpoint()
         assert (tmp_path / "latest").read_text().strip() == "now"
+
+
+def test_a_write_that_is_met_while_states_are_away_is_refused_when_they_are_back() -> None:
+    """It cannot be undone before; the weights were made anew in silence."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 3},
+    }
+    with infinity.initialize(model=model, config=config)[0] as engine:
+        before = engine.full_state_dict()
+        with torch.no_grad():
+            model[0].weight.add_(1.0)
+        engine.offload_states(include=[OffloadStateTypeEnum.hp_params])
+        with pytest.raises(EngineStateError, match=r"reload_states"):
+            engine.full_master_state_dict()
+        engine.reload_states()
+        with pytest.raises(WeightsError, match=r"^0\.weight .* was changed in place, which"):
+            engine.full_state_dict()
+        assert all(torch.equal(value, before[name]) for name, value in engine.full_state_dict().items())
