@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -408,7 +408,7 @@ def test_a_write_that_is_met_while_states_are_away_is_refused_when_they_are_back
     with infinity.initialize(model=model, config=config)[0] as engine:
         before = engine.full_state_dict()
         with torch.no_grad():
-            model[0].weight.add_(1.0)
+            cast(nn.Linear, model[0]).weight.add_(1.0)
         engine.offload_states(include=[OffloadStateTypeEnum.hp_params])
         with pytest.raises(EngineStateError, match=r"reload_states"):
             engine.full_master_state_dict()
