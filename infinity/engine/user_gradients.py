@@ -70,6 +70,7 @@ class UserGradients:
         known_owner_of(param).refuse(
             param,
             "has its gradient in the engine's store, where param.grad does not reach",
-            'write "gradient_clipping" into the config or call engine.clip_grad_norm_(), engine.get_global_grad_norm() '
-            "and engine.zero_grad() instead",
+            "read it by infinity.utils.safe_get_full_grad(param), replace it by safe_set_full_grad(), clip by "
+            '"gradient_clipping" in the config or engine.clip_grad_norm_(), clear by engine.zero_grad(); its norm is '
+            "engine.get_global_grad_norm()",
         )
