@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -329,6 +329,13 @@ class Engine(Checkpoints, Exports):
     def _end(self) -> None:
         self._let_go.detach()
         Engine._end_collected(self._compiled, self._loop)
+
+    def __reduce__(self) -> NoReturn:
+        raise EngineStateError(
+            f"the engine of {type(self.module).__name__} cannot be copied or pickled, with what it has open: copy or keep "
+            "its weights, by engine.full_state_dict(), by engine.save_checkpoint(), or, where they are whole (stages 0 "
+            "to 2), by copy.deepcopy(engine.module)"
+        )
 
     def __enter__(self) -> Engine:
         return self

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -129,3 +131,14 @@ def test_a_parameter_sliced_out_of_a_larger_one_is_none_that_overlaps() -> None:
     module = model()
     module.every_third = nn.Parameter(torch.randn(8, 9)[:, ::3].t())
     infinity.initialize(model=module, config=CONFIG)[0].destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("made", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_an_engine_is_not_copied(made: Callable[[object], object], stage: int) -> None:
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    with infinity.initialize(model=model(), config=config)[0] as engine:
+        with pytest.raises(EngineStateError, match=r"^the engine of Sequential cannot be copied.*full_state_dict\(\)"):
+            made(engine)
+        engine.backward(engine(torch.ones(1, 8)).sum())
+        engine.step()
