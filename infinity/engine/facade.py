@@ -332,9 +332,9 @@ class Engine(Checkpoints, Exports):
 
     def __reduce__(self) -> NoReturn:
         raise EngineStateError(
-            f"the engine of {type(self.module).__name__} cannot be copied or pickled, with what it has open: copy or keep "
-            "its weights, by engine.full_state_dict(), by engine.save_checkpoint(), or, where they are whole (stages 0 "
-            "to 2), by copy.deepcopy(engine.module)"
+            f"the engine of {type(self.module).__name__} cannot be copied or pickled, with what it has open: keep its "
+            "weights, by engine.full_state_dict(), by engine.save_checkpoint(), or, where they are whole (stages 0 to "
+            "2), by copy.deepcopy(engine.module)"
         )
 
     def __enter__(self) -> Engine:
