@@ -132,13 +132,19 @@ class Peers:
 
 
 def _like(group: dist.ProcessGroup, backend: str, timeout_s: float) -> dist.ProcessGroup | None:
-    """A group of the same ranks. Collective."""
+    """A group of the same ranks. Collective. Raises WorldError if they do not come."""
     ranks = dist.get_process_group_ranks(group)
     # groups of a part of the world must not wait for the rest of it
     is_part = len(ranks) < dist.get_world_size()
-    made: dist.ProcessGroup | None = dist.new_group(
-        ranks, backend=backend, timeout=timedelta(seconds=timeout_s), use_local_synchronization=is_part
-    )
+    try:
+        made: dist.ProcessGroup | None = dist.new_group(
+            ranks, backend=backend, timeout=timedelta(seconds=timeout_s), use_local_synchronization=is_part
+        )
+    except RuntimeError as error:
+        raise WorldError(
+            f"rank {dist.get_rank(group)} did not meet the other {len(ranks) - 1} ranks in infinity.initialize() or "
+            f"Init, as each of them must call it: {error}"
+        ) from error
     return made
 
 

@@ -426,6 +426,26 @@ def test_ranks_that_do_not_come(launched: pytest.MonkeyPatch) -> None:
         _initialize()
 
 
+def test_ranks_that_are_there_and_do_not_come_to_initialize(tmp_path: Path) -> None:
+    """It was an error of torch's about keys of a store."""
+    code = """
+    dist.init_process_group("gloo")
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        try:
+            infinity.initialize(model=build(), config=CONFIG)
+        except infinity.errors.WorldError as error:
+            print(json.dumps(str(error)), flush=True)
+        store.set("has ended", "")
+    else:
+        store.wait(["has ended"])
+        print(json.dumps(""), flush=True)
+    os._exit(0)
+    """
+    first, _ = run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2, variables={"INFINITY_TIMEOUT_S": "2"})
+    assert first.answer.startswith("rank 0 did not meet the other 1 ranks in infinity.initialize() or Init")
+
+
 def _body(code: str) -> str:
     """``code`` without its indentation, so that it can follow the prelude."""
     lines = code.splitlines()
