@@ -318,7 +318,7 @@ def _watch_parts(whole: _Trial, parts: _Trial, grads: Sequence[torch.Tensor], op
     for grad in grads:
         whole.step([grad], options)
         parts.step(_cut(grad), options)
-        kept = whole.kept()
+        kept = _kept_as_before(whole, kept)
         if kept != parts.kept():
             refuse(whole.stand_in, "keeps other things for a matrix than for a vector")
         if not _are_equal(whole, parts, kept):
@@ -380,9 +380,22 @@ def _watch_later(trials: Sequence[_Trial], grads: Sequence[torch.Tensor], option
 
 def _watch(trial: _Trial, grads: Sequence[torch.Tensor], options: Options) -> Kept:
     """What is kept of the matrix. Raises ConfigError if it cannot be stepped, or keeps what belongs to no element."""
+    kept = Kept({}, {})
     for grad in grads:
         trial.step([grad], options)
-    return trial.kept()
+        kept = _kept_as_before(trial, kept)
+    return kept
+
+
+def _kept_as_before(trial: _Trial, before: Kept) -> Kept:
+    """What is kept now. Raises ConfigError for what comes or goes after the first step that keeps anything: a state
+    that is given as zero before it is made would be taken for one that is there."""
+    kept = trial.kept()
+    if (before.states or before.numbers) and kept != before:
+        labels = (kept.states.keys() | kept.numbers.keys()) ^ (before.states.keys() | before.numbers.keys())
+        what = ", ".join(sorted(labels)) or "its state in another form"
+        refuse(trial.stand_in, f"begins or ceases to keep {what} after its first step, in which it is to make all of it")
+    return kept
 
 
 def _steps_alone(

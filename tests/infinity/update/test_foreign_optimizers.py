@@ -10,6 +10,7 @@ import torch
 from torch import nn, optim
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+import infinity
 from infinity.errors import ConfigError, EngineStateError
 from infinity.update.rule import Call
 from infinity.update.torch_rule import rule_of
@@ -380,3 +381,37 @@ def test_steppers_are_found_wherever_they_are_held() -> None:
     plain.inside["a"] = [optim.lr_scheduler.ExponentialLR(sgd, 0.5)]  # type: ignore[list-item]
     assert steppers_in({"a": [sgd], "b": plain, "c": {sgd}}) == ["SGD", "ExponentialLR", "SGD"]
     assert steppers_in({"a": 1, "b": torch.zeros(1), "c": nn.Linear(1, 1)}) == []
+
+
+class Slow(optim.Optimizer):
+    """SGD that keeps ``slow`` from the step ``first`` to the step ``last``, and mixes it in while it is there."""
+
+    def __init__(self, params: Any, first: int, last: int) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.first, self.last = first, last
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state["steps"] = state.get("steps", 0) + 1
+                p.add_(p.grad, alpha=-group["lr"])
+                if state["steps"] == self.first:
+                    state["slow"] = p.clone()
+                if "slow" in state:
+                    p.lerp_(state["slow"], 0.5)
+                if state["steps"] == self.last:
+                    del state["slow"]
+
+
+@pytest.mark.parametrize(("first", "last"), [(2, 0), (3, 0), (8, 0), (1, 4), (3, 5)])
+def test_a_state_that_comes_or_goes_later_is_refused(first: int, last: int) -> None:
+    """It was given as zero in the steps before it was made, and mixed into weights."""
+    model = nn.Linear(4, 1)
+    with pytest.raises(ConfigError, match=r"'Slow': begins or ceases to keep slow after its first step"):
+        infinity.initialize(
+            model=model,
+            optimizer=Slow(model.parameters(), first, last),
+            config={"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 2}},
+        )
