@@ -394,7 +394,7 @@ def _kept_as_before(trial: _Trial, before: Kept) -> Kept:
     if (before.states or before.numbers) and kept != before:
         labels = (kept.states.keys() | kept.numbers.keys()) ^ (before.states.keys() | before.numbers.keys())
         what = ", ".join(sorted(labels)) or "its state in another form"
-        refuse(trial.stand_in, f"begins or ceases to keep {what} after its first step, in which it is to make all of it")
+        refuse(trial.stand_in, f"begins or ceases to keep {what} after its first step, in which it must make all of it")
     return kept
 
 
