@@ -16,7 +16,7 @@ from typing import Final
 
 from io_daemon.bench.report.units import block_text, seconds_text
 from io_daemon.bench.result import StepResult
-from io_daemon.bench.run import Observer, Silent
+from io_daemon.bench.run import Observer, Silent, loop_warnings
 from io_daemon.bench.settings import FREE_SHARE_KEPT
 from io_daemon.bench.steps.break_even import StepParts, break_even_note, hidden_from
 from io_daemon.bench.steps.drive_life import DriveWear, drive_life
@@ -233,7 +233,7 @@ def _wears(directories: Sequence[Path]) -> list[DriveWear]:
 
 
 def _warnings(settings: StepSettings, rank: StepTrace, trace: StepTrace, scale: float, chosen: Chosen) -> list[str]:
-    found = []
+    found = [note for path in settings.directories for note in loop_warnings(path)]
     if rank.num_nodes * rank.ranks_per_node > 1:
         found.append("the ranks' communication is left out: add what of it your network does not hide behind compute")
     if rank.ranks_per_node > 1 and rank.frame_bytes < chosen.block_bytes:
