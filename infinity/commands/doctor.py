@@ -19,7 +19,7 @@ from infinity.deepspeed.delivery import find, scripts_path
 from io_daemon.disk.kernel_text import read_text
 from io_daemon.errors import ConfigError
 from io_daemon.machine.buffers import open_buffers
-from io_daemon.machine.facts import MachineFacts, describe_directory, describe_machine
+from io_daemon.machine.facts import MachineFacts, cached_loops_below, describe_directory, describe_machine
 from io_daemon.shared.metrics import size_text
 from io_daemon.shared.protocol import HUGE_PAGE_BYTES
 
@@ -292,7 +292,8 @@ def _directory(text: str) -> list[Finding]:
                 "use ext4 or xfs on a local disk",
             )
         )
-    findings += _block_device(text)
+    findings.append(_block_device(text))
+    findings += [_cached_loop(text, name) for name in cached_loops_below(path)]
     free = swap_dir.free_bytes()
     findings.append(
         _ok(f"{text}: free space", f"{size_text(free)}, {free // 18 / 1e6:,.0f} M parameters at 18 bytes")
@@ -302,16 +303,19 @@ def _directory(text: str) -> list[Finding]:
     return findings
 
 
-def _block_device(text: str) -> list[Finding]:
+def _block_device(text: str) -> Finding:
     """Logical block size and kind of the device below, where the filesystem tells its device."""
     device = describe_directory(Path(text)).device
     if device is None:
-        return [
-            _absent(f"{text}: block device", "not told by this filesystem", "nothing: I/O is aligned to 4096 bytes")
-        ]
+        return _absent(f"{text}: block device", "not told by this filesystem", "nothing: I/O is aligned to 4096 bytes")
     logical_bytes = device.logical_block_bytes or 512
     kind = "rotating" if device.rotational else "not rotating"
     value = f"{device.name}: logical blocks of {logical_bytes} bytes, {kind}"
     if logical_bytes > 4096:
-        return [_fail(f"{text}: block device", value, "I/O is aligned to 4096 bytes: name a directory on another disk")]
-    return [_ok(f"{text}: block device", value)]
+        return _fail(f"{text}: block device", value, "I/O is aligned to 4096 bytes: name a directory on another disk")
+    return _ok(f"{text}: block device", value)
+
+
+def _cached_loop(text: str, name: str) -> Finding:
+    value = "reads and writes its file through the page cache, with O_DIRECT or without"
+    return _absent(f"{text}: loop device {name}", value, f"losetup --direct-io=on /dev/{name}")

@@ -12,7 +12,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -26,9 +25,9 @@ from infinity.commands.trace_command import StepOfModel, say, traced
 from infinity.errors import BudgetError, ConfigError
 from infinity.plan.precision import Precision
 from infinity.plan.stage import StagePolicy
-from io_daemon.command.interrupt import interruptible
 from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK
 from io_daemon.command.output_files import check_output
+from io_daemon.command.scratch import scratch_directory
 from io_daemon.policy.step_trace import SUFFIX, save
 from io_daemon.shared.metrics import size_text
 
@@ -69,10 +68,10 @@ def plan(parsed: argparse.Namespace) -> int:
         check_output("plot", Path(parsed.plot))
     interpreter_bytes, budgets = pss_bytes(os.getpid()), sorted(set(parsed.host_budget_bytes))
     found = []
-    with interruptible(), tempfile.TemporaryDirectory(prefix="infinity-plan-", dir=parsed.swap_dir) as directory:
+    with scratch_directory("infinity-plan-", parsed.swap_dir) as directory:
         for number, budget in enumerate(budgets, start=1):
             say(f"host budget {size_text(budget)}, {number} of {len(budgets)}")
-            found.append(_predict(parsed, budget, interpreter_bytes, Path(directory)))
+            found.append(_predict(parsed, budget, interpreter_bytes, directory))
     if parsed.plot is not None:
         _plot(found, Path(parsed.plot))
     if parsed.json:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +18,7 @@ from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.deepspeed.asserted import asserted
 from infinity.files.shards import WHOLE_BYTES, parse_size
+from io_daemon.command.scratch import scratch_directory
 
 OUTPUT_DTYPE_NAMES: Final[Mapping[str, torch.dtype]] = {
     "float32": torch.float32,
@@ -153,7 +153,7 @@ def _opened(directory: str | os.PathLike[str], tag: str | None) -> Iterator[Stor
         with StoredCheckpoint.open(path, tag) as checkpoint:
             yield checkpoint
         return
-    with tempfile.TemporaryDirectory(prefix="infinity-import-") as aside:
-        Import(path, tag).write(Path(aside))
+    with scratch_directory("infinity-import-") as aside:
+        Import(path, tag).write(aside)
         with StoredCheckpoint.open(aside) as checkpoint:
             yield checkpoint

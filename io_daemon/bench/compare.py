@@ -22,7 +22,7 @@ from io_daemon.bench.job import open_buffers_for
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoResult
 from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, check_memory, open_bench, open_targets
-from io_daemon.bench.settings import WRITE_LIMIT_BYTES, IoSettings, Rw, check_limit
+from io_daemon.bench.settings import WRITE_LIMIT_BYTES, Each, IoSettings, Rw, check_limit
 from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.errors import ConfigError
 
@@ -41,12 +41,12 @@ class CompareSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     directory: Path
-    rws: Annotated[tuple[Rw, ...], Field(min_length=1)] = ("read",)
+    rws: Each[Rw] = ("read",)
     rwmixread: Annotated[int, Field(ge=0, le=100)] = 50
-    engines: Annotated[tuple[Literal["io_uring", "libaio"], ...], Field(min_length=1)] = ("io_uring", "libaio")
+    engines: Each[Literal["io_uring", "libaio"]] = ("io_uring", "libaio")
     """fio's synchronous engines know no depth, only processes: another load than threads on one file."""
-    block_sizes: Annotated[tuple[Annotated[int, Field(ge=512)], ...], Field(min_length=1)] = (1 << 20,)
-    iodepths: Annotated[tuple[int, ...], Field(min_length=1)] = (32,)
+    block_sizes: Each[Annotated[int, Field(ge=512)]] = (1 << 20,)
+    iodepths: Each[int] = (32,)
     pairs: Annotated[int, Field(ge=1, le=1000)] = 10
     direct: bool = True
     size: Annotated[int, Field(ge=1 << 20)] = 2 << 30

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Final, Protocol
 
 from io_daemon._native import Region
@@ -20,6 +21,7 @@ from io_daemon.bench.steady import find_steady_state
 from io_daemon.bench.target import Target
 from io_daemon.disk.swap_dir import check_swap_dir
 from io_daemon.errors import ConfigError, WorldError
+from io_daemon.machine.facts import cached_loops_below
 from io_daemon.machine.meminfo import available_bytes, ram_bytes
 
 SAMPLES_MAX: Final = 1000
@@ -120,9 +122,20 @@ def _engine_opener(settings: IoSettings) -> Callable[[Target, Region], BlockEngi
     return open_on
 
 
+def loop_warnings(directory: Path) -> list[str]:
+    """One for each loop device below that makes figures the page cache's."""
+    return [
+        f"{directory}: lies on the loop device {name}, which reads and writes its file through the page cache, with "
+        f"O_DIRECT or without: this measures memory as much as the drive; losetup --direct-io=on /dev/{name}"
+        for name in cached_loops_below(directory)
+    ]
+
+
 def cache_warnings(settings: IoSettings, targets: Sequence[Target]) -> list[str]:
     """What keeps these figures from being the drive's."""
     warnings = list(dict.fromkeys(note for target in targets for note in target.directory.notes))
+    for path in dict.fromkeys(target.directory.path for target in targets):
+        warnings += loop_warnings(path)
     buffered = not all(target.direct for target in targets)
     if buffered and settings.layout_bytes < 2 * (of_ram := ram_bytes()):
         warnings.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Final, Literal, Self, get_args
+from typing import Annotated, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
@@ -16,6 +16,7 @@ from io_daemon.shared.protocol import PAGE_BYTES
 Rw = Literal["read", "write", "rw", "randread", "randwrite", "randrw"]
 BenchEngine = Literal[EngineName, "kvikio", "aiofiles"]
 RW: Final[tuple[str, ...]] = get_args(Rw)
+T = TypeVar("T")
 
 TRAINING_READ_PERCENT: Final = 53
 """An Adam step that streams everything reads 2 + 2 + 12 and writes 2 + 12 bytes per parameter: 16 of 30."""
@@ -33,6 +34,12 @@ def _resolved(directories: tuple[Path, ...]) -> tuple[Path, ...]:
     return found
 
 
+def _once(values: tuple[T, ...]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys(values))
+
+
+Each = Annotated[tuple[T, ...], Field(min_length=1), AfterValidator(_once)]
+"""What is measured one after the other: one or more, and each once, however often it was named."""
 Directories = Annotated[tuple[Path, ...], Field(min_length=1, max_length=64), AfterValidator(_resolved)]
 
 

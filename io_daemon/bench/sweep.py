@@ -15,7 +15,14 @@ from io_daemon.bench.engines.factory import REACTOR_ENGINES
 from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import IoResult, SweepFinalist, SweepReplay, SweepResult
 from io_daemon.bench.run import NothingMeasured, Observer, Silent, cache_warnings, open_bench, open_targets, run_io
-from io_daemon.bench.settings import TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, Directories, IoSettings, check_limit
+from io_daemon.bench.settings import (
+    TRAINING_READ_PERCENT,
+    WRITE_LIMIT_BYTES,
+    Directories,
+    Each,
+    IoSettings,
+    check_limit,
+)
 from io_daemon.bench.steps.step_race import StepRace, race_problem, race_writes_at_most, run_race, runners_of
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
 from io_daemon.bench.target import Target
@@ -40,7 +47,7 @@ class SweepSettings(BaseModel):
     directories: Directories
     size: Annotated[int, Field(ge=64 << 20)] = 2 << 30
     """The size of the file in each directory; a rest below the largest block is left alone."""
-    engines: Annotated[tuple[EngineName, ...], Field(min_length=1)] = REACTOR_ENGINES
+    engines: Each[EngineName] = REACTOR_ENGINES
     rwmixread: Annotated[int, Field(ge=0, le=100)] = TRAINING_READ_PERCENT
     cell_s: Annotated[float, Field(ge=CELL_S_MIN, le=600)] = 0.4
     """The measured time of one round of one cell; less on a drive that would write too much meanwhile."""

@@ -12,6 +12,7 @@ from types import FrameType
 from typing import Final
 
 EXIT_INTERRUPTED: Final = 128 + signal.SIGINT
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
@@ -36,17 +37,38 @@ def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
 
 @contextmanager
 def interruptible() -> Iterator[None]:
-    """SIGTERM and SIGHUP clean up as Ctrl-C does, on the main thread; no other may say so."""
+    """SIGTERM and SIGHUP clean up as Ctrl-C does, on the main thread; no other may say so. One that is ignored, as
+    SIGHUP under nohup, or that a program around us handles stays as it is."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, _exit) for number in heeded}  # under nohup SIGHUP stays ignored
+    heeded = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in heeded:
+        signal.signal(number, _exit)
+    try:
+        yield
+    finally:
+        for number in heeded:
+            signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Ctrl-C, SIGTERM and SIGHUP wait for the end of what is inside, on the main thread; the last of them counts. Only
+    for what is short: a user who wants out is not heard."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handled = [number for number in ENDING if callable(signal.getsignal(number))]
+    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in handled}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[-1])
 
 
 def _exit(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

@@ -72,6 +72,25 @@ class BlockDevice(Record):
 
 def find_block_device(mount: Mount, sys: Path) -> BlockDevice | None:
     """The device that ``mount`` lies on, or None if there is none or this namespace does not show it."""
+    node = _node_of(mount, sys)
+    return None if node is None else _describe(node, depth=0)
+
+
+def cached_loops(mount: Mount, sys: Path) -> list[str]:
+    """The names of loop devices that ``mount`` lies on, however deep, and whose file is read and written through this
+    machine's page cache, whatever is asked of them."""
+    node = _node_of(mount, sys)
+    return [] if node is None else list(dict.fromkeys(_cached_loops(node, depth=0)))
+
+
+def _cached_loops(node: Path, depth: int) -> Iterator[str]:
+    if read_integer(node / "loop" / "dio") == 0:
+        yield _name(node)
+    for below in _below(node) if depth < DEPTH_MAX else []:
+        yield from _cached_loops(below, depth + 1)
+
+
+def _node_of(mount: Mount, sys: Path) -> Path | None:
     by_number = sys / "dev" / "block" / mount.device
     by_name = sys / "class" / "block" / Path(os.path.realpath(mount.source)).name
     if by_number.exists():
@@ -80,7 +99,18 @@ def find_block_device(mount: Mount, sys: Path) -> BlockDevice | None:
         node = by_name
     else:
         return None
-    return _describe(node.resolve(), depth=0)
+    return node.resolve()
+
+
+def _below(node: Path) -> list[Path]:
+    """What a device lies upon; nothing for a disk."""
+    if (node / "partition").exists():
+        return [node.parent]
+    return sorted(entry.resolve() for entry in node.glob("slaves/*"))
+
+
+def _name(node: Path) -> str:
+    return node.name.replace("!", "/")  # cciss!c0d0 is cciss/c0d0 in /dev
 
 
 def device_key(directory: Path, sys: Path = Path("/sys")) -> str | None:
@@ -104,8 +134,7 @@ def device_key(directory: Path, sys: Path = Path("/sys")) -> str | None:
 
 def _describe(node: Path, depth: int) -> BlockDevice:
     is_partition = (node / "partition").exists()
-    uppers = [node.parent] if is_partition else sorted(entry.resolve() for entry in node.glob("slaves/*"))
-    below = [_describe(entry, depth + 1) for entry in uppers] if depth < DEPTH_MAX else []
+    below = [_describe(entry, depth + 1) for entry in _below(node)] if depth < DEPTH_MAX else []
     queue = (node.parent if is_partition else node) / "queue"
     kind, layer = ("partition", None) if is_partition else _kind(node)
     sectors = read_integer(node / "size")
@@ -115,9 +144,9 @@ def _describe(node: Path, depth: int) -> BlockDevice:
     model = read_text(node / "device" / "model") or read_text(node / "device" / "name") if bottom else None
     numa_node = _numa_node(node) if bottom else None
     pcie = _pcie_link(node) if bottom else None
-    health, health_note = read_health(node, node.name.replace("!", "/")) if bottom else (None, None)
+    health, health_note = read_health(node, _name(node)) if bottom else (None, None)
     device = BlockDevice(
-        name=node.name.replace("!", "/"),  # cciss!c0d0 is cciss/c0d0 in /dev
+        name=_name(node),
         kind=kind,
         layer=layer,
         model=model,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -27,12 +28,18 @@ def start_pool() -> ThreadPoolExecutor:
             pool.submit(_wait, all_there)  # none is idle before all are there, so that each starts another
     except RuntimeError as error:
         raise WorldError(
-            f"[Errno {errno.EAGAIN}] {error}: raise ulimit -u, or the container's pids.max; the daemon needs about "
-            f"{POOL_THREADS} threads"
+            f"[Errno {errno.EAGAIN}] {error}: raise ulimit -u, or the container's pids.max{_of_addresses()}; the "
+            f"daemon needs about {POOL_THREADS} threads"
         ) from error
     finally:
         all_there.abort()
     return pool
+
+
+def _of_addresses() -> str:
+    """What else may keep threads from starting: their stacks take addresses, and the system says the same of both."""
+    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return "" if limit_bytes == resource.RLIM_INFINITY else f", or `ulimit -v unlimited` (it is {limit_bytes >> 10})"
 
 
 def _wait(barrier: threading.Barrier) -> None:

@@ -34,6 +34,8 @@ LENGTH: Final = struct.Struct("<I")
 
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Uint63 = Annotated[int, Field(ge=0, lt=1 << 63)]
+Version = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
+"""Strict: the true, 1.0 and "1" of JSON are no version 1."""
 
 
 class Message(BaseModel):
@@ -48,7 +50,7 @@ class Hello(Message):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
     type: Literal["hello"] = "hello"
-    protocol_version: int
+    protocol_version: Version
 
 
 class Attach(Message):
@@ -111,7 +113,7 @@ class Detach(Message):
 
 class Welcome(Message):
     type: Literal["welcome"] = "welcome"
-    protocol_version: int
+    protocol_version: Version
     swap_dirs: tuple[str, ...]
 
 

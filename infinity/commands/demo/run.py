@@ -6,7 +6,6 @@ import argparse
 import contextlib
 import json
 import os
-import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -28,8 +27,8 @@ from infinity.commands.demo.training import (
     state_bytes,
     train,
 )
-from io_daemon.command.interrupt import interruptible
 from io_daemon.command.output_files import check_output
+from io_daemon.command.scratch import scratch_directory
 from io_daemon.disk.swap_dir import check_swap_dir
 
 NUM_STEPS = 48
@@ -53,8 +52,8 @@ def main(words: Sequence[str] | None = None) -> int:
     if arguments.steps < 1:
         parser.error("--steps must be at least 1")
     _check_places(arguments)
-    with interruptible(), tempfile.TemporaryDirectory(prefix="infinity-demo-", dir=arguments.swap_dir) as swap_dir:
-        return _run(arguments, Path(swap_dir))
+    with scratch_directory("infinity-demo-", arguments.swap_dir) as swap_dir:
+        return _run(arguments, swap_dir)
 
 
 def _check_places(arguments: argparse.Namespace) -> None:

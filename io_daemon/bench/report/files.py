@@ -43,6 +43,8 @@ def load_baseline(path: Path) -> Report:
     try:
         return Report.model_validate_json(path.read_text())
     except ValidationError as error:
-        raise ConfigError("baseline", str(path), f"is no report of this version: {first_problem(error)}") from error
+        problem = first_problem(error)  # without its value, which may be the whole file
+        remedy = f"is no report of this version ({problem.key}: {problem.remedy}): write one with --json"
+        raise ConfigError("baseline", str(path), remedy) from error
     except (OSError, ValueError) as error:
         raise ConfigError("baseline", str(path), f"cannot be read: {error}") from error

@@ -16,7 +16,7 @@ from typing import Final
 
 from io_daemon.bench.report.units import block_text, seconds_text
 from io_daemon.bench.result import StepResult
-from io_daemon.bench.run import Observer, Silent
+from io_daemon.bench.run import Observer, Silent, loop_warnings
 from io_daemon.bench.settings import FREE_SHARE_KEPT
 from io_daemon.bench.steps.break_even import StepParts, break_even_note, hidden_from
 from io_daemon.bench.steps.drive_life import DriveWear, drive_life
@@ -28,6 +28,7 @@ from io_daemon.config import DaemonSettings
 from io_daemon.errors import BudgetError, ConfigError, SwapSpaceError
 from io_daemon.machine.cpu_load import AcceleratorLoad, CpuLoad, Load
 from io_daemon.machine.facts import describe_machine
+from io_daemon.machine.meminfo import available_bytes
 from io_daemon.machine.tuning import Chosen, choose
 from io_daemon.policy.step_trace import StepTrace, load, work_before
 from io_daemon.policy.window import ahead_bytes
@@ -233,13 +234,18 @@ def _wears(directories: Sequence[Path]) -> list[DriveWear]:
 
 
 def _warnings(settings: StepSettings, rank: StepTrace, trace: StepTrace, scale: float, chosen: Chosen) -> list[str]:
-    found = []
+    found = [note for path in settings.directories for note in loop_warnings(path)]
     if rank.num_nodes * rank.ranks_per_node > 1:
         found.append("the ranks' communication is left out: add what of it your network does not hide behind compute")
     if rank.ranks_per_node > 1 and rank.frame_bytes < chosen.block_bytes:
         found.append(
             f"each rank's I/Os are of {block_text(rank.frame_bytes)} at most, but the replay joins those of "
             f"{rank.ranks_per_node} ranks: expect a longer step"
+        )
+    if settings.host_budget_bytes is not None and settings.host_budget_bytes > (there_bytes := available_bytes()):
+        found.append(
+            f"--host-budget-bytes of {settings.host_budget_bytes / 1e9:.1f} GB is more than this machine has: "
+            f"{there_bytes / 1e9:.1f} GB are available, and training here needs a budget below that"
         )
     if scale < 1 and not is_fine(trace):
         found.append(

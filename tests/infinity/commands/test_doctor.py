@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from infinity.commands import doctor as doctor_module
 from infinity.commands.doctor import Finding, Verdict, _huge_pages, doctor, examine
 from io_daemon import _native
 from io_daemon.machine.buffers import Buffers, open_buffers
@@ -27,6 +28,13 @@ def test_every_no_has_a_remedy(tmp_path: Path) -> None:
     assert all(finding.remedy for finding in findings if finding.verdict is not Verdict.OK)
     assert all(finding.value for finding in findings)
     assert len(_by_subject(findings)) == len(findings)
+
+
+def test_a_loop_device_that_caches_is_told_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor_module, "cached_loops_below", lambda _: ["loop3"])
+    finding = _by_subject(examine([str(tmp_path)]))[f"{tmp_path}: loop device loop3"]
+    assert finding.verdict is Verdict.ABSENT
+    assert finding.remedy == "losetup --direct-io=on /dev/loop3"
 
 
 def test_engines_are_those_that_the_core_probes() -> None:

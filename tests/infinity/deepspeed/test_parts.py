@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from infinity.deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam,
 from infinity.errors import ConfigError
 from infinity.update.algorithms import Lion
 from tests.support.ranks import quiet_environment
+from tests.support.signals import heed_signals
 
 Make = Callable[[Any], torch.optim.Optimizer]
 CLASSES: dict[str, tuple[Make, Make]] = {
@@ -176,6 +178,35 @@ def test_fp32_weights_of_a_checkpoint(tmp_path: Path) -> None:
     )  # fmt: skip
     halves = {name: values.bfloat16() for name, values in expected.items()}
     assert _differing(halves, torch.load(tmp_path / "halves" / "pytorch_model.bin")) == set()
+
+
+TERMINATED = """
+import os, signal, sys
+import infinity.deepspeed.fp32_weights as fp32_weights
+
+class Terminated:
+    def __init__(self, path, tag):
+        pass
+
+    def write(self, directory):
+        assert directory.name in os.listdir(os.environ["TMPDIR"])
+        (directory / "piece").write_text("x")
+        signal.raise_signal(signal.SIGTERM)
+
+fp32_weights.Import = Terminated
+fp32_weights.get_fp32_state_dict_from_zero_checkpoint(sys.argv[1], "global_step1")
+"""
+
+
+def test_sigterm_while_a_checkpoint_is_imported_leaves_no_copy(tmp_path: Path) -> None:
+    aside, checkpoint = tmp_path / "aside", tmp_path / "checkpoint"
+    aside.mkdir()
+    (checkpoint / "global_step1").mkdir(parents=True)
+    environment = {**quiet_environment(), "TMPDIR": str(aside)}
+    words = [sys.executable, "-c", TERMINATED, str(checkpoint)]
+    ended = subprocess.run(words, env=environment, preexec_fn=heed_signals, timeout=300, check=False)
+    assert ended.returncode == 128 + signal.SIGTERM
+    assert list(aside.glob("infinity-import-*")) == []
 
 
 def test_the_accelerator_is_torchs() -> None:

@@ -184,6 +184,27 @@ def test_what_goes_wrong_is_said_in_one_line(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "config: EOF while parsing"),
+        ("[" + "0, " * 200 + "0]", "config: should be an object"),
+        (json.dumps({"hidden_size": 2048, "layers": list(range(200))}), "kind: Field required"),
+    ],
+)
+def test_a_baseline_that_is_no_report_is_refused_shortly(
+    text: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its contents, which may be long, are left out."""
+    path = tmp_path / "earlier.json"
+    path.write_text(text)
+    code, _, errors = run(capsys, "bench", "io", tmp_path, *SHORT, "--baseline", path)
+    assert (code, errors.count("\n")) == (2, 1)
+    assert f"--baseline = '{path}': is no report of this version ({why}" in errors
+    assert errors.endswith("): write one with --json\n")
+    assert len(errors) < 200 + len(str(path))
+
+
 def test_a_sweep_is_remembered_and_its_section_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

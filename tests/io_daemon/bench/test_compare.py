@@ -15,6 +15,7 @@ from io_daemon.bench.fio import Figures, fio_command, parse_fio
 from io_daemon.bench.fio import buffer_bytes as fio_buffer_bytes
 from io_daemon.bench.job import buffer_bytes as job_buffer_bytes
 from io_daemon.bench.run import check_memory
+from io_daemon.bench.sweep import SweepSettings
 from io_daemon.errors import ConfigError
 
 
@@ -80,6 +81,16 @@ def test_blocks_of_every_size_fit_the_one_file() -> None:
     assert sizes == {99 << 20}
     with pytest.raises(ValueError, match="raise it to 6291456"):
         comparison(block_sizes=(3 << 20, 1 << 20), size=1 << 20)
+
+
+def test_what_is_named_twice_is_measured_once_and_in_order() -> None:
+    engines = ("libaio", "io_uring")
+    lists = {"rws": ("write", "read"), "engines": engines, "block_sizes": (8192, 4096), "iodepths": (2, 1)}
+    twice = comparison(**{name: values * 2 for name, values in lists.items()})
+    assert {name: getattr(twice, name) for name in lists} == lists
+    assert len(list(twice.combinations())) == 16
+    sweep = SweepSettings.model_validate({"directories": ("/",), "engines": ("posix", "io_uring", "posix")})
+    assert sweep.engines == ("posix", "io_uring")
 
 
 def test_writes_beyond_the_limit_are_refused_before_they_are_done() -> None:

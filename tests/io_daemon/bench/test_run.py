@@ -206,6 +206,13 @@ def test_buffered_runs_are_warned_about(tmp_path: Path) -> None:
     assert result.verification.num_bad_blocks == 0
 
 
+def test_a_loop_device_that_caches_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "cached_loops_below", lambda path: ["loop3"] if path == tmp_path else [])
+    (warning,) = (each for each in measure(tmp_path, numjobs=2).warnings if "loop device" in each)
+    assert warning.startswith(f"{tmp_path}: lies on the loop device loop3")
+    assert warning.endswith("losetup --direct-io=on /dev/loop3")
+
+
 def test_the_write_limit_ends_it_early(tmp_path: Path) -> None:
     limit_bytes = SIZE + (512 << 20)  # a busy machine may look late
     result = measure(tmp_path, rw="write", runtime_s=60, ramp_time_s=0, write_limit_bytes=limit_bytes)

@@ -12,6 +12,7 @@ import pytest
 
 from io_daemon.__main__ import main
 from io_daemon.bench.result import Report, StepResult
+from io_daemon.bench.steps import step
 from io_daemon.bench.steps.replay import Replay, StepFigures
 from io_daemon.bench.steps.step import advise_step, run_step, writes_expected
 from io_daemon.bench.steps.step_settings import StepSettings
@@ -75,6 +76,15 @@ def test_a_large_arena_moves_nothing_once_settled(directory: Path, trace: Path) 
     result = replay(directory, trace, host_budget_bytes=1 << 30)
     assert result.read_bytes == 0
     assert result.drive_life_days is None or result.write_bytes > 0
+
+
+def test_a_budget_beyond_the_memory_is_warned_about(
+    directory: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for there_bytes, num_warnings in ((1 << 30, 0), ((1 << 30) - 1, 1)):
+        monkeypatch.setattr(step, "available_bytes", lambda there_bytes=there_bytes: there_bytes)
+        result = replay(directory, trace, host_budget_bytes=1 << 30)
+        assert sum("--host-budget-bytes" in warning for warning in result.warnings) == num_warnings
 
 
 def test_a_node_s_ranks_move_so_many_times_as_much(directory: Path, trace: Path, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from io_daemon.disk.mounts import Mount
 from io_daemon.machine.block_device import BlockDevice, PcieLink
-from io_daemon.machine.facts import DirectoryFacts, MachineFacts, describe_machine
+from io_daemon.machine.facts import DirectoryFacts, MachineFacts, cached_loops_below, describe_machine
 from io_daemon.machine.meminfo import cgroup_ram_max_bytes
 from tests.support.kernel_tree import KernelTree, write
 
@@ -123,6 +123,23 @@ def test_dm_crypt(tree: KernelTree, tmp_path: Path) -> None:
     assert (device.kind, device.layer) == ("mapping", "dm-crypt")
     assert [below.name for below in device.below] == ["nvme1n1p1"]
     assert [disk.name for disk in device.disks()] == ["nvme1n1"]
+
+
+@pytest.mark.parametrize(("dio", "names"), [("0", ["loop3"]), ("1", []), (None, [])])
+def test_a_loop_device_that_goes_through_the_page_cache(
+    dio: str | None, names: list[str], tree: KernelTree, tmp_path: Path
+) -> None:
+    """Also below a mapping of a partition of it. A kernel that does not tell is not accused."""
+    loop = tree.virtual("loop3", "7:3")
+    write(loop / "loop" / "backing_file", "/srv/disk.img\n")
+    if dio is not None:
+        write(loop / "loop" / "dio", dio + "\n")
+    mapping = tree.virtual("dm-0", "252:0", tree.partition(loop, "259:9"), tree.nvme(1))
+    write(mapping / "dm" / "uuid", "LVM-0123\n")
+    for source, number in (("/dev/loop3", "7:3"), ("/dev/mapper/swap", "252:0")):
+        swap = tree.mount(tmp_path / number, "ext4", source, number)
+        assert cached_loops_below(swap, proc=tree.proc, sys=tree.sys) == names
+    assert cached_loops_below(tmp_path, proc=tree.proc, sys=tree.sys) == []
 
 
 def test_a_narrow_link_is_noted(tree: KernelTree, tmp_path: Path) -> None:

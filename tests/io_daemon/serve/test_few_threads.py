@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 import tempfile
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 
+from io_daemon.errors import WorldError
+from io_daemon.serve.threads import start_pool
 from tests.support.daemon import DEADLINE_S
 
 UID = 64_123
@@ -49,3 +54,16 @@ def test_too_few_threads_are_told_at_the_start(num_threads: int) -> None:
         assert not list(own.iterdir())
     finally:
         own.rmdir()
+
+
+def test_too_few_addresses_are_told_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(WorldError) as told:
+        start_pool()
+    assert "ulimit -v" not in str(told.value)
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (200_000 << 10, resource.RLIM_INFINITY))
+    with pytest.raises(WorldError, match=r"ulimit -v unlimited` \(it is 200000\)"):
+        start_pool()
