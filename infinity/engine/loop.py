@@ -131,8 +131,7 @@ class TrainingLoop:
         """
         update = self._trained("backward")
         self.refuse_before_step(call)
-        if self._lost is Lost.EARLIER:
-            raise self._lost.refuse(call)
+        self._refuse_lost(call)  # plain torch would add to what the backward that failed has left
         update.refuse_clipped(call)
         with self._phase_of(StepPhase.BACKWARD):
             reducer = self.runtime.reducer

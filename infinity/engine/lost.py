@@ -12,7 +12,7 @@ class Lost(Enum):
 
     NOTHING = auto()
     LAST = auto()
-    """Its own: it may be repeated."""
+    """Its own."""
     EARLIER = auto()
     """Those of the step's micro-batches before it, too."""
 
@@ -20,8 +20,8 @@ class Lost(Enum):
         """The error of a call that would go on without them."""
         if self is Lost.LAST:
             return EngineStateError(
-                f"{call}: the last backward failed, and its gradients are gone: repeat forward and backward, or call "
-                "zero_grad()"
+                f"{call}: the last backward failed, and its gradients are gone: call zero_grad(), and go on with the "
+                "forward of this batch or of another"
             )
         return EngineStateError(
             f"{call}: a backward failed, and with its gradients those of the step's micro-batches before it are gone: "

@@ -142,11 +142,15 @@ def test_a_backward_that_fails_before_its_first_gradient_has_begun_no_update(tmp
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_first_backward_that_fails_half_way_may_be_repeated_and_not_be_stepped(stage: int, tmp_path: Path) -> None:
+def test_after_a_backward_that_fails_half_way_nothing_goes_on_before_zero_grad(stage: int, tmp_path: Path) -> None:
+    """Plain torch would add the next backward's gradients to what this one has left."""
     with engine_of(stage, tmp_path, accumulation=1) as engine:
         fail_backward(engine, "late")
         with pytest.raises(EngineStateError, match=r"step\(\): the last backward failed.*zero_grad\(\)"):
             engine.step()
+        with pytest.raises(EngineStateError, match=r"backward\(\): the last backward failed.*zero_grad\(\)"):
+            micro_batch(engine, 1)
+        engine.zero_grad()
         micro_batch(engine, 1)
         assert_same(engine, plain(1))
 

@@ -84,8 +84,8 @@ PRECISION: tuple[Key, ...] = (
 OPTIMIZER: tuple[Key, ...] = (
     works(
         "optimizer.type",
-        "Adam, AdamW, Adagrad, Lion, SGD, Muon, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop, in any case; "
-        "Adam: AdamW unless adam_w_mode is false",
+        "Adam, AdamW, Adagrad, Lion, SGD, Muon, RMSprop, Adadelta, Adamax, NAdam, RAdam, ASGD or Rprop, in any case, "
+        "torch's with `fused=True` where it has that; Adam: AdamW unless adam_w_mode is false",
     ),
     works("optimizer.params.lr", "learning rate"),
     works("optimizer.params.weight_decay", "weight decay"),
