@@ -6,6 +6,7 @@ but not to the engine, so that an engine nobody refers to any more can end.
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -56,6 +57,7 @@ class Runtime(owners.Owner):
         self.module, self._phases = module, phases
         self._lock = threading.RLock()
         """Weights come and go under it: modules may be called in several threads, and backward has its own."""
+        self._pid = os.getpid()
         self._calls: set[object] = set()
         """From outside the model, in all threads, that run."""
         self._param_of = {id(param.param): param for param in sharded.params}
@@ -181,6 +183,7 @@ class Runtime(owners.Owner):
     def begin_call(self, module: nn.Module, call: object) -> None:
         if self._phases.is_over:
             raise WeightsError(type(module).__name__, "is called after its engine ended", "make a new engine")
+        self._refuse_forked(self.sharded.groups)
         in_backward = self._phases.phase is StepPhase.BACKWARD  # where checkpointing calls modules again
         if not in_backward and (module is self.module or not self._phases.in_training_pass):
             self.structure.check(trains=torch.is_grad_enabled())
@@ -262,12 +265,24 @@ class Runtime(owners.Owner):
         self._refuse_use_after_end(params[0])
         self.calls.end_interrupted()
         lent = [self._param_of[id(param)] for param in params]
+        self._refuse_forked(self._group_of[param.index] for param in lent)
         if transforms.is_inside():
             self._refuse_inside_transform(lent)
         self._cast_once.use(lent)
         in_pass = self._phases.in_training_pass or bool(self._calls)
         with self._gathering.gathered(lent, in_pass=in_pass, modifier_rank=modifier_rank), self.hooks(outermost=True):
             yield
+
+    def _refuse_forked(self, groups: Iterable[ParamGroup]) -> None:
+        if os.getpid() == self._pid or self.sharded.host_store is None:
+            return
+        for group in groups:
+            if not group.persistent:
+                self.refuse(
+                    group.params[0].param,
+                    "is used in a forked process, as DataLoader's workers are, which has no part in its parent's I/O",
+                    "use it in the parent, or hand what engine.full_state_dict() gives to the child",
+                )
 
     def _refuse_inside_transform(self, params: Iterable[ShardedParam]) -> None:
         for param in params:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader, Dataset
 
 import infinity
 from infinity import Engine
@@ -219,3 +220,25 @@ def test_a_modifier_rank_that_is_no_rank_is_refused(rank: Any, staged: bool) -> 
         weight = engine.module.get_parameter("0.0.weight")
         with pytest.raises(ConfigError, match="modifier_rank = "), infinity.zero.GatheredParameters(weight, rank):
             raise AssertionError("it was opened")
+
+
+@pytest.mark.parametrize("use", [lambda model: model[0][0].weight.sum(), lambda model: model(torch.ones(WIDTH))])
+def test_weights_on_disk_in_a_worker_of_a_loader_are_refused_by_name(
+    use: Callable[[Any], Tensor], tmp_path: Path
+) -> None:
+    """A forked child has no part in its parent's I/O, and the error was the daemon's."""
+
+    class UsesTheModel(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 1
+
+        @torch.no_grad()
+        def __getitem__(self, _index: int) -> Tensor:
+            return use(model)
+
+    with engine_of(nvme=tmp_path) as engine:
+        model = engine.module
+        with pytest.raises(RuntimeError, match=r"0\.0\.(weight|bias) .* is used in a forked process"):
+            next(iter(DataLoader(UsesTheModel(), num_workers=1)))
+        engine.backward(engine(torch.ones(2, WIDTH)).sum())
+        engine.step()
