@@ -81,6 +81,8 @@ class DeepSpeedEngine(Engine):
         """``raw``: what the user gave as configuration."""
         self._raw = raw
         self._num_micro_steps = 0
+        self._has_handed_back = False
+        """Destroyed, and the weights are the model's again."""
         self._users_backward = UsersBackward(self._loop)
         _watch_exit()
         timed = self.settings.timers.throughput.model_copy(update={"synchronized": False})  # it would slow every step
@@ -218,6 +220,12 @@ class DeepSpeedEngine(Engine):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The model's own forward; a backward that reaches its outputs is seen, whoever runs it."""
+        if self._has_handed_back:
+            raise EngineStateError(
+                f"the engine of {type(self.module).__name__} was destroyed, as by Accelerate's free_memory(): call "
+                "deepspeed.initialize() once more, with the same model; where Transformers' Trainer has evaluated or "
+                "trained before, write trainer.model_wrapped = trainer.model before trainer.train()"
+            )
         self._users_backward.settle()
         self.tput_timer.start()
         outputs = super().forward(*args, **kwargs)
@@ -321,6 +329,7 @@ class DeepSpeedEngine(Engine):
         self._users_backward.settle()
         if keep_weights and self._loop.phases.phase is StepPhase.IDLE:
             hand_back(self._runtime, self._loop.config)
+            self._has_handed_back = True
         hooks = getattr(self.optimizer, "parameter_offload", None)
         if hooks is not None:
             hooks.remove()

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import infinity
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO
-from infinity.errors import ConfigError, WeightsError
+from infinity.errors import ConfigError, EngineStateError, WeightsError
 from tests.support.ranks import run_ranks
 
 Config = dict[str, Any]
@@ -334,3 +334,18 @@ def test_micro_steps_count_the_calls_of_this_engine(tmp_path: Path) -> None:
     assert (resumed.micro_steps, resumed.global_steps) == (0, 2)
     assert resumed.save_16bit_model(tmp_path / "out") is False
     resumed.destroy()
+
+
+def test_an_engine_that_was_destroyed_names_the_line_that_the_trainer_needs() -> None:
+    """Accelerate destroys it, and Transformers' Trainer goes on with it in its next ``train()``."""
+    model = _net()
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
+    engine = deepspeed.initialize(model=model, config=config)[0]
+    engine.destroy()
+    with pytest.raises(EngineStateError, match=r"trainer\.model_wrapped = trainer\.model before trainer\.train"):
+        engine(torch.ones(1, 64))
+    again = deepspeed.initialize(model=model, config=config)[0]
+    assert again(torch.ones(1, 64)).shape == (1, 64)
+    again.destroy(keep_weights=False)
+    with pytest.raises(EngineStateError, match="build the model anew"):
+        again(torch.ones(1, 64))

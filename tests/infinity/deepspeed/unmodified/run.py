@@ -66,6 +66,10 @@ DECIDED: Final[dict[str, tuple[str, str]]] = {
         r"\.history\[\d\]\.grad_norm: only in one",
         "without clipping plain torch has no norm to log",
     ),
+    "trainers.trained_twice": (
+        "EngineStateError: the engine of LlamaForCausalLM was destroyed, .* write trainer.model_wrapped",
+        "the Trainer goes on with the engine that Accelerate has destroyed: it is refused with the remedy",
+    ),
     "loaded.from_a_config": (
         r"\.(history|logits|weights)",
         "under ZeRO-3 Transformers makes all weights anew, with other random numbers; the real one's losses are ours",
