@@ -90,8 +90,9 @@ class TrainingLoop:
         self._record = StepRecord(runtime.sharded)
         self._stepped: tuple[bool, ...] = ()
         """Whether the last update stepped it, for each parameter."""
-        self._zeroed: frozenset[int] = frozenset()
+        self._zeroed: set[int] = set()
         """Parameters whose gradient would be one of zeros by now."""
+        runtime.user_gradients.note_zeroed = self._note_zeroed_one
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if self.phases.phase is StepPhase.BACKWARD:  # checkpointing calls the engine again
@@ -337,8 +338,14 @@ class TrainingLoop:
         self._note_zeroed(set_to_none=set_to_none)
 
     def _note_zeroed(self, *, set_to_none: bool) -> None:
-        stepped = (param for param, was_stepped in enumerate(self._stepped) if was_stepped)
-        self._zeroed = frozenset() if set_to_none else self._zeroed.union(stepped)
+        for param in range(len(self._stepped)):
+            self._note_zeroed_one(param, set_to_none=set_to_none)
+
+    def _note_zeroed_one(self, param: int, *, set_to_none: bool) -> None:
+        if set_to_none:
+            self._zeroed.discard(param)
+        elif self._stepped and self._stepped[param]:
+            self._zeroed.add(param)
 
     def _refuse_zeroed(self) -> None:
         """Raises WeightsError where an optimizer of torch's would step a parameter by a gradient of zeros."""

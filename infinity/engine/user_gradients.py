@@ -7,8 +7,11 @@ also before there is an engine.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import NoReturn
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from types import FrameType
+from typing import Final, NoReturn
 
 import torch
 from torch import nn
@@ -22,6 +25,23 @@ from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import ParamGroup
 from infinity.weights.sharded_model import ShardedModel
 
+_ZEROING: Final = frozenset(inspect.unwrap(of.zero_grad).__code__ for of in (nn.Module, torch.optim.Optimizer))
+_FRAMES_MAX: Final = 6
+"""Between torch's ``zero_grad`` and here."""
+
+
+def _asked_to_zero() -> bool | None:
+    """The ``set_to_none`` with which torch's ``zero_grad`` asks, of a module or an optimizer; None: somebody else does.
+    It finds no gradient, as the engine has taken it, and so would say nothing."""
+    frame: FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES_MAX):
+        if frame is None:
+            return None
+        if frame.f_code in _ZEROING:
+            return bool(frame.f_locals["set_to_none"])
+        frame = frame.f_back
+    return None
+
 
 class UserGradients:
     def __init__(
@@ -29,6 +49,8 @@ class UserGradients:
     ) -> None:
         self._reducer, self._group_of, self._phases = reducer, group_of, phases
         self._put: dict[int, ShardedParam] = {}
+        self.note_zeroed: Callable[..., None] = lambda _index, *, set_to_none: None
+        """Hears of ``zero_grad`` of the model or of the user's optimizer: of each parameter without a gradient."""
         given, sharded.given_gradients = sharded.given_gradients, {}
         for index, gradient in given.items():
             param = sharded.params[index]
@@ -38,7 +60,10 @@ class UserGradients:
         is_described = torch._guards.TracingContext.try_get() is not None  # by a compiler, which looks at all there is
         if not is_described and self._is_taken(param):
             self._refuse(param.param)
-        return access.own_gradient(param.param)
+        gradient = access.own_gradient(param.param)
+        if gradient is None and (set_to_none := _asked_to_zero()) is not None:
+            self.note_zeroed(param.index, set_to_none=set_to_none)
+        return gradient
 
     def set(self, param: ShardedParam, gradient: torch.Tensor | None) -> None:
         if self._is_taken(param) or (gradient is not None and self._phases.phase is not StepPhase.IDLE):

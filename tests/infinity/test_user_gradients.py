@@ -197,11 +197,12 @@ def test_equal_ones_on_two_ranks_are_their_mean(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("of", ["engine", "optimizer"])
+@pytest.mark.parametrize("of", ["engine", "optimizer", "model"])
 def test_gradients_of_zeros_are_refused_where_they_would_step(stage: int, of: str) -> None:
     """Torch's optimizers step what has a gradient, be it zeros: by momentum and decay."""
     engine, ours = with_optimizer(stage)
-    zero_grad = engine.zero_grad if of == "engine" else ours.zero_grad
+    of_what: dict[str, Any] = {"engine": engine, "optimizer": ours, "model": engine.module}
+    zero_grad = of_what[of].zero_grad
 
     def step(module: Any) -> None:
         width = module.get_parameter("weight").shape[1] if isinstance(module, nn.Linear) else 8
@@ -219,6 +220,6 @@ def test_gradients_of_zeros_are_refused_where_they_would_step(stage: int, of: st
     zero_grad(set_to_none=False)
     with pytest.raises(WeightsError, match=r"^0\.weight.* had left it one of zeros"):
         step(last)
-    zero_grad()
+    (engine.zero_grad if of == "model" else zero_grad)()  # the model's is refused while there are gradients
     step(last)
     engine.destroy()
