@@ -70,7 +70,11 @@ def tags_of(directory: Path) -> list[str]:
     """The checkpoints that are whole, oldest first."""
     if not directory.is_dir():
         return []
-    found = [path for path in directory.glob(f"*/{MANIFEST}") if not path.parent.name.startswith((ASIDE, REPLACED))]
+    found = [
+        path
+        for path in directory.glob(f"*/{MANIFEST}")
+        if path.is_file() and not path.parent.name.startswith((ASIDE, REPLACED))
+    ]
     return [path.parent.name for path in sorted(found, key=lambda path: path.stat().st_mtime_ns)]
 
 
