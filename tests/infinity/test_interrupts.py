@@ -19,7 +19,7 @@ from infinity.errors import EngineStateError
 WIDTH: Final = 24
 NUM_STEPS: Final = 3
 AT_STEP: Final = 1
-NUM_POINTS: Final = 25
+NUM_POINTS: Final = 12
 LAYOUTS: Final[dict[str, dict[str, Any]]] = {
     "stage 2": {"stage": 2},
     "stage 3": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0},
