@@ -27,7 +27,7 @@ from infinity.weights.sharded_model import ShardedModel
 
 _ZEROING: Final = frozenset(inspect.unwrap(of.zero_grad).__code__ for of in (nn.Module, torch.optim.Optimizer))
 _FRAMES_MAX: Final = 6
-"""Between torch's ``zero_grad`` and here."""
+"""So many lie between torch's ``zero_grad`` and here, and some more."""
 
 
 def _asked_to_zero() -> bool | None:
