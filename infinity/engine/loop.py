@@ -151,7 +151,6 @@ class TrainingLoop:
             reducer.finish()
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()
-        self._lost = Lost.NOTHING
         self._num_backwards += 1
 
     def _place(self) -> str:

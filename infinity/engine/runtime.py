@@ -183,7 +183,7 @@ class Runtime(owners.Owner):
     def begin_call(self, module: nn.Module, call: object) -> None:
         if self._phases.is_over:
             raise WeightsError(type(module).__name__, "is called after its engine ended", "make a new engine")
-        self._refuse_forked(self.sharded.groups)
+        self._refuse_forked(self.sharded.params)
         in_backward = self._phases.phase is StepPhase.BACKWARD  # where checkpointing calls modules again
         if not in_backward and (module is self.module or not self._phases.in_training_pass):
             self.structure.check(trains=torch.is_grad_enabled())
@@ -265,29 +265,26 @@ class Runtime(owners.Owner):
         self._refuse_use_after_end(params[0])
         self.calls.end_interrupted()
         lent = [self._param_of[id(param)] for param in params]
-        self._refuse_forked(self._group_of[param.index] for param in lent)
+        self._refuse_forked(lent)
         if transforms.is_inside():
-            self._refuse_inside_transform(lent)
+            self._refuse_streamed(lent, f"is used {transforms.PROBLEM}", transforms.REMEDY)
         self._cast_once.use(lent)
         in_pass = self._phases.in_training_pass or bool(self._calls)
         with self._gathering.gathered(lent, in_pass=in_pass, modifier_rank=modifier_rank), self.hooks(outermost=True):
             yield
 
-    def _refuse_forked(self, groups: Iterable[ParamGroup]) -> None:
-        if os.getpid() == self._pid or self.sharded.host_store is None:
-            return
-        for group in groups:
-            if not group.persistent:
-                self.refuse(
-                    group.params[0].param,
-                    "is used in a forked process, as DataLoader's workers are, which has no part in its parent's I/O",
-                    "use it in the parent, or hand what engine.full_state_dict() gives to the child",
-                )
+    def _refuse_forked(self, params: Iterable[ShardedParam]) -> None:
+        if self.sharded.host_store is not None and os.getpid() != self._pid:
+            self._refuse_streamed(
+                params,
+                "is used in a forked process, as DataLoader's workers are, which has no part in its parent's I/O",
+                "use it in the parent, or hand what engine.full_state_dict() gives to the child",
+            )
 
-    def _refuse_inside_transform(self, params: Iterable[ShardedParam]) -> None:
+    def _refuse_streamed(self, params: Iterable[ShardedParam], problem: str, remedy: str) -> None:
         for param in params:
             if not self._group_of[param.index].persistent:
-                self.refuse(param.param, f"is used {transforms.PROBLEM}", transforms.REMEDY)
+                self.refuse(param.param, problem, remedy)
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         self.refuse_over("ds_tensor")

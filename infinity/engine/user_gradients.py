@@ -27,7 +27,7 @@ from infinity.weights.sharded_model import ShardedModel
 
 _ZEROING: Final = frozenset(inspect.unwrap(of.zero_grad).__code__ for of in (nn.Module, torch.optim.Optimizer))
 _FRAMES_MAX: Final = 6
-"""So many lie between torch's ``zero_grad`` and here, and some more."""
+"""So far up the stack it is looked for: torch's ``zero_grad`` is the fifth or the sixth."""
 
 
 def _asked_to_zero() -> bool | None:

@@ -98,11 +98,10 @@ class ModuleCalls:
     def end_interrupted(self) -> None:
         """End the calls of this thread that Ctrl-C has ended, of which torch tells no hook, and the script went on."""
         calls = self._thread.calls
-        if not calls or _runs(calls[-1].frame):
-            return
+        had_begun = bool(calls)
         while calls and not _runs(calls[-1].frame):
             self._end_unseen(calls.pop())
-        if not calls:
+        if had_begun and not calls:
             self._holder.abandon_pass()
 
     def _end_unseen(self, call: _Call) -> None:
