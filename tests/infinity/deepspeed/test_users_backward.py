@@ -107,12 +107,15 @@ class _Fails(torch.autograd.Function):
         raise ZeroDivisionError
 
 
-def test_after_a_backward_that_failed_the_next_one_counts_alone() -> None:
+def test_after_a_backward_that_failed_and_zero_grad_the_next_one_counts_alone() -> None:
     x = next(micro_batches(1, torch.float32))
     engine, plain = _engine(net()), net()
     given = _Fails.apply(x.clone().requires_grad_())  # type: ignore[no-untyped-call]
     with pytest.raises(ZeroDivisionError):
         engine(given)["loss"].backward()
+    with pytest.raises(EngineStateError, match="the last backward failed.*zero_grad"):
+        engine(x)["loss"].backward()
+    engine.zero_grad()
     engine(x)["loss"].backward()
     plain(x)["loss"].backward()
     assert same(_taken(engine), _own(plain))

@@ -194,6 +194,7 @@ def test_training_goes_on_after_an_exception(where: str, engine: Any, process: A
         forward_and_backward(engine, block)
     block.fails = False
     assert store_of(process).num_waiting == 0
+    engine.zero_grad()
     train(engine)
     weights, expected = engine.full_state_dict(), plain()
     assert [name for name in expected if not torch.equal(weights[name], expected[name])] == []
