@@ -189,6 +189,12 @@ def state_dirs() -> tuple[Path, ...]:
     return user / "infinity", machine
 
 
+def use_one_blas_thread() -> None:
+    """NumPy's OpenBLAS, which is yet to be loaded, starts no thread a core: what is multiplied here is small. (Each
+    takes 40 MiB of addresses and counts for ``ulimit -u``; where one cannot be had, OpenBLAS sends us SIGINT.)"""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def notify_socket() -> str | None:
     """Where systemd waits for READY=1."""
     return os.environ.get("NOTIFY_SOCKET")

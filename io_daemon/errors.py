@@ -146,6 +146,17 @@ class BudgetError(WorldError):
         super().__init__(f"{key} = {budget_bytes} {self.remedy}")
 
 
+class LimitError(WorldError):
+    """A limit that the system sets this process is too low. ``limit`` is its option of ``ulimit``, ``value`` what it
+    is, ``remedy`` what to raise it to."""
+
+    def __init__(self, *, errno: int, operation: str, limit: str, value: int, remedy: str) -> None:
+        self.errno, self.operation, self.limit, self.value, self.remedy = errno, operation, limit, value, remedy
+        super().__init__(
+            f"cannot {operation}: {os.strerror(errno)} (errno {errno}): `ulimit {limit}` is {value}: raise it {remedy}"
+        )
+
+
 class DaemonLostError(WorldError):
     """The I/O daemon is gone or does not answer. The message holds what was being waited for."""
 

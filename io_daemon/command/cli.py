@@ -25,6 +25,7 @@ from io_daemon.config import (
 )
 from io_daemon.disk.swap_dir import check_swap_dirs, reclaim
 from io_daemon.errors import ConfigError
+from io_daemon.machine.limits import check_open_files
 from io_daemon.machine.tuning import choose
 from io_daemon.rank.connection import Connection
 from io_daemon.rank.private_dir import remove_abandoned
@@ -195,6 +196,7 @@ def _serve(arguments: argparse.Namespace) -> int:
     # a private daemon's stderr is its user's terminal: only what needs attention
     level = logging.WARNING if arguments.private else logging.INFO
     logging.basicConfig(level=level, format="io-daemon: %(levelname)s %(message)s", stream=sys.stderr)
+    check_open_files()
     directories = [checked.path for checked in check_swap_dirs(arguments.swap_dirs)]
     chosen = choose(directories, arguments.engine, arguments.block_bytes, arguments.queue_depth)
     if chosen.note is not None:

@@ -10,6 +10,7 @@ from typing import Final
 
 from io_daemon.command.interrupt import EXIT_INTERRUPTED
 from io_daemon.errors import ConfigError, DaemonLostError, WorldError
+from io_daemon.machine.limits import limit_behind
 
 EXIT_OK: Final = 0
 EXIT_FAULT: Final = 1
@@ -18,10 +19,11 @@ EXIT_NO_DAEMON: Final = 3
 
 
 def outcome(program: str, work: Callable[[], int]) -> int:
-    """Exit codes: what ``work`` gives, 1 a fault of the world, 2 a wrong setting, 3 no daemon answers, 130 Ctrl-C."""
+    """Exit codes: what ``work`` gives, 1 a fault of the world, 2 a wrong setting, 3 no daemon answers, 130 Ctrl-C. An
+    error that a limit of this process is behind names it."""
 
-    def complain(error: object, exit_code: int) -> int:
-        print(f"{program}: {error}", file=sys.stderr)
+    def complain(error: BaseException, exit_code: int, text: str = "") -> int:
+        print(f"{program}: {text or error}{limit_behind(error)}", file=sys.stderr)
         return exit_code
 
     try:
@@ -41,8 +43,10 @@ def outcome(program: str, work: Callable[[], int]) -> int:
     except OSError as error:  # of what is written for the user: a report, say, to a disk that is full by now
         _drop_output()
         return complain(error, EXIT_FAULT)
-    except KeyboardInterrupt:
-        return complain("interrupted", EXIT_INTERRUPTED)
+    except MemoryError as error:
+        return complain(error, EXIT_FAULT, "out of memory")
+    except KeyboardInterrupt as error:
+        return complain(error, EXIT_INTERRUPTED, "interrupted")
     return exit_code
 
 

@@ -21,6 +21,7 @@ from typing import IO, Any, NoReturn, Self
 
 from io_daemon.config import socket_parents
 from io_daemon.errors import ConfigError, DaemonLostError
+from io_daemon.machine.limits import check_addresses, naming_open_files, too_few_threads
 from io_daemon.rank.private_dir import PrivateDir
 
 _log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class DaemonProcess:
     """One ``io-daemon serve``, started here and ended here, with this process at the latest.
 
     The constructor returns once the daemon serves its socket. It raises ``ConfigError`` if the daemon refuses a
-    setting, ``DaemonLostError`` if it ends or stays silent; both carry its own last words. A context manager; at exit
+    setting, ``DaemonLostError`` if it ends or stays silent; both carry its own last words. It raises ``WorldError`` if
+    a limit (``ulimit``) lets this process start none. A context manager; at exit
     of the interpreter the daemon is ended too.
     """
 
@@ -63,6 +65,7 @@ class DaemonProcess:
                 [],
                 "a daemon needs at least one directory for swap files",
             )
+        check_addresses()  # it inherits the limit
         self._owner_pid = os.getpid()
         self._directory: PrivateDir | None = None
         if socket is None:
@@ -74,7 +77,8 @@ class DaemonProcess:
             self._arguments += ["--swap-dir", os.path.abspath(swap_dir)]
         self._arguments += [*options, *(["--private"] if private else [])]
         try:
-            self._popen = _start([*command, *self._arguments])
+            with naming_open_files("start the I/O daemon"):
+                self._popen = _start([*command, *self._arguments])
         except BaseException:
             if self._directory is not None:
                 self._directory.remove()
@@ -90,6 +94,7 @@ class DaemonProcess:
             KILL_TIMEOUT_S,
         )
         try:
+            self._stderr.start()
             self.ready = self._wait_for_ready(start_timeout_s)
         except BaseException:
             self._finalizer()
@@ -181,23 +186,33 @@ def _own_pidfd() -> Iterator[tuple[int, ...]]:
 
 
 class _StderrTail:
-    """Keeps the last lines of the daemon's stderr for an error message; once asked to, passes each on as it comes."""
+    """Keeps the last lines of the daemon's stderr for an error message; once asked to, passes each on as it comes.
+    Whoever makes one starts it, and ends the daemon where that fails."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self._lines: deque[str] = deque(maxlen=STDERR_LINES_KEPT)
         self._lock = threading.Lock()
         self._passing = False
+        if popen.stderr is None:
+            raise AssertionError("stderr is a pipe")
+        self._stream = popen.stderr
         self._thread = threading.Thread(
             target=self._drain,
-            args=(popen.stderr,),
             name="io-daemon-stderr",
             daemon=True,
         )
-        self._thread.start()
 
-    def _drain(self, stream: IO[bytes]) -> None:
-        with stream:
-            for raw in stream:
+    def start(self) -> None:
+        """Raises WorldError where the system gives no thread."""
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._stream.close()
+            raise too_few_threads(error, "this process needs one to hear the daemon") from error
+
+    def _drain(self) -> None:
+        with self._stream:
+            for raw in self._stream:
                 line = raw.decode(errors="replace").rstrip()
                 with self._lock:
                     self._lines.append(line)
@@ -218,7 +233,8 @@ class _StderrTail:
             return ":\n  " + "\n  ".join(self._lines) if self._lines else ""
 
     def join(self, timeout_s: float) -> None:
-        self._thread.join(timeout_s)
+        if self._thread.ident is not None:  # else it could not be started
+            self._thread.join(timeout_s)
 
 
 def _tell(line: str) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
-import resource
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Final, TypeVar
 
-from io_daemon.errors import WorldError
+from io_daemon.machine.limits import too_few_threads
 
 T = TypeVar("T")
 POOL_THREADS: Final = 16
@@ -27,19 +25,10 @@ def start_pool() -> ThreadPoolExecutor:
         for _ in range(POOL_THREADS):
             pool.submit(_wait, all_there)  # none is idle before all are there, so that each starts another
     except RuntimeError as error:
-        raise WorldError(
-            f"[Errno {errno.EAGAIN}] {error}: raise ulimit -u, or the container's pids.max{_of_addresses()}; the "
-            f"daemon needs about {POOL_THREADS} threads"
-        ) from error
+        raise too_few_threads(error, f"the daemon needs about {POOL_THREADS} threads") from error
     finally:
         all_there.abort()
     return pool
-
-
-def _of_addresses() -> str:
-    """What else may keep threads from starting: their stacks take addresses, and the system says the same of both."""
-    limit_bytes, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return "" if limit_bytes == resource.RLIM_INFINITY else f", or `ulimit -v unlimited` (it is {limit_bytes >> 10})"
 
 
 def _wait(barrier: threading.Barrier) -> None:
