@@ -222,7 +222,8 @@ class TrainingLoop:
         update.agree(self.runtime.collectives, self.global_steps + 1, self.runtime.reducer.used)
         if update.begin(self.runtime.reducer.used) is Outcome.APPLIED:
             self.runtime.changes.begin()
-            update.apply(None if self.config.io_daemon.update == "in_step" else self.runtime.changes.chunks_that_stay)
+            at_once = self.config.io_daemon.update == "in_step" or update.is_foreign
+            update.apply(None if at_once else self.runtime.changes.chunks_that_stay)
         self._stepped = tuple(self.runtime.reducer.used)
         self.was_step_applied = update.finish() is Outcome.APPLIED
         if self.was_step_applied:

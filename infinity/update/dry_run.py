@@ -7,6 +7,7 @@ keeps what is no element's, is refused by name.
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 from collections.abc import Mapping, Sequence
@@ -59,15 +60,17 @@ class Kept:
 
 
 def options_of(optimizer: Optimizer) -> list[Options]:
-    """What each param group says now, without its parameters."""
+    """What each param group says now, without its parameters, whoever writes to its tensors and lists later."""
     return [
-        {
-            name: value.clone() if isinstance(value, torch.Tensor) else value
-            for name, value in group.items()
-            if name != "params"
-        }
+        {name: _as_it_is(value) for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def _as_it_is(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    return copy.deepcopy(value) if isinstance(value, (list, tuple, dict)) else value
 
 
 def in_words(options: Sequence[Options]) -> str:
@@ -106,8 +109,8 @@ def _birth(value: object, param: torch.Tensor, of_others: Birth | None) -> Birth
         return Birth(value.item(), NumberTensor(value.dtype, tuple(value.shape)))
     if value.shape != param.shape:
         return None
-    if not value.numel():
-        return Birth(0.0, None)
+    if not value.numel():  # the largest came first: what theirs is filled with
+        return of_others or Birth(0.0, None)
     first = value[(0,) * value.dim()]
     return None if bool((value != first).any()) else Birth(first.item(), None)
 

@@ -36,6 +36,8 @@ class InBackward:
     def __init__(self, update: Update, gradients: GradientChunks, make_ready: Callable[[ParamGroup], None]) -> None:
         if update.steps_whole:
             raise ConfigError(KEY, True, f"the optimizer steps some parameters whole, after backward: {REMEDY}")
+        if update.is_foreign:
+            raise ConfigError(KEY, True, f"the optimizer's code may look at what is changed after backward: {REMEDY}")
         self._update, self._gradients, self._make_ready = update, gradients, make_ready
         self._stepped: set[int] = set()
 

@@ -81,6 +81,8 @@ class UpdateRule:
     """The param groups whose parameters are stepped as wholes, each by itself."""
     unsigned: frozenset[str] = frozenset()
     """The fp32 states that are never negative, as far as anybody has seen."""
+    is_foreign: bool = False
+    """Whether somebody else wrote it: it may look at what is changed after the step, and is never run later."""
     from_zeros: bool = True
     """Whether a first step, which has no history, goes on from zeros, or from what was written to the states; else it
     makes them anew."""

@@ -66,6 +66,7 @@ def rule_of(optimizer: Optimizer, *, dtype: torch.dtype, prefers_fused: bool = F
         whole_groups=whole_groups,
         unsigned=unsigned,
         from_zeros=from_zeros,
+        is_foreign=stand_in.is_foreign,
     )
 
 

@@ -111,6 +111,11 @@ class Update:
         return self._whole is not None
 
     @property
+    def is_foreign(self) -> bool:
+        """Whether somebody else's code steps the chunks, which may look at anything as it is in ``step()``."""
+        return self._optimizer.rule.is_foreign
+
+    @property
     def wants_norms(self) -> bool:
         """Whether norms should be taken while gradients are warm."""
         return self._norm_asked

@@ -330,6 +330,18 @@ def test_a_norm_is_refused(call: str, tmp_path: Path) -> None:
     assert caught.value.key == "io_daemon.update_in_backward"
 
 
+class Own(torch.optim.SGD):
+    """Somebody's own, by its class."""
+
+
+def test_somebodys_own_optimizer_is_refused(tmp_path: Path) -> None:
+    model = Net()
+    config = {name: value for name, value in config_of(tmp_path, "none", early=True).items() if name != "optimizer"}
+    with pytest.raises(ConfigError, match="look at what is changed after backward: write false") as caught:
+        infinity.initialize(model=model, optimizer=Own(model.parameters(), lr=0.1), config=config)
+    assert caught.value.key == "io_daemon.update_in_backward"
+
+
 def rank_main(rank: int, directory: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=rank, world_size=2)

@@ -242,3 +242,63 @@ def test_what_a_report_calls_the_update_is_the_update(tmp_path: Path) -> None:
         report = engine.io_report()
         assert report.times.update_seconds > 0
         assert report.times.forward_seconds > 0
+
+
+class Knobbed(torch.optim.Optimizer):
+    """What it steps by stands outside its param groups, where nobody sees it change."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.knobs = {"scale": 1.0}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(group["lr"] * self.knobs["scale"] * param.grad)
+
+
+def with_a_list(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params, lr=0.01)
+    optimizer.param_groups[0]["betas"] = [0.9, 0.99]
+    return optimizer
+
+
+def halve_the_knob(optimizer: Any) -> None:
+    optimizer.knobs["scale"] *= 0.5
+
+
+def lower_a_beta(optimizer: Any) -> None:
+    optimizer.param_groups[0]["betas"][0] *= 0.5
+
+
+@pytest.mark.parametrize(
+    ("make", "change"),
+    [
+        (Knobbed, halve_the_knob),
+        (with_a_list, lower_a_beta),
+    ],
+    ids=["an attribute of somebody's own", "a list of options"],
+)
+def test_what_changes_behind_step_is_the_next_steps(make: Any, change: Callable[[Any], None], tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    plain = Net()
+    optimizer = make(plain.parameters())
+    for step in range(NUM_STEPS):
+        plain(*batch(step)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        change(optimizer)
+    torch.manual_seed(0)
+    model = Net()
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}
+    config = {"train_batch_size": 4, "zero_optimization": zero}
+    passed = make(model.parameters())
+    engine, *_ = infinity.initialize(model=model, optimizer=passed, config=config)
+    with engine:
+        for step in range(NUM_STEPS):
+            engine.backward(engine(*batch(step)))
+            engine.step()
+            change(passed)
+        assert same(engine.full_state_dict(), dict(plain.state_dict()))

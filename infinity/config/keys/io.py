@@ -47,13 +47,14 @@ IO_DAEMON: tuple[Key, ...] = (
     works(
         "io_daemon.update_in_backward",
         "true: a chunk is updated as soon as its gradients are final, while backward goes on, and they never reach the "
-        "store. At stage 3, without clipping, fp16, norms and optimizers of whole parameters; nobody sees weights "
-        "or states between backward() and step(). The bits are the same",
+        "store. At stage 3, without clipping, fp16, norms, optimizers of whole parameters and of your own; nobody "
+        "sees weights or states between backward() and step(). The bits are the same",
     ),
     works(
         "io_daemon.update",
         '"on_use": a chunk is updated when its weights are next used, so that reading its state ahead and writing it '
-        'behind go on during forward; "in_step": before step() returns. The bits are the same',
+        'behind go on during forward; "in_step": before step() returns, as by an optimizer of your own always. The '
+        "bits are the same",
     ),
     works(
         "io_daemon.master_weights",

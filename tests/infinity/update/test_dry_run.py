@@ -219,3 +219,9 @@ def test_a_parameter_without_a_gradient_neither_moves_nor_gets_state(kind: str, 
     assert not torch.equal(moved, torch.ones(3))
     state = optimizer.state.get(still, {})
     assert not state or (kind == "Adagrad" and not state["sum"].any())
+
+
+def test_an_empty_parameter_is_born_as_the_others_are() -> None:
+    params = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.empty(0, 2))]
+    rule = rule_of(optim.Adagrad(params, initial_accumulator_value=0.5), dtype=torch.float32)
+    assert list(rule.states) == ["sum"]
