@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.multiprocessing import reductions
 
+from infinity.errors import EngineStateError
 from infinity.tiers.pool import MemoryPool
 from infinity.weights import access, dispatcher, placeholder
 from io_daemon._native import checksum
@@ -114,9 +115,12 @@ class ShardedParam:
         )
 
     def flat_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
-        """``gradient``, as autograd made it, dense and flattened in memory order."""
+        """``gradient``, as autograd made it, flattened in memory order. Raises EngineStateError if it is sparse."""
         if gradient.is_sparse:
-            gradient = gradient.to_dense()
+            raise EngineStateError(
+                f"{self.name}: its gradient is sparse, and torch's optimizers add such a one entry by entry, which the "
+                "pieces of a shard cannot: write sparse=False in the embedding, or in the call that made it"
+            )
         if self._lies_plainly and gradient.is_contiguous():
             return gradient.view(-1)
         return flattened(gradient, self.order)

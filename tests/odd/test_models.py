@@ -165,7 +165,12 @@ model("group_norms", lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.GroupNorm(4, 8
 model("instance_norms", lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.InstanceNorm2d(8, affine=True)), images)
 model("bilinear", lambda: Bilinear())
 model("embedding_bag", lambda: nn.EmbeddingBag(11, WIDTH, mode="mean"), lambda world, step: tokens(world, step))
-model("sparse_embedding", lambda: nn.Embedding(11, WIDTH, sparse=True), lambda world, step: tokens(world, step))
+model(
+    "sparse_embedding",
+    lambda: nn.Embedding(11, WIDTH, sparse=True),
+    lambda world, step: tokens(world, step),
+    must="refused",
+)
 model("sparse_tied_embedding", lambda: SparseTied(), lambda world, step: tokens(world, step), must="either")
 model("embedding_with_padding", lambda: nn.Embedding(11, WIDTH, padding_idx=0), lambda w, s: tokens(w, s))
 model("adaptive_softmax", lambda: Adaptive())

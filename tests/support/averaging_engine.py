@@ -53,7 +53,7 @@ class AveragingEngine(PlainEngine):
 
     def _summed(self, gradient: Tensor, param: nn.Parameter) -> Tensor:
         """In the dtype in which micro-batches add up, where they do before they travel."""
-        gradient = gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+        gradient = gradient.detach()
         return gradient.float() if not self._each and self.accumulation > 1 else gradient
 
     def _add(self, param: nn.Parameter, gradient: Tensor) -> None:

@@ -100,7 +100,7 @@ class PlainEngine(nn.Module):
         if stepped.grad is None:
             raise RuntimeError("what is stepped has a gradient")
         param = next((param for param, master in self._master_of.items() if master is stepped), stepped)
-        return torch.empty_like(param, dtype=stepped.grad.dtype).copy_(stepped.grad)
+        return torch.empty_like(param, dtype=stepped.grad.dtype).copy_(stepped.grad.to_dense())
 
     def _collect(self, param: nn.Parameter) -> None:
         """What autograd has accumulated goes to the master: at once where micro-batches of bf16 add up in fp32."""
@@ -108,7 +108,6 @@ class PlainEngine(nn.Module):
         if master is None or param.grad is None:
             return
         gradient = param.grad.detach()
-        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         gradient = gradient.float().clone(memory_format=torch.contiguous_format)
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         param.grad = None
@@ -126,9 +125,6 @@ class PlainEngine(nn.Module):
                 master.copy_(torch.where(rounded == param, master, param.to(master.dtype)))
         if self.optimizer is not None:
             stepped = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
-            for param in stepped:
-                if param.grad is not None and param.grad.is_sparse:
-                    param.grad = param.grad.to_dense()
             norm = nn.utils.get_total_norm([self._as_accumulated(p) for p in stepped])
             self._grad_norm = float(norm)
             if self.clipping:
