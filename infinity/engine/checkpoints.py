@@ -89,7 +89,8 @@ class Checkpoints(nn.Module):
             if loop.is_within_step and loop.runtime.collectives.rank == 0:
                 _log.warning("%s: gradients of the step that is not over are in no checkpoint", directory / saving.tag)
             how = "begin to save" if asynchronous else "save"
-            loop.runtime.collectives.agree(f"{how} the checkpoint {saving.tag} in {directory}").wait()
+            kept = " without frozen weights" * exclude_frozen_parameters + " beside `latest`" * (not save_latest)
+            loop.runtime.collectives.agree(f"{how} the checkpoint {saving.tag} in {directory}{kept}").wait()
             if asynchronous:
                 saving.keep_buffers()
                 loop.background.work = LateSave(loop, saving, latest=save_latest, begun=begun)
@@ -175,7 +176,9 @@ class Checkpoints(nn.Module):
     def _load(self, path: Path, wanted: Wanted, changed: Callable[[], None]) -> dict[str, Any]:
         loop = self._loop
         with _together(loop, lambda: StoredCheckpoint(path), "open a checkpoint", path) as stored:
-            loop.runtime.collectives.agree(f"load the checkpoint {path} with checksum {stored.checksum:08x}").wait()
+            loop.runtime.collectives.agree(
+                f"load the checkpoint {path} with checksum {stored.checksum:08x}: {wanted.in_words()}"
+            ).wait()
             loading = _together(loop, lambda: Loading(loop, stored, wanted), "compare a checkpoint", path)
             loading.run(lambda work, what: _together(loop, work, what, path), changed)
             return_freed()

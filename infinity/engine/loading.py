@@ -48,6 +48,12 @@ class Wanted:
     position: bool = True
     """Counters, random numbers, the loader's place: what makes it the same training."""
 
+    def in_words(self) -> str:
+        """Equal on ranks that load the same."""
+        parts = {"the optimizer's states": self.states, "schedule": self.schedule, "counters": self.position}
+        beside = ", ".join(name for name, is_wanted in parts.items() if is_wanted)
+        return f"{'all' if self.strict else 'known'} weights{beside and ', '}{beside}"
+
 
 class Loading:
     def __init__(self, loop: TrainingLoop, stored: StoredCheckpoint, wanted: Wanted) -> None:

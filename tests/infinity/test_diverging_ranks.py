@@ -163,6 +163,20 @@ except WorldError as error:
 engine.zero_grad()
 engine.wait_for_checkpoint()
 found["saved"] = engine.load_checkpoint(directory, "late")[0]
+apart = bool(rank)
+for name, call in {
+    "states loaded on one rank": lambda: engine.load_checkpoint(directory, "late", load_optimizer_states=apart),
+    "weights alone on one rank": lambda: engine.load_checkpoint(directory, "late", load_module_only=apart),
+    "schedule on one rank": lambda: engine.load_checkpoint(directory, "late", load_lr_scheduler_states=apart),
+    "strict on one rank": lambda: engine.load_checkpoint(directory, "late", load_module_strict=apart),
+    "frozen weights on one rank": lambda: engine.save_checkpoint(directory, "no", exclude_frozen_parameters=apart),
+    "latest on one rank": lambda: engine.save_checkpoint(directory, "no", save_latest=apart),
+}.items():
+    try:
+        call()
+        found[name] = "nothing was raised"
+    except WorldError as error:
+        found[name] = str(error)
 engine.destroy()
 
 # where every rank has everything, rank 0 alone writes it
@@ -224,6 +238,12 @@ def diverged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
             "begin a backward (micro-batch 1, the",
         ),
         ("an error in one rank's backward", "begin a backward (micro-batch 1, the last of step 1, after", "begin"),
+        ("states loaded on one rank", "load the checkpoint", "load the checkpoint"),
+        ("weights alone on one rank", "load the checkpoint", "load the checkpoint"),
+        ("schedule on one rank", "load the checkpoint", "load the checkpoint"),
+        ("strict on one rank", "load the checkpoint", "load the checkpoint"),
+        ("frozen weights on one rank", "save the checkpoint no", "save the checkpoint no"),
+        ("latest on one rank", "save the checkpoint no", "save the checkpoint no"),
     ],
 )
 def test_every_rank_names_what_each_was_about_to_do(
