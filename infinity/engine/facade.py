@@ -312,8 +312,11 @@ class Engine(Checkpoints, Exports):
     def destroy(self) -> None:
         """Give everything back: hooks, arena, swap files, the private daemon. Parameters stay sharded. Idempotent.
 
-        An asynchronous save is waited for, and its CheckpointError raised when all is given back.
+        An asynchronous save is waited for, and its CheckpointError raised when all is given back. In a forked child it
+        does nothing: all of that is the parent's.
         """
+        if self._runtime.collectives.is_forked:
+            return
         try:
             if not self._loop.phases.is_over:
                 self.wait_for_checkpoint()

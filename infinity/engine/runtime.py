@@ -6,7 +6,6 @@ but not to the engine, so that an engine nobody refers to any more can end.
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -57,7 +56,6 @@ class Runtime(owners.Owner):
         self.module, self._phases = module, phases
         self._lock = threading.RLock()
         """Weights come and go under it: modules may be called in several threads, and backward has its own."""
-        self._pid = os.getpid()
         self._calls: set[object] = set()
         """From outside the model, in all threads, that run."""
         self._param_of = {id(param.param): param for param in sharded.params}
@@ -274,7 +272,7 @@ class Runtime(owners.Owner):
             yield
 
     def _refuse_forked(self, params: Iterable[ShardedParam]) -> None:
-        if self.sharded.host_store is not None and os.getpid() != self._pid:
+        if self.sharded.host_store is not None and self.collectives.is_forked:
             self._refuse_streamed(
                 params,
                 "is used in a forked process, as DataLoader's workers are, which has no part in its parent's I/O",

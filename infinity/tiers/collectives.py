@@ -7,6 +7,7 @@ other before a collective are words for people, too: they are what an error show
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -80,6 +81,7 @@ class Collectives:
         self.rank = peers.rank if peers is not None else 0
         self.world_size = peers.world_size if peers is not None else 1
         self.log = CommsLog()
+        self._pid = os.getpid()
         self._gathering = Gathering.ALL_GATHER
         self._divisor, self._factor = float(self.world_size), 1.0
         """What gradients are divided by before they are summed, and what sums are multiplied by."""
@@ -125,8 +127,11 @@ class Collectives:
     def let_go(self, end: Callable[[], None]) -> None:
         """Nobody holds on this rank what communicates here: call ``end``, in which ranks part, once that holds on all.
 
-        That is known when they meet the next time to join, or at exit; a rank that is alone knows at once.
+        That is known when they meet the next time to join, or at exit; a rank that is alone knows at once. In a forked
+        child nothing ends: it is the parent's.
         """
+        if self.is_forked:
+            return
         if self._peers is None or self._peers.control is None:
             end()
         else:
@@ -140,6 +145,11 @@ class Collectives:
             end = self._peers.let_go.pop(number, None)
             if end is not None:  # what ended before it may have met the others, too
                 end()
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy in a process that the rank has forked, which has no part in what is open."""
+        return os.getpid() != self._pid
 
     def agree(self, what: str) -> Agreement:
         """Tell the other ranks that this one is about to do ``what``, and go on; ``wait`` before doing it."""

@@ -21,7 +21,7 @@ from infinity.errors import CheckpointError
 from infinity.tiers.snapshot import Snapshot
 from tests.conftest import MountTmpfs
 from tests.support.checkpoint_kills import killed_late_saves
-from tests.support.ranks import run_ranks
+from tests.support.ranks import REPOSITORY, quiet_environment, run_ranks
 from tests.support.resumed import config_of, differing, everything_of, started, train
 
 WAIT_S = 60.0
@@ -298,3 +298,36 @@ def test_ranks_publish_together_and_fail_together(tmp_path: Path) -> None:
     assert sorted(path.name for path in saved.iterdir()) == ["last", "late", "latest"]
     with StoredCheckpoint.open(saved) as stored:
         assert not list(stored.verify())
+
+
+FORKS = """
+import os, sys
+import torch
+from tests.support.resumed import config_of, started, train
+
+torch.set_num_threads(1)
+engine = started(config_of())
+train(engine, 1)
+engine.save_checkpoint(sys.argv[1], tag="late", asynchronous=True)
+child = os.fork()
+if child == 0:
+    if sys.argv[2] == "destroys":
+        engine.destroy()
+    sys.exit(0)  # with all that an interpreter does at its end
+status = os.waitpid(child, 0)[1]
+engine.wait_for_checkpoint()
+train(engine, 1)
+engine.destroy()
+sys.exit(status)
+"""
+
+
+@pytest.mark.parametrize("child", ["ends", "destroys"])
+def test_a_forked_child_that_ends_leaves_its_parents_save_alone(child: str, tmp_path: Path) -> None:
+    directory = tmp_path / "saved"
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS, directory, child],
+        cwd=REPOSITORY, env=quiet_environment(), capture_output=True, text=True, timeout=120, check=False,
+    )  # fmt: skip
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert sorted(path.name for path in directory.iterdir()) == ["late", "latest"]
