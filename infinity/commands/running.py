@@ -59,6 +59,9 @@ def torchrun(words: Sequence[str], environment: Mapping[str, str]) -> int:
     variables = dict(environment)
     if not any(_names_a_meeting_place(word) for word in words):
         variables.setdefault("PET_STANDALONE", "1")  # --standalone: else two jobs on a machine want port 29500
+    if any(word.replace("_", "-").startswith("--max-restarts") for word in words):
+        # ranks that are started again would find the addresses of those before them in a store that the agent keeps
+        variables.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # idle compute threads that spin take the cores that the daemon needs: 1.3 instead of 7.3 CPU seconds a step
     variables.setdefault("OMP_WAIT_POLICY", "passive")
     if "PET_LOG_DIR" in variables:

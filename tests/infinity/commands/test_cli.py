@@ -256,6 +256,25 @@ def test_logs_that_were_asked_for_stay(tmp_path: Path, monkeypatch: pytest.Monke
     assert [log.read_text() for log in tmp_path.glob("torchelastic_*/**/stdout.log")] == ["kept\n"]
 
 
+def test_ranks_that_are_started_again_meet_again(tmp_path: Path) -> None:
+    """Torch's own store would have the addresses of the ranks before them."""
+    script = _script(
+        tmp_path,
+        f"""
+        import torch, torch.distributed
+        torch.distributed.init_process_group("gloo")
+        torch.distributed.all_reduce(torch.ones(1))
+        if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            sys.exit(3)
+        open({str(tmp_path)!r} + "/rank" + os.environ["RANK"], "w").close()
+        """,
+    )
+    run = _infinity("run", "--nproc-per-node", "2", "--max-restarts", "1", script, torchrun=True)
+    _, errors = run.communicate(timeout=TIMEOUT_S)
+    assert run.returncode == 0, errors
+    assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]
+
+
 @pytest.mark.parametrize("swap_dir", [True, False])
 def test_run_passes_the_exit_code_on(swap_dir: bool, tmp_path: Path) -> None:
     script = _script(tmp_path, "sys.exit(7)")
