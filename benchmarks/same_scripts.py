@@ -29,7 +29,7 @@ from typing import Any, Final
 from benchmarks.deepspeed_venv import prepare_venv
 from benchmarks.machine import free_port
 from benchmarks.place import add_directory
-from benchmarks.script_rows import EXAMPLES, OUT, Row, furnish, rows
+from benchmarks.script_rows import ENVIRONMENT, EXAMPLES, OUT, Row, furnish, rows
 from benchmarks.side import RESULTS, keep_results
 
 LOSSES: Final = ("losses", "resumed", "following", "again", "eval_loss", "tokens")
@@ -76,7 +76,7 @@ class Contender:
         process = subprocess.Popen(
             [*self._prefix, *launch, *words],
             cwd=directory,
-            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **self._environment},
+            env={**os.environ, **ENVIRONMENT, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", **self._environment},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -229,7 +229,8 @@ def main() -> int:
         contenders = {
             "deepspeed": Contender([python], directory, model, options.timeout, {**path, **packages}, meets=True),
             "infinity": Contender(as_deepspeed, directory, model, options.timeout),
-            "plain": Contender([sys.executable], directory, model, options.timeout),
+            # without DeepSpeed Accelerate has several ranks on CPUs only where it hears of them
+            "plain": Contender([sys.executable], directory, model, options.timeout, {"ACCELERATE_USE_CPU": "true"}),
         }
         for row in rows():
             for num_ranks in options.ranks if re.search(options.only, row.name) else ():

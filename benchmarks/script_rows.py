@@ -41,6 +41,8 @@ BY_FLAGS: Final = (
     "--gradient_accumulation_steps", "2", "--gradient_clipping", "1.0", "--zero3_init_flag", "true",
     "--zero3_save_16bit_model", "true", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no",
 )  # fmt: skip
+ENVIRONMENT: Final = {f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_NVME_PATH": "swap" for what in ("PARAM", "OPTIMIZER")}
+"""Of all scripts: Accelerate's launcher drops the paths that it is given."""
 
 
 @dataclass(frozen=True)
@@ -89,13 +91,13 @@ def rows() -> list[Row]:
             Row(f"from_pretrained and generate, {name}", (*generate, "--deepspeed", file), in_memory=generate)
             for name, file in (("z3", "zero3.json"), ("z3 nvme", "zero3_nvme.json"))
         ),
-        _accelerate("Accelerate by plugin, z3", "--plugin", "zero3.json"),
-        _accelerate("Accelerate by plugin, z3 nvme", "--plugin", "zero3_nvme.json"),
+        _accelerate("Accelerate by plugin, z3", "--plugin", "accelerate_z3.json"),
+        _accelerate("Accelerate by plugin, z3 nvme", "--plugin", "accelerate_nvme.json"),
         _accelerate("Accelerate by yaml, z3 nvme", launcher=("--config_file", str(EXAMPLES / "accelerate.yaml"))),
         _accelerate("Accelerate by flags of accelerate launch, z3 nvme", launcher=BY_FLAGS),
         _accelerate(
             "Accelerate by accelerate launch and a configuration, z3 nvme",
-            launcher=("--use_deepspeed", "--deepspeed_config_file", "zero3_nvme.json"),
+            launcher=("--use_deepspeed", "--deepspeed_config_file", "accelerate_nvme.json"),
         ),
     ]
 
@@ -126,11 +128,12 @@ def furnish(directory: Path, model: Path) -> None:
     (directory / "model").symlink_to(model)
     for name in ("swap", OUT):
         (directory / name).mkdir()
-    for name in ("zero3_nvme.json", "zero2_fp16_cpu.json", "loop.json"):
+    for name in ("zero3_nvme.json", "accelerate_nvme.json", "zero2_fp16_cpu.json", "loop.json"):
         (directory / name).write_text((EXAMPLES / name).read_text())
-    config: dict[str, Any] = json.loads((EXAMPLES / "zero3_nvme.json").read_text())
-    zero = {name: value for name, value in config["zero_optimization"].items() if not name.startswith("offload")}
-    (directory / "zero3.json").write_text(json.dumps({**config, "zero_optimization": zero}))
+    for name, in_memory in (("zero3_nvme.json", "zero3.json"), ("accelerate_nvme.json", "accelerate_z3.json")):
+        config: dict[str, Any] = json.loads((EXAMPLES / name).read_text())
+        zero = {key: value for key, value in config["zero_optimization"].items() if not key.startswith("offload")}
+        (directory / in_memory).write_text(json.dumps({**config, "zero_optimization": zero}))
     for name, zero in LOOPS.items():
         (directory / f"{name}.json").write_text(json.dumps({**LOOP_CONFIG, "zero_optimization": zero}))
     (directory / "meet.py").write_text(MEET)

@@ -1,10 +1,12 @@
 """A loop of one's own with Accelerate. DeepSpeed is said by its plugin:
 
     infinity as-deepspeed torchrun --nproc-per-node 2 examples/accelerate_loop.py --model DIRECTORY \
-        --plugin examples/zero3_nvme.json
+        --plugin examples/accelerate_nvme.json
 
-or by the configuration of ``accelerate launch``, and then nothing in the script knows of it:
+or by the configuration of ``accelerate launch``, and then nothing in the script knows of it. Accelerate's launcher
+drops the path of the swap files, which its plugin takes from the environment:
 
+    export ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_NVME_PATH=swap ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_NVME_PATH=swap
     infinity as-deepspeed accelerate launch --config_file examples/accelerate.yaml examples/accelerate_loop.py \
         --model DIRECTORY
 """
@@ -16,7 +18,7 @@ import json
 
 import torch
 from accelerate import Accelerator, DeepSpeedPlugin
-from accelerate.utils import set_seed
+from accelerate.utils import InitProcessGroupKwargs, set_seed
 from text import Text
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, get_scheduler
@@ -29,7 +31,10 @@ def main() -> None:
     parser.add_argument("--output", default="out", help="where the state is saved, and the model")
     options = parser.parse_args()
     plugin = DeepSpeedPlugin(hf_ds_config=options.plugin) if options.plugin else None
-    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2, cpu=True)
+    # without a GPU Accelerate sees one rank alone unless a backend is named; cpu=True would leave the plugin out
+    on_cpus = torch.distributed.is_torchelastic_launched() and not torch.cuda.is_available()
+    groups = [InitProcessGroupKwargs(backend="gloo")] if on_cpus else None
+    accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2, kwargs_handlers=groups)
     set_seed(0)
     model = AutoModelForCausalLM.from_pretrained(options.model)
     loader = DataLoader(Text(0, 48), batch_size=4)
@@ -42,7 +47,8 @@ def main() -> None:
         )
     else:
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-        scheduler = get_scheduler("linear", optimizer, 2, 20)
+        num_ranks = accelerator.num_processes  # so often Accelerate steps a schedule that is not the engine's
+        scheduler = get_scheduler("linear", optimizer, 2 * num_ranks, 20 * num_ranks)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
 
     def epoch() -> list[float]:
@@ -67,7 +73,8 @@ def main() -> None:
     state = accelerator.get_state_dict(model)
     if accelerator.is_main_process:
         accelerator.unwrap_model(model).save_pretrained(f"{options.output}/model", state_dict=state)
-        print(json.dumps({"losses": losses, "following": following, "again": again}))
+        by = accelerator.distributed_type.value
+        print(json.dumps({"losses": losses, "following": following, "again": again, "by": by}))
     accelerator.end_training()
 
 

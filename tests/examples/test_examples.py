@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,14 +39,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def run(directory: Path, words: Sequence[object], *, unmodified: bool = True) -> dict[str, Any]:
+def run(
+    directory: Path, words: Sequence[object], *, unmodified: bool = True, variables: Mapping[str, str] | None = None
+) -> dict[str, Any]:
     """What the script prints last. ``unmodified``: what it takes for DeepSpeed is infinity; else it needs none."""
     (directory / "swap").mkdir(exist_ok=True)
     given = ["infinity", "as-deepspeed", *words] if unmodified else words
     ended = subprocess.run(
         [str(BIN / str(given[0])), *map(str, given[1:])],
         cwd=directory,
-        env={**quiet_environment(PATH=f"{BIN}:/usr/bin:/bin"), "PYTHONPATH": ""},
+        env={**quiet_environment(PATH=f"{BIN}:/usr/bin:/bin"), "PYTHONPATH": "", **(variables or {})},
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -117,12 +119,15 @@ def test_the_trainer_in_fp16_with_its_optimizer_on_the_host(num_ranks: int, mode
 def test_accelerate_by_its_plugin_and_by_its_launcher(num_ranks: int, model: Path, tmp_path: Path) -> None:
     words = [EXAMPLES / "accelerate_loop.py", "--model", model, "--output", "out"]
     launch = ["accelerate", "launch", "--num_processes", num_ranks, "--main_process_port", free_port()]
-    by_plugin = run(tmp_path, [*torchrun(num_ranks), *words, "--plugin", EXAMPLES / "zero3_nvme.json"])
-    by_launcher = run(tmp_path, [*launch, "--config_file", EXAMPLES / "accelerate.yaml", *words])
+    by_plugin = run(tmp_path, [*torchrun(num_ranks), *words, "--plugin", EXAMPLES / "accelerate_nvme.json"])
+    paths = {f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_NVME_PATH": "swap" for what in ("PARAM", "OPTIMIZER")}
+    by_launcher = run(tmp_path, [*launch, "--config_file", EXAMPLES / "accelerate.yaml", *words], variables=paths)
+    assert by_plugin["by"] == "DEEPSPEED", "Accelerate leaves the plugin out without a word where cpu=True"
     assert by_plugin == by_launcher
     assert by_plugin["again"] == by_plugin["following"], "what load_state brings back is what save_state saw"
     if num_ranks == 1:
         in_memory = run(tmp_path, ["python", *words], unmodified=False)
+        assert in_memory.pop("by") == "NO"
         for part in in_memory:
             assert_close(by_plugin[part], in_memory[part])
 

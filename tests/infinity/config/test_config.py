@@ -431,6 +431,16 @@ def test_nvme_needs_a_directory(section: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
+def test_a_path_that_accelerates_launcher_has_dropped_is_said_to_be(
+    section: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"ACCELERATE_DEEPSPEED_{section.upper()}_NVME_PATH") as caught:
+        parse_config(_with(f"zero_optimization.{section}", {"device": "nvme", "nvme_path": "none"}))
+    assert caught.value.key == f"zero_optimization.{section}.nvme_path"
+
+
+@pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
 @pytest.mark.parametrize("device", ["cpu", "none"])
 def test_a_path_beside_another_device_is_taken_with_a_note(section: str, device: str) -> None:
     """As common configurations have it; the directory need not even be there."""

@@ -113,7 +113,7 @@ def test_after_a_backward_that_failed_and_zero_grad_the_next_one_counts_alone() 
     given = _Fails.apply(x.clone().requires_grad_())  # type: ignore[no-untyped-call]
     with pytest.raises(ZeroDivisionError):
         engine(given)["loss"].backward()
-    with pytest.raises(EngineStateError, match="the last backward failed.*zero_grad"):
+    with pytest.raises(EngineStateError, match=r"the last backward failed.*zero_grad"):
         engine(x)["loss"].backward()
     engine.zero_grad()
     engine(x)["loss"].backward()

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, get_scheduler, set_seed
 
@@ -16,7 +16,14 @@ from tests.infinity.deepspeed.unmodified.run import program
 
 def accelerator_of(given: Any, **others: Any) -> Accelerator:
     plugin = None if given is None else DeepSpeedPlugin(hf_ds_config=given)
-    return Accelerator(deepspeed_plugin=plugin, cpu=True, **{"gradient_accumulation_steps": 2, **others})
+    return distributed(Accelerator(deepspeed_plugin=plugin, **{"gradient_accumulation_steps": 2, **others}), given)
+
+
+def distributed(accelerator: Accelerator, given: Any) -> Accelerator:
+    """It, if it makes engines where there is a configuration: it leaves the plugin out without a word for cpu=True."""
+    if (accelerator.distributed_type is DistributedType.DEEPSPEED) is (given is None):
+        raise AssertionError(accelerator.distributed_type)
+    return accelerator
 
 
 def parts(accelerator: Accelerator, *, ragged: bool = False) -> tuple[Any, ...]:
@@ -134,7 +141,7 @@ def two_models_two_optimizers(given: Any) -> Any:
         first = {**given, "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 2}
         second = dict(first)
         plugins = {"pupil": DeepSpeedPlugin(hf_ds_config=first), "rival": DeepSpeedPlugin(hf_ds_config=second)}
-    accelerator = Accelerator(deepspeed_plugins=plugins, cpu=True)
+    accelerator = distributed(Accelerator(deepspeed_plugins=plugins), given)
     set_seed(0)
     models = [LlamaForCausalLM(llama_config()) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
