@@ -45,14 +45,13 @@ class GroupTrace:
     def begin(self) -> None:
         """A pass begins; the one that ended becomes the prediction."""
         if self._recorded and self._recorded != self._order:
-            self._order = self._recorded
-            self._positions = [[] for _ in self._numels]
-            self._before = [0]
-            for position, group in enumerate(self._order):
-                self._positions[group].append(position)
-                self._before.append(self._before[-1] + self._numels[group])
-        self._recorded = []
-        self._cursor = 0
+            positions: list[list[int]] = [[] for _ in self._numels]
+            before = [0]
+            for position, group in enumerate(self._recorded):
+                positions[group].append(position)
+                before.append(before[-1] + self._numels[group])
+            self._order, self._positions, self._before = self._recorded, positions, before  # whole, if interrupted
+        self._recorded, self._cursor = [], 0
 
     def use(self, group: int) -> None:
         """``group`` is used now; repeated uses in a row count once."""

@@ -31,6 +31,7 @@ SMALLER: Final = (0.1, 0.01, 0.001)
 LATER: Final = (10, 100, 1_000, 10_000, 100_000)
 """The counts of steps after which somebody's own rule is looked at again."""
 _SIZED: Final = (int, float, torch.Tensor)
+_TOLD: Final = (int, float, str, tuple, list)
 DECISIVE: Final = (0.0, 1e-7, 1e6, 1e17, float("inf"), float("nan"))
 """Gradients upon which somebody's own rule may decide what to do."""
 CUT: Final = 128
@@ -76,7 +77,7 @@ def _as_it_is(value: object) -> object:
 def in_words(options: Sequence[Options]) -> str:
     """Numbers and words of the param groups, equal on ranks that would step alike."""
     told = (
-        " ".join(f"{name} {value}" for name, value in group.items() if isinstance(value, (int, float, str, tuple)))
+        " ".join(f"{name} {value}" for name, value in group.items() if isinstance(value, _TOLD))
         for group in options
     )
     return "; ".join(words for words, _ in itertools.groupby(told))

@@ -23,12 +23,11 @@ KEY: Final = "Fake"
 TAKING_KEY: Final = "DeferredInit"
 _DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 _KEY: Any = torch._C._dispatch_key_parse(KEY)
-_TAKING_KEY: Any = torch._C._dispatch_key_parse(TAKING_KEY)
 _KEYS: Any = torch._C.DispatchKeySet(_KEY)
-_ALL_KEYS: Any = _KEYS | torch._C.DispatchKeySet(_TAKING_KEY)
+_TAKING_KEYS: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(TAKING_KEY))
+_ALL_KEYS: Any = _KEYS | _TAKING_KEYS
 storage_of: Any = torch._C.TensorBase.untyped_storage
 """Torch's own ``untyped_storage``, which nobody is told about (``arrays``)."""
-_exclude: Any = torch._C._dispatch_tls_set_dispatch_key_excluded
 _set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 
 
@@ -55,11 +54,8 @@ def make(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = 
 
 def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """``tensor.data = data`` where one of them is a placeholder: the owners' way, which nobody is asked about."""
-    _exclude(_TAKING_KEY, True)
-    try:
+    with torch._C._ExcludeDispatchKeyGuard(_TAKING_KEYS):  # whose end no interrupt comes before
         _set_data(tensor, data)
-    finally:
-        _exclude(_TAKING_KEY, False)
 
 
 def is_held_by(tensor: torch.Tensor) -> bool:
