@@ -77,8 +77,7 @@ def _as_it_is(value: object) -> object:
 def in_words(options: Sequence[Options]) -> str:
     """Numbers and words of the param groups, equal on ranks that would step alike."""
     told = (
-        " ".join(f"{name} {value}" for name, value in group.items() if isinstance(value, _TOLD))
-        for group in options
+        " ".join(f"{name} {value}" for name, value in group.items() if isinstance(value, _TOLD)) for group in options
     )
     return "; ".join(words for words, _ in itertools.groupby(told))
 
