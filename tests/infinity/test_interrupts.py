@@ -6,7 +6,7 @@ import dis
 import random
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from types import CodeType, FrameType
 from typing import Any, Final
 
@@ -29,16 +29,15 @@ LAYOUTS: Final[dict[str, dict[str, Any]]] = {
 
 
 @cache
-def _ends_of_with(code: CodeType) -> frozenset[int]:
-    """Where blocks of ``with`` end: the interpreter says a line there once no ``__exit__`` would be called any more,
-    which no signal comes to (it is heard of behind the call)."""
-    steps = list(dis.get_instructions(code))
-    threes = zip(steps, steps[1:], steps[2:], strict=False)
-    return frozenset(
-        first.offset
-        for first, *others in threes
-        if all(step.opname == "LOAD_CONST" and step.argval is None for step in (first, *others))
-    )
+def _handlers(code: CodeType) -> tuple[tuple[int, int, int], ...]:
+    """Of parts of the code, which end before the second number, where an error within them goes on."""
+    return tuple((entry.start, entry.end, entry.target) for entry in dis._parse_exception_table(code))  # type: ignore[attr-defined]
+
+
+def _handler_of(frame: FrameType) -> int | None:
+    """Where an error would go on in the frame's own code; None: it would leave."""
+    at = frame.f_lasti
+    return next((target for start, end, target in _handlers(frame.f_code) if start <= at < end), None)
 
 
 class Interrupting:
@@ -60,15 +59,19 @@ class Interrupting:
         del event
         code = frame.f_code
         is_met = code.co_qualname in self.functions if self.functions else "/infinity/" in code.co_filename
-        return self._line if is_met else None
+        return partial(self._line, [_handler_of(frame)]) if is_met else None
 
-    def _line(self, frame: FrameType, event: str, _arg: Any) -> Any:
-        if event == "line" and frame.f_lasti not in _ends_of_with(frame.f_code):
+    def _line(self, handlers: list[int | None], frame: FrameType, event: str, _arg: Any) -> Any:
+        """Behind the last line of ``try`` or ``with`` nothing is raised before what comes next has called something:
+        ``finally`` or ``__exit__`` may be that, and signals are heard of behind calls alone."""
+        handlers.append(_handler_of(frame))
+        is_behind = handlers[-2] is not None and handlers[-1] != handlers[-2]
+        if event == "line" and not is_behind:
             self.num_lines += 1
             if self.num_lines == self.at:
                 sys.settrace(None)
                 raise KeyboardInterrupt
-        return self._line
+        return partial(self._line, handlers[-1:])
 
 
 def _engine(layout: str) -> Engine:
