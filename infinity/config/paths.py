@@ -38,10 +38,12 @@ def check_swap_dirs(config: Config, complaints: Complaints) -> None:
     """Every swap directory must be one, here, and writable."""
     for key, path in config.swap_dir_keys():
         if remedy := unusable(path):
-            complaints.add(key, path, _dropped_by_accelerate(key) if path == "none" else remedy)
+            is_dropped = path == "none" and key.endswith(".nvme_path")
+            complaints.add(key, path, _dropped_by_accelerate(key) if is_dropped else remedy)
 
 
 def _dropped_by_accelerate(key: str) -> str:
+    """``key``: an ``nvme_path``, since Accelerate says no other."""
     variable = f"ACCELERATE_DEEPSPEED_{key.split('.')[-2].upper()}_NVME_PATH"
     return (
         "is Accelerate's word for no path, and its launcher drops the one that it is given: set the environment "

@@ -40,8 +40,8 @@ class DaemonProcess:
 
     The constructor returns once the daemon serves its socket. It raises ``ConfigError`` if the daemon refuses a
     setting, ``DaemonLostError`` if it ends or stays silent; both carry its own last words. It raises ``WorldError`` if
-    a limit (``ulimit``) lets this process start none. A context manager; at exit
-    of the interpreter the daemon is ended too.
+    a limit (``ulimit``) lets this process start none. A context manager; at exit of the interpreter the daemon is ended
+    too.
     """
 
     def __init__(

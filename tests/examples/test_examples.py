@@ -17,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.script_rows import ENVIRONMENT
 from tests.support.ranks import REPOSITORY, free_port, quiet_environment
 
 EXAMPLES: Final = REPOSITORY / "examples"
@@ -120,8 +121,7 @@ def test_accelerate_by_its_plugin_and_by_its_launcher(num_ranks: int, model: Pat
     words = [EXAMPLES / "accelerate_loop.py", "--model", model, "--output", "out"]
     launch = ["accelerate", "launch", "--num_processes", num_ranks, "--main_process_port", free_port()]
     by_plugin = run(tmp_path, [*torchrun(num_ranks), *words, "--plugin", EXAMPLES / "accelerate_nvme.json"])
-    paths = {f"ACCELERATE_DEEPSPEED_OFFLOAD_{what}_NVME_PATH": "swap" for what in ("PARAM", "OPTIMIZER")}
-    by_launcher = run(tmp_path, [*launch, "--config_file", EXAMPLES / "accelerate.yaml", *words], variables=paths)
+    by_launcher = run(tmp_path, [*launch, "--config_file", EXAMPLES / "accelerate.yaml", *words], variables=ENVIRONMENT)
     assert by_plugin["by"] == "DEEPSPEED", "Accelerate leaves the plugin out without a word where cpu=True"
     assert by_plugin == by_launcher
     assert by_plugin["again"] == by_plugin["following"], "what load_state brings back is what save_state saw"

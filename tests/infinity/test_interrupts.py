@@ -59,19 +59,19 @@ class Interrupting:
         del event
         code = frame.f_code
         is_met = code.co_qualname in self.functions if self.functions else "/infinity/" in code.co_filename
-        return partial(self._line, [_handler_of(frame)]) if is_met else None
+        return partial(self._line, _handler_of(frame)) if is_met else None
 
-    def _line(self, handlers: list[int | None], frame: FrameType, event: str, _arg: Any) -> Any:
+    def _line(self, before: int | None, frame: FrameType, event: str, _arg: Any) -> Any:
         """Behind the last line of ``try`` or ``with`` nothing is raised before what comes next has called something:
         ``finally`` or ``__exit__`` may be that, and signals are heard of behind calls alone."""
-        handlers.append(_handler_of(frame))
-        is_behind = handlers[-2] is not None and handlers[-1] != handlers[-2]
+        handler = _handler_of(frame)
+        is_behind = before is not None and handler != before
         if event == "line" and not is_behind:
             self.num_lines += 1
             if self.num_lines == self.at:
                 sys.settrace(None)
                 raise KeyboardInterrupt
-        return partial(self._line, handlers[-1:])
+        return partial(self._line, handler)
 
 
 def _engine(layout: str) -> Engine:

@@ -438,6 +438,8 @@ def test_a_path_that_accelerates_launcher_has_dropped_is_said_to_be(
     with pytest.raises(ConfigError, match=f"ACCELERATE_DEEPSPEED_{section.upper()}_NVME_PATH") as caught:
         parse_config(_with(f"zero_optimization.{section}", {"device": "nvme", "nvme_path": "none"}))
     assert caught.value.key == f"zero_optimization.{section}.nvme_path"
+    with pytest.raises(ConfigError, match=r"swap_dirs.*does not exist: mkdir -p none"):
+        parse_config(_with(f"zero_optimization.{section}", {"device": "nvme"}) | {"io_daemon": {"swap_dirs": ["none"]}})
 
 
 @pytest.mark.parametrize("section", ["offload_param", "offload_optimizer"])
