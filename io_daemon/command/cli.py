@@ -48,7 +48,7 @@ def run(argv: Sequence[str] | None, *, add_bench: AddCommands) -> int:
         try:
             exit_code: int = arguments.run(arguments)
         except ConfigError as error:
-            raise as_typed(error, arguments.parser) from error
+            raise as_typed(error, arguments.parser) from error.__cause__  # may be this very error
         except ValidationError as error:
             raise as_typed(first_problem(error), arguments.parser) from error
         return exit_code

@@ -98,6 +98,9 @@ def too_few_threads(error: RuntimeError, needed: str) -> WorldError:
 
 
 def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
+    """The error, what it came from, and so on: each once, whoever tied them into a circle."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         yield error
         error = error.__cause__

@@ -120,6 +120,11 @@ def _too_much() -> NoReturn:
     raise MemoryError
 
 
+def _own_cause() -> NoReturn:
+    error = ConfigError("socket", "s", "name another")
+    raise error from error
+
+
 @pytest.mark.parametrize(
     ("work", "said"),
     [
@@ -127,6 +132,7 @@ def _too_much() -> NoReturn:
         (lambda: _refused(errno.ENOMEM), "(Cannot allocate memory); raise `ulimit -v` (it is 7)\n"),
         (lambda: _refused(errno.EACCES), "(Permission denied)\n"),
         (_too_much, "program: out of memory; raise `ulimit -v` (it is 7)\n"),
+        (_own_cause, "program: socket = 's': name another\n"),
     ],
 )
 def test_what_a_command_ends_with_names_the_limit_behind_it(
