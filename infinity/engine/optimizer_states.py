@@ -13,8 +13,10 @@ import torch
 from torch import nn
 
 from infinity.engine.runtime import Runtime
+from infinity.engine.state_access import checksum_of
 from infinity.errors import EngineStateError, WeightsError
 from infinity.states import StepPhase
+from infinity.update.dry_run import in_words
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.rule import numbers_of
 from infinity.update.update import Update
@@ -61,11 +63,13 @@ class OptimizerStates:
         """Take what ``pack`` gave, or torch's ``state_dict()``. Collective.
 
         Raises:
-            WeightsError: naming a parameter whose entry does not fit.
-            EngineStateError: other ranks' parts, or a time when states cannot be written.
+            WeightsError: naming a parameter whose entry does not fit, or is another one on another rank.
+            EngineStateError: other ranks' parts, other options on other ranks, or a time when states cannot be written.
             Either on every rank; nothing has changed.
         """
         self._runtime.collectives.together(lambda: self._check(packed), "load the optimizer's state")
+        if self._runtime.collectives.world_size > 1:
+            self._compare(packed)
         states, masters, whole = packed["state"], packed.get(MASTERS, {}), SHARER not in packed
         histories = self._update.histories
         for number, (_, sharded) in enumerate(self._params()):
@@ -76,11 +80,48 @@ class OptimizerStates:
                 histories[sharded.index] = None
                 entry = self._zeros(sharded, whole=whole) if self._rule.from_zeros else {}
             for label in self._rule.states if entry else ():
-                self._runtime.states.write(sharded, self._kind(label), entry[label], whole=whole)
+                self._replace(sharded, label, entry[label], whole=whole)
             if number in masters:
-                self._runtime.states.write(sharded, self._kind(None), masters[number], whole=whole)
+                self._replace(sharded, None, masters[number], whole=whole)
         if SCALE in packed:
             self._update.scale.load_state_dict(packed[SCALE])
+
+    def _replace(self, sharded: ShardedParam, label: str | None, value: torch.Tensor, *, whole: bool) -> None:
+        states, kind = self._runtime.states, self._kind(label)
+        states.replace(sharded, kind, states.own_part(sharded, kind, value, whole=whole))
+
+    def _compare(self, packed: Mapping[str, Any]) -> None:
+        """Raises unless all ranks have been given the same, of parts as far as that can be seen."""
+        mine = (f"{in_words(packed['param_groups'])} {packed.get(SCALE, '')}".strip(), self._in_words(packed))
+        given = self._runtime.collectives.gather_objects(mine, "compare what is given as the optimizer's state")
+        for rank, (options, _) in enumerate(given):
+            if options != given[0][0]:
+                raise EngineStateError(
+                    f"load_state_dict() of the optimizer with {given[0][0]} on rank 0 and with {options} on rank "
+                    f"{rank}: load the same state on every rank"
+                )
+        for number, (param, _) in enumerate(self._params()):
+            found = [(words[number], rank) for rank, (_, words) in enumerate(given) if number in words]
+            for words, rank in found:
+                if words != found[0][0]:
+                    self._refuse(param, f"has {found[0][0]} on rank {found[0][1]} and {words} on rank {rank}")
+
+    def _in_words(self, packed: Mapping[str, Any]) -> dict[int, str]:
+        """What tells each parameter of which this rank has a part: its counts, and of whole values the checksum."""
+        masters, is_whole = packed.get(MASTERS, {}), SHARER not in packed
+        told = {}
+        for number, (_, sharded) in enumerate(self._params()):
+            entry, checksum = packed["state"].get(number), 0
+            if not self._runtime.io.own_range(sharded)[1]:
+                continue
+            words = [f"{label} {float(entry[label]):g}" for label in self._rule.numbers] if entry else ["no state"]
+            if is_whole:
+                values = [entry[label] for label in self._rule.states] if entry else []
+                for value in [*values, *([masters[number]] if number in masters else [])]:
+                    checksum = checksum_of(value, checksum)
+                words.append(f"values with checksum {checksum:08x}")
+            told[number] = ", ".join(words)
+        return told
 
     def _check(self, packed: Mapping[str, Any]) -> None:
         self._runtime.refuse_over("load_state_dict() of the optimizer")

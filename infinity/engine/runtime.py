@@ -118,6 +118,7 @@ class Runtime(owners.Owner):
             check_written=self.written.check,
             begin_write=self._gathering.begin_write,
             refresh=self._gathering.refresh,
+            agree=lambda what: collectives.agree(what).wait(),
             together=collectives.together,
         )
         self.changes = WeightChanges(

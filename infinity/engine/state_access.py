@@ -7,6 +7,7 @@ store; 16-bit weights follow their master weights, and so do weights that are on
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from zlib import crc32
 
 import torch
 
@@ -26,7 +27,7 @@ from io_daemon.shared.protocol import ObjectKind
 class StateAccess:
     """``check_written``: has the store follow what a user wrote to a parameter's weights on the device, or raises
     WeightsError. ``refresh``: has the weights of a parameter that are on the device follow the store; collective.
-    ``together``: ``Collectives.together``."""
+    ``agree``: returns when every rank is about to do what its words say. ``together``: ``Collectives.together``."""
 
     def __init__(
         self,
@@ -39,6 +40,7 @@ class StateAccess:
         check_written: Callable[[Sequence[ShardedParam]], None],
         begin_write: Callable[[ShardedParam], None],
         refresh: Callable[[ShardedParam], None],
+        agree: Callable[[str], None],
         together: Callable[[Callable[[], None], str], None],
     ) -> None:
         self._stepped, self._states = sharded.precision.stepped, sharded.precision.state_kinds
@@ -51,7 +53,8 @@ class StateAccess:
         self._io, self._phases = io, phases
         self._reducer, self._gradients = reducer, gradients
         self._check_written = check_written
-        self._begin_write, self._refresh, self._together = begin_write, refresh, together
+        self._begin_write, self._refresh = begin_write, refresh
+        self._agree, self._together = agree, together
 
     def kind(self, state: str | None) -> ObjectKind:
         """The kind of the optimizer's ``state``, by name; None means the fp32 weights."""
@@ -75,10 +78,19 @@ class StateAccess:
         return self._io.read(param, kind) if whole else self._io.read_own(param, kind)
 
     def write(self, param: ShardedParam, kind: ObjectKind, value: torch.Tensor, *, whole: bool) -> None:
-        """Replace what ``read`` reads. Every rank calls it; with ``whole`` all with the same values."""
+        """Replace what ``read`` reads. Every rank calls it. Raises WorldError on all where, with ``whole``, they give
+        different values: each would keep its part of another tensor."""
         self.check_phase("written", StepPhase.IDLE)
         kind = self._of_frozen(param, kind)
         own = self.own_part(param, kind, value, whole=whole)
+        if whole:
+            names = {each: label for label, each in self._states.items()}
+            what = names.get(kind, kind.name.lower())
+            self._agree(f"write the {what} of {param.name} with checksum {checksum_of(value):08x}")
+        self.replace(param, kind, own)
+
+    def replace(self, param: ShardedParam, kind: ObjectKind, own: torch.Tensor) -> None:
+        """It is ``write`` of this rank's part, which is known to fit and to be of what all ranks write."""
         if kind is ObjectKind.GRAD:
             self._refuse_away(kind.mask)
             self.refuse_clipped(f"writing the gradient of {param.name}")
@@ -151,6 +163,13 @@ class StateAccess:
                 f"the state of a parameter cannot be {done} while the engine is in {self._phases.phase.name}: do it "
                 "between backward() and step(), or between steps"
             )
+
+
+def checksum_of(values: torch.Tensor, before: int = 0) -> int:
+    """The checksum of the values in fp32, in the order of their indexes, that goes on from ``before``."""
+    with torch.no_grad():
+        flat = values.detach().to("cpu", torch.float32).reshape(-1)
+        return crc32(flat.contiguous().numpy().data, before)
 
 
 def _without_sign(precision: Precision) -> dict[ObjectKind, str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -375,3 +376,50 @@ def test_ranks_keep_their_own_parts(tmp_path: Path) -> None:
         assert first[stage][1] == [0, 2]
         assert "part of rank 0 of 2 on rank 1 of 2" in second[stage][2]
         assert "part of rank 0 of 2 on rank 1 of 2" in first[stage][2], "the other rank is told"
+
+
+DIFFERING = """
+import json, os
+import torch
+import infinity
+from tests.infinity.test_optimizer_state_dict import OPTIMIZERS, images, masters, start, train
+
+rank = int(os.environ["RANK"])
+answers = []
+for stage in (0, 3):
+    setting = {"zero_optimization": {"stage": stage}, "bf16": {"enabled": True}}
+    engine = start(OPTIMIZERS["AdamW"], setting, ".")
+    train(engine, images(0, 2))
+    saved = engine.optimizer.state_dict()
+    train(engine, images(2, 3))
+    now = engine.optimizer.state_dict()
+    kept = masters(engine)
+
+    def said(given):
+        try:
+            engine.optimizer.load_state_dict(given)
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+
+    slower = {**now, "param_groups": [{**group, "lr": 0.5 / (1 + rank)} for group in now["param_groups"]]}
+    answers += [said(saved if rank else now), said(slower)]
+    if stage == 0:
+        states = {number: {**state, "exp_avg": state["exp_avg"] + rank} for number, state in now["state"].items()}
+        answers.append(said({**now, "state": states}))
+    same = all(torch.equal(kept[name], value) for name, value in masters(engine).items())
+    answers += [same, said(now)]
+    engine.destroy()
+print(json.dumps(answers))
+"""
+
+
+def test_ranks_that_load_different_states_are_told_and_nothing_changes(tmp_path: Path) -> None:
+    first, second = (rank.answer for rank in run_ranks(DIFFERING, tmp_path, num_ranks=2))
+    assert first == second
+    steps, options, values, *rest = first[:5]
+    assert re.search(r"WeightsError: .* has step 3, .* on rank 0 and step 2, .* on rank 1", steps)
+    assert re.search(r"EngineStateError: .* with lr 0\.5 .* on rank 0 and with lr 0\.25 .* on rank 1", options)
+    assert re.search(r"WeightsError: .* has step 3, values with checksum \w+ on rank 0 and step 3, values", values)
+    assert rest == [True, None]
+    assert "has step 3 on rank 0 and step 2 on rank 1" in first[5]
+    assert first[7:] == [True, None]

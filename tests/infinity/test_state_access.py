@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,51 @@ def test_on_several_ranks(tier: str, bf16: bool, num_ranks: int, tmp_path: Path)
     kept.close()
     """
     assert [rank.answer for rank in run_ranks(code, tmp_path, num_ranks=num_ranks)] == [[]] * num_ranks
+
+
+WITHOUT_THE_OTHERS = """
+import json, os, sys
+import torch
+import infinity
+from infinity import utils
+from infinity.errors import WorldError
+from tests.support.state_story import batches_of, build, config
+
+rank = int(os.environ["RANK"])
+engine, *_ = infinity.initialize(model=build(), config=config("cpu", ".", bf16=False))
+weight = engine.module.get_parameter("0.weight")
+before = utils.safe_get_full_fp32_param(weight)
+said = []
+for write in (
+    lambda value: utils.safe_set_full_fp32_param(weight, value),
+    lambda value: utils.safe_set_full_optimizer_state(weight, value, "exp_avg"),
+):
+    try:
+        write(before + rank)
+    except WorldError as error:
+        said.append(str(error))
+same = torch.equal(utils.safe_get_full_fp32_param(weight), before)
+try:
+    if rank == 0:
+        utils.safe_set_full_optimizer_state(weight, before, "exp_avg")
+    engine.eval()
+    engine(batches_of(1, world_size=1, bf16=False)[0])
+except WorldError as error:
+    said.append(str(error))
+print(json.dumps([same, *said]))
+sys.stdout.flush()
+os._exit(0)
+"""
+
+
+def test_a_write_of_other_values_or_by_one_rank_alone_is_told(tmp_path: Path) -> None:
+    first, second = (rank.answer for rank in run_ranks(WITHOUT_THE_OTHERS, tmp_path, num_ranks=2))
+    assert first == second
+    same, weights, states, alone = first
+    assert same, "nothing has changed"
+    for said, kind in ((weights, "weight"), (states, "exp_avg")):
+        assert re.search(rf"rank 0: write the {kind} of 0\.weight with checksum \w+.*rank 1: write the {kind}", said)
+    assert re.search(r"rank 0: write the exp_avg of 0\.weight.*rank 1: begin an evaluating forward", alone)
 
 
 @pytest.fixture
