@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import infinity
-from tests.support.ranks import REPOSITORY, end_of, start_launcher
+from tests.support.ranks import REPOSITORY, end_of, run_ranks, start_launcher
 
 AROUND = """
 import json, os, sys
@@ -111,7 +111,11 @@ def command() -> str:
     return str(line)
 
 
-def _train(directory: Path, code: str, num_ranks: int) -> list[tuple[list[int], list[float], dict[str, list[float]]]]:
+Trained = list[tuple[list[int], list[float], dict[str, list[float]]]]
+"""Of each rank the batch sizes, losses and weights."""
+
+
+def _train(directory: Path, code: str, num_ranks: int) -> Trained:
     directory.mkdir()
     swap_dir = directory / "swap"
     swap_dir.mkdir()
@@ -121,6 +125,17 @@ def _train(directory: Path, code: str, num_ranks: int) -> list[tuple[list[int], 
     ended = end_of(start_launcher(*words.split(), script, directory))
     assert ended.code == 0, ended.errors
     assert list(swap_dir.iterdir()) == []
+    return _answers(directory, num_ranks)
+
+
+def _train_by_ddp(directory: Path, num_ranks: int) -> Trained:
+    directory.mkdir()
+    ended = run_ranks(AROUND + DDP + ANSWER, directory, num_ranks=num_ranks, words=[str(directory)])
+    assert [rank.code for rank in ended] == [0] * num_ranks, ended
+    return _answers(directory, num_ranks)
+
+
+def _answers(directory: Path, num_ranks: int) -> Trained:
     return [json.loads((directory / f"rank{rank}").read_text()) for rank in range(num_ranks)]
 
 
@@ -129,7 +144,7 @@ def test_the_example_trains_one_model_as_ddp_does(num_ranks: int, tmp_path: Path
     """On one rank to the bit; on more, losses within bf16's rounding: the engine sums gradients in the config's
     reduction dtype, DDP in bf16."""
     ours = _train(tmp_path / "ours", AROUND + SPY + example() + ANSWER, num_ranks)
-    ddps = _train(tmp_path / "ddp", AROUND + DDP + ANSWER, num_ranks)
+    ddps = _train_by_ddp(tmp_path / "ddp", num_ranks)
     assert [sizes for sizes, _, _ in ours] == [[num_ranks]] * num_ranks
     assert all(weights == ours[0][2] for _, _, weights in ours), "one model"
     for (_, losses, weights), (_, ddp_losses, ddp_weights) in zip(ours, ddps, strict=True):

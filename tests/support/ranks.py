@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from tests.support import warm_scripts
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 TIMEOUT_S: Final = 240.0
@@ -53,23 +55,21 @@ def quiet_environment(**variables: str) -> dict[str, str]:
 def run_ranks(
     code: str, directory: Path, *, num_ranks: int, words: Sequence[str] = (), variables: Mapping[str, str] | None = None
 ) -> list[Ended]:
-    """Run ``code`` as a script on ``num_ranks`` processes of this machine; each one's end, in rank order."""
+    """Run ``code`` as a script on ``num_ranks`` processes of this machine; each one's end, in rank order.
+
+    Args:
+        variables: more of the environment, which nothing reads while it is imported.
+    """
     script = directory / "script.py"
     script.write_text(textwrap.dedent(code))
-    port = str(free_port())
-    with contextlib.ExitStack() as stack:
-        processes = []
-        for rank in range(num_ranks):
-            places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-            env = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=port, **(variables or {}))
-            env |= {name: str(value) for name, value in places.items()}
-            command = [sys.executable, str(script), *words]
-            process = stack.enter_context(
-                subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            )
-            stack.callback(process.kill)
-            processes.append(process)
-        return [_ended(process) for process in processes]
+    common = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **(variables or {}))
+    environments = []
+    for rank in range(num_ranks):
+        places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
+        environments.append(common | {name: str(value) for name, value in places.items()})
+    with tempfile.TemporaryDirectory() as kept:
+        ended = warm_scripts.run(script, words, environments, Path(kept), TIMEOUT_S)
+    return [Ended(code=code, output=output, errors=errors) for code, output, errors in ended]
 
 
 def start_launcher(*words: str | Path, **variables: str) -> subprocess.Popen[str]:

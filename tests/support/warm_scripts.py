@@ -1,0 +1,157 @@
+"""Scripts in forks of one process that has imported torch and infinity: most of what a short script takes is imports.
+
+``python -m tests.support.warm_scripts`` reads a line of JSON for each script, forks once a rank, and tells the ranks'
+process ids and, when all have ended, their exit codes. It never runs autograd, which a fork would not survive. ``run``
+is its client. Ranks that are started so have one hash seed; those of launchers have their own.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import gc
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Final
+
+from tests.support.forked import warm_up
+
+REPOSITORY: Final = Path(__file__).resolve().parents[2]
+START_TIMEOUT_S: Final = 120.0
+"""For all imports, on a busy machine, and the forks."""
+KILL_TIMEOUT_S: Final = 10.0
+
+
+class _Server:
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.warm_scripts"],
+            cwd=REPOSITORY, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        self._unread = b""
+        atexit.register(self.close, os.getpid())
+
+    def close(self, owner_pid: int) -> None:
+        """The end of its input ends it."""
+        if os.getpid() != owner_pid:
+            return
+        for pipe in (self._process.stdin, self._process.stdout):
+            if pipe is not None:
+                pipe.close()
+        try:
+            self._process.wait(KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait(KILL_TIMEOUT_S)
+
+    def ask(self, request: Any) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        self._process.stdin.flush()
+
+    def answer(self, timeout_s: float) -> Any:
+        """None where there is none in time. Raises RuntimeError if the server has ended."""
+        assert self._process.stdout is not None
+        fd, deadline = self._process.stdout.fileno(), time.monotonic() + timeout_s
+        while b"\n" not in self._unread:
+            if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
+                return None
+            if not (part := os.read(fd, 1 << 16)):
+                raise RuntimeError("the server of scripts has ended")
+            self._unread += part
+        line, _, self._unread = self._unread.partition(b"\n")
+        return json.loads(line)
+
+
+_servers: dict[int, _Server] = {}
+"""One for this process; a fork of it gets its own."""
+
+
+def run(
+    script: Path, words: Sequence[str], environments: Sequence[Mapping[str, str]], directory: Path, timeout_s: float
+) -> list[tuple[int, str, str]]:
+    """Run ``python script words`` once in each environment, side by side, and wait for all; (exit code, output, errors)
+    of each. After ``timeout_s`` those that are left are killed.
+
+    Args:
+        directory: where their output is kept meanwhile.
+    """
+    server = _servers.get(os.getpid())
+    if server is None:
+        common = set.intersection(*(set(env.items()) for env in environments))
+        server = _servers[os.getpid()] = _Server(dict(common))
+    files = [[str(directory / f"{rank}.{name}") for name in ("out", "err")] for rank in range(len(environments))]
+    server.ask({"script": str(script), "words": [*words], "envs": [dict(env) for env in environments], "files": files})
+    pids, codes = server.answer(START_TIMEOUT_S), None
+    try:
+        codes = server.answer(timeout_s)
+    finally:
+        if codes is None:
+            for pid in pids or ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            codes = server.answer(KILL_TIMEOUT_S)
+    if codes is None:
+        _servers.pop(os.getpid()).close(os.getpid())
+        raise RuntimeError("the server of scripts does not answer")
+    texts = [[Path(path).read_text(errors="replace") for path in pair] for pair in files]
+    return [(code, output, errors) for code, (output, errors) in zip(codes, texts, strict=True)]
+
+
+def become(words: Sequence[str], env: Mapping[str, str], output: int, errors: int) -> None:
+    """This process, a fork, has the standard files, arguments and environment of a new one."""
+    for fd, name in ((1, output), (2, errors)):
+        os.dup2(name, fd)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = list(words)
+
+
+def main() -> tuple[Path, ModuleType] | None:
+    """Serve. In a fork: the script that it is to run, and the module that it is to be."""
+    warm_up()
+    gc.freeze()
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        pids = []
+        for env, files in zip(request["envs"], request["files"], strict=True):
+            if (pid := os.fork()) == 0:
+                os.close(answers)
+                output, errors = (os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600) for path in files)
+                nothing = os.open(os.devnull, os.O_RDONLY)
+                os.dup2(nothing, 0)
+                become([request["script"], *request["words"]], env, output, errors)
+                for fd in (nothing, output, errors):
+                    os.close(fd)
+                return _as_script(Path(request["script"]))
+            pids.append(pid)
+        os.write(answers, json.dumps(pids).encode() + b"\n")
+        codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        os.write(answers, json.dumps(codes).encode() + b"\n")
+    return None
+
+
+def _as_script(script: Path) -> tuple[Path, ModuleType]:
+    sys.path[0] = str(script.parent)
+    sys.stdin = os.fdopen(0, closefd=False)
+    module = ModuleType("__main__")
+    module.__file__ = str(script)
+    sys.modules["__main__"] = module
+    return script, module
+
+
+if __name__ == "__main__":
+    this = sys.modules["__main__"]
+    if (found := main()) is not None:  # and then the interpreter ends as after any script
+        exec(compile(found[0].read_text(), str(found[0]), "exec"), vars(found[1]))
