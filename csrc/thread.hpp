@@ -25,7 +25,7 @@ std::thread start_thread(const char* name, Body body) {
     thread = std::thread(std::move(body));
   } catch (const std::system_error& error) {
     throw_errno(error.code().value(),
-                "start a thread (raise ulimit -u, or the container's pids.max)");
+                "start a thread (raise ulimit -u, ulimit -v, or the container's pids.max)");
   }
   pthread_setname_np(thread.native_handle(), name);
   return thread;

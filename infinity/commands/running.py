@@ -57,9 +57,9 @@ def run_child(command: Sequence[str], environment: Mapping[str, str]) -> int:
 def torchrun(words: Sequence[str], environment: Mapping[str, str]) -> int:
     """Run torchrun with these words."""
     variables = dict(environment)
-    if not any(_names_a_meeting_place(word) for word in words):
+    if not any(map(_names_a_meeting_place, words, [*words[1:], ""])):
         variables.setdefault("PET_STANDALONE", "1")  # --standalone: else two jobs on a machine want port 29500
-    if any(word.replace("_", "-").startswith("--max-restarts") for word in words):
+    if "PET_MAX_RESTARTS" in variables or any(word.replace("_", "-").startswith("--max-r") for word in words):
         # ranks that are started again would find the addresses of those before them in a store that the agent keeps
         variables.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     # idle compute threads that spin take the cores that the daemon needs: 1.3 instead of 7.3 CPU seconds a step
@@ -80,9 +80,12 @@ def _remove_empty(directory: str) -> None:
             os.rmdir(root)
 
 
-def _names_a_meeting_place(word: str) -> bool:
+def _names_a_meeting_place(word: str, following: str) -> bool:
     """An option of torchrun by which ranks of several launchers meet (or one that a script may have, to no harm)."""
-    return word.replace("_", "-").startswith(("--nnodes", "--node-rank", "--master-", "--rdzv-", "--standalone"))
+    name, _, value = word.replace("_", "-").partition("=")
+    if name == "--nnodes" and (value or following) in ("1", "1:1"):
+        return False
+    return name.startswith(("--nnodes", "--node-rank", "--master-", "--rdzv-", "--standalone"))
 
 
 @contextmanager

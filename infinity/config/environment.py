@@ -30,6 +30,8 @@ class Environment:
     """A launcher started this process as one of ``world_size``: RANK and WORLD_SIZE are set."""
     node: str = ""
     """GROUP_RANK: torchrun's number of this node, if torchrun started this process."""
+    restart_count: int = 0
+    """TORCHELASTIC_RESTART_COUNT: how often torchrun has started ranks again."""
     rendezvous: str = ""
     """MASTER_ADDR:MASTER_PORT, where ranks meet."""
     master_address: str = ""
@@ -83,6 +85,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         local_size=_whole(env, "LOCAL_SIZE", default=0, least=0),
         launched=bool(env.get("RANK") and env.get("WORLD_SIZE")),
         node=env.get("GROUP_RANK", ""),
+        restart_count=_whole(env, "TORCHELASTIC_RESTART_COUNT", default=0, least=0),
         rendezvous=_rendezvous(env),
         master_address=env.get("MASTER_ADDR", ""),
         timeout_s=_seconds(env, "INFINITY_TIMEOUT_S", default=TIMEOUT_S),

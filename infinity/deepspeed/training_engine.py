@@ -326,6 +326,8 @@ class DeepSpeedEngine(Engine):
         Args:
             keep_weights: False, as in ``infinity.Engine.destroy``: they go with the engine, and nothing is read.
         """
+        if self._runtime.collectives.is_forked:
+            return
         self._users_backward.settle()
         if keep_weights and self._loop.phases.phase is StepPhase.IDLE:
             hand_back(self._runtime, self._loop.config)

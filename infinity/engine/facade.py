@@ -330,6 +330,8 @@ class Engine(Checkpoints, Exports):
         loop.close()
 
     def _end(self) -> None:
+        if self._runtime.collectives.is_forked:
+            return
         self._let_go.detach()
         Engine._end_collected(self._compiled, self._loop)
 

@@ -90,6 +90,8 @@ class TrainingLoop:
         self._record = StepRecord(runtime.sharded)
         self._stepped: tuple[bool, ...] = ()
         """Whether the last update stepped it, for each parameter."""
+        self._zeroed_lost: set[int] = set()
+        """Parameters whose gradients torch's own ``zero_grad`` has dropped since a backward failed."""
         self._zeroed: set[int] = set()
         """Parameters whose gradient would be one of zeros by now."""
         runtime.user_gradients.note_zeroed = self._note_zeroed_one
@@ -224,7 +226,7 @@ class TrainingLoop:
             self.runtime.changes.begin()
             at_once = self.config.io_daemon.update == "in_step" or update.is_foreign
             update.apply(None if at_once else self.runtime.changes.chunks_that_stay)
-        self._stepped = tuple(self.runtime.reducer.used)
+        self._stepped = tuple(update.grouped(self.runtime.reducer.used))
         self.was_step_applied = update.finish() is Outcome.APPLIED
         if self.was_step_applied:
             self.runtime.changes.end()
@@ -342,6 +344,11 @@ class TrainingLoop:
             self._note_zeroed_one(param, set_to_none=set_to_none)
 
     def _note_zeroed_one(self, param: int, *, set_to_none: bool) -> None:
+        if self._lost is not Lost.NOTHING and self.phases.phase is StepPhase.IDLE:
+            self._zeroed_lost.add(param)
+            trained = self._trained("zero_grad()").grouped([each.param.requires_grad for each in self._sharded.params])
+            if all(index in self._zeroed_lost for index, is_trained in enumerate(trained) if is_trained):
+                self._begin_anew()
         if set_to_none:
             self._zeroed.discard(param)
         elif self._stepped and self._stepped[param]:
@@ -388,6 +395,7 @@ class TrainingLoop:
         self.runtime.reducer.clear(by_user=self.phases.phase is StepPhase.IDLE)
         self.runtime.user_gradients.drop()
         self._num_backwards, self._lost = 0, Lost.NOTHING
+        self._zeroed_lost.clear()
         if self.update is not None:
             self.update.forget_clipping()
 

@@ -20,10 +20,10 @@ class Lost(Enum):
         """The error of a call that would go on without them."""
         if self is Lost.LAST:
             return EngineStateError(
-                f"{call}: the last backward failed, and its gradients are gone: call zero_grad(), and go on with the "
-                "forward of this batch or of another"
+                f"{call}: the last backward failed, and its gradients are gone: call engine.zero_grad() and go on with "
+                "the forward of this batch or of another"
             )
         return EngineStateError(
             f"{call}: a backward failed, and with its gradients those of the step's micro-batches before it are gone: "
-            "call zero_grad(), and begin the step anew with its first micro-batch"
+            "call engine.zero_grad(), and begin the step anew with its first micro-batch"
         )

@@ -70,13 +70,17 @@ class OptimizerStates:
         self._runtime.collectives.together(lambda: self._check(packed), "load the optimizer's state")
         if self._runtime.collectives.world_size > 1:
             self._compare(packed)
+        with self._runtime.states.replacing():
+            self._replace_all(packed)
+
+    def _replace_all(self, packed: Mapping[str, Any]) -> None:
         states, masters, whole = packed["state"], packed.get(MASTERS, {}), SHARER not in packed
         histories = self._update.histories
         for number, (_, sharded) in enumerate(self._params()):
             entry = states.get(number)
             if entry:
                 histories[sharded.index] = tuple(float(entry[label]) for label in self._rule.numbers)
-            elif histories[sharded.index] is not None:
+            elif histories[sharded.index] is not None and (whole or self._runtime.io.own_range(sharded)[1]):
                 histories[sharded.index] = None
                 entry = self._zeros(sharded, whole=whole) if self._rule.from_zeros else {}
             for label in self._rule.states if entry else ():

@@ -22,7 +22,7 @@ from infinity.engine.refusals import Refusals
 from infinity.engine.state_access import StateAccess
 from infinity.engine.user_gradients import UserGradients
 from infinity.engine.written import Written
-from infinity.errors import WeightsError
+from infinity.errors import WeightsError, WorldError
 from infinity.states import StepPhase
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
@@ -118,6 +118,7 @@ class Runtime(owners.Owner):
             check_written=self.written.check,
             begin_write=self._gathering.begin_write,
             refresh=self._gathering.refresh,
+            has_peers=collectives.world_size > 1,
             agree=lambda what: collectives.agree(what).wait(),
             together=collectives.together,
         )
@@ -160,7 +161,10 @@ class Runtime(owners.Owner):
 
     def close(self) -> None:
         """Give everything back. Parameters that are still its own refuse every use; nothing refers to the model."""
-        self.calls.end_interrupted()
+        try:
+            self.calls.end_interrupted()
+        except WorldError:  # the daemon, say, is gone: all that is here is given back nevertheless
+            self.calls.forget()
         self.calls.remove()
         self.leaves.remove()
         for handle in self._removable:
@@ -187,6 +191,8 @@ class Runtime(owners.Owner):
         if not in_backward and (module is self.module or not self._phases.in_training_pass):
             self.structure.check(trains=torch.is_grad_enabled())
             shard_copies.check(self)
+        if self.collectives.is_forked:  # it uses weights that are here, and nobody is told
+            return
         with self._lock:
             self._calls.add(call)
             if not self._phases.in_training_pass and not in_backward and len(self._calls) == 1:
@@ -273,7 +279,7 @@ class Runtime(owners.Owner):
             yield
 
     def _refuse_forked(self, params: Iterable[ShardedParam]) -> None:
-        if self.sharded.host_store is not None and self.collectives.is_forked:
+        if self.collectives.is_forked and (self.sharded.host_store is not None or self.collectives.world_size > 1):
             self._refuse_streamed(
                 params,
                 "is used in a forked process, as DataLoader's workers are, which has no part in its parent's I/O",

@@ -6,7 +6,8 @@ store; 16-bit weights follow their master weights, and so do weights that are on
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from zlib import crc32
 
 import torch
@@ -27,7 +28,8 @@ from io_daemon.shared.protocol import ObjectKind
 class StateAccess:
     """``check_written``: has the store follow what a user wrote to a parameter's weights on the device, or raises
     WeightsError. ``refresh``: has the weights of a parameter that are on the device follow the store; collective.
-    ``agree``: returns when every rank is about to do what its words say. ``together``: ``Collectives.together``."""
+    ``has_peers``: other ranks share the model. ``agree``: returns when every rank is about to do what its words say.
+    ``together``: ``Collectives.together``."""
 
     def __init__(
         self,
@@ -40,6 +42,7 @@ class StateAccess:
         check_written: Callable[[Sequence[ShardedParam]], None],
         begin_write: Callable[[ShardedParam], None],
         refresh: Callable[[ShardedParam], None],
+        has_peers: bool,
         agree: Callable[[str], None],
         together: Callable[[Callable[[], None], str], None],
     ) -> None:
@@ -54,7 +57,7 @@ class StateAccess:
         self._reducer, self._gradients = reducer, gradients
         self._check_written = check_written
         self._begin_write, self._refresh = begin_write, refresh
-        self._agree, self._together = agree, together
+        self._has_peers, self._agree, self._together = has_peers, agree, together
 
     def kind(self, state: str | None) -> ObjectKind:
         """The kind of the optimizer's ``state``, by name; None means the fp32 weights."""
@@ -83,7 +86,7 @@ class StateAccess:
         self.check_phase("written", StepPhase.IDLE)
         kind = self._of_frozen(param, kind)
         own = self.own_part(param, kind, value, whole=whole)
-        if whole:
+        if whole and self._has_peers:
             names = {each: label for label, each in self._states.items()}
             what = names.get(kind, kind.name.lower())
             self._agree(f"write the {what} of {param.name} with checksum {checksum_of(value):08x}")
@@ -109,6 +112,17 @@ class StateAccess:
         else:
             self._io.write_own(param, [kind], own)
 
+    @contextmanager
+    def replacing(self) -> Iterator[None]:
+        """States are replaced inside, one after the other: what ends that half-way leaves the engine FAILED."""
+        self._phases.go(StepPhase.CHECKPOINT)
+        try:
+            yield
+        except BaseException:
+            self._phases.go(StepPhase.FAILED)
+            raise
+        self._phases.go(StepPhase.IDLE)
+
     def own_part(self, param: ShardedParam, kind: ObjectKind, value: torch.Tensor, *, whole: bool) -> torch.Tensor:
         """This rank's part of ``value``, 1-D. Raises ValueError if the parameter has none of the kind, or ``value`` has
         another shape than ``read`` gives, or what the store cannot hold."""
@@ -121,7 +135,7 @@ class StateAccess:
         with torch.no_grad():
             value = value.detach()
             own = flattened(value, param.order)[first : first + numel] if whole else value
-            if kind in self._without_sign and bool(own.signbit().any()):
+            if kind in self._without_sign and bool(value.signbit().any()):  # on all ranks that are given it
                 raise ValueError(
                     f"{param.name}: this state is never negative, and the store has no sign for it: write no negative "
                     f"values, or {self._without_sign[kind]}"

@@ -70,6 +70,7 @@ class UserGradients:
             self._refuse(param.param)
         if gradient is None:
             access.drop_gradient(param.param)
+            self.note_zeroed(param.index, set_to_none=True)
         else:
             access.put_gradient(param.param, gradient)
             self._put[param.index] = param

@@ -149,10 +149,13 @@ class Collectives:
     @property
     def is_forked(self) -> bool:
         """Whether this is a copy in a process that the rank has forked, which has no part in what is open."""
-        return os.getpid() != self._pid
+        return os.getpid() != (self._pid if self._peers is None else self._peers.pid)
 
     def agree(self, what: str) -> Agreement:
-        """Tell the other ranks that this one is about to do ``what``, and go on; ``wait`` before doing it."""
+        """Tell the other ranks that this one is about to do ``what``, and go on; ``wait`` before doing it. Raises
+        WorldError in a forked child, whom they would not hear."""
+        if self._peers is not None and self.is_forked:
+            raise WorldError(f"{what}: a forked process is none of the ranks: do it in its parent")
         return Agreement(what, self._peers)
 
     def part(self) -> None:

@@ -18,6 +18,7 @@ from infinity.tiers.collectives import Collectives
 from infinity.tiers.daemon import DaemonStore
 from infinity.tiers.launch import DaemonProcess
 from io_daemon.config import DaemonSettings
+from io_daemon.machine.limits import naming_limits
 from io_daemon.rank.client import Client
 
 PROBE_TIMEOUT_S = 1.0
@@ -147,7 +148,9 @@ class DaemonConnection(HostTier):
 
 
 def _answers(path: str) -> bool:
-    with socket.socket(socket.AF_UNIX) as probe:
+    with naming_limits("look for the I/O daemon"):
+        probe = socket.socket(socket.AF_UNIX)
+    with probe:
         probe.settimeout(PROBE_TIMEOUT_S)
         try:
             probe.connect(path)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -50,6 +51,8 @@ class Peers:
     """Reductions that this rank has begun, of whatever engine: where ranks differ, the next ones would meet others."""
     num_divergences: int = 0
     """How often ranks were told that they were about to do different things: on all as often."""
+    pid: int = field(default_factory=os.getpid)
+    """The process that made them: a fork of it has no part in them."""
     results: dist.ProcessGroup | None = None
     """Where the results of all-reduces are handed out, if anybody makes any."""
 
@@ -220,7 +223,10 @@ def _start(environment: Environment) -> None:
             _store = next(rendezvous("env://", timeout=timeout))[0]
         dist.init_process_group(
             _backends(),
-            store=dist.PrefixStore(f"infinity/{_num_started}", _store),  # type: ignore[attr-defined]
+            # ranks that are started again may meet in the store of those before them
+            store=dist.PrefixStore(  # type: ignore[attr-defined]
+                f"infinity/{environment.restart_count}/{_num_started}", _store
+            ),
             rank=environment.rank,
             world_size=environment.world_size,
             timeout=timeout,
@@ -320,6 +326,8 @@ def _end_started() -> None:
 def _leave() -> None:
     """A script may end without ``destroy()``; what still refers to a group then must not."""
     everyone = list(Peers._of.values())
+    if any(peers.pid != os.getpid() for peers in everyone):
+        return
     _end_started()
     for peers in everyone:
         peers._close()

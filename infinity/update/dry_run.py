@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from infinity.errors import ConfigError
 from infinity.update.rule import NumberTensor, NumberType, Options, number_of
-from infinity.update.stand_in import StandIn, State, Stepped
+from infinity.update.stand_in import NOT_OPTIONS, StandIn, State, Stepped
 from infinity.update.watched import Watched
 
 NUM_STEPS: Final = 8
@@ -31,7 +31,9 @@ SMALLER: Final = (0.1, 0.01, 0.001)
 LATER: Final = (10, 100, 1_000, 10_000, 100_000)
 """The counts of steps after which somebody's own rule is looked at again."""
 _SIZED: Final = (int, float, torch.Tensor)
-_TOLD: Final = (int, float, str, tuple, list)
+_TOLD: Final = (int, float, str, tuple, list, dict, torch.Tensor)
+_TOLD_MAX: Final = 64
+"""Elements of a tensor among the options that are told."""
 DECISIVE: Final = (0.0, 1e-7, 1e6, 1e17, float("inf"), float("nan"))
 """Gradients upon which somebody's own rule may decide what to do."""
 CUT: Final = 128
@@ -77,9 +79,29 @@ def _as_it_is(value: object) -> object:
 def in_words(options: Sequence[Options]) -> str:
     """Numbers and words of the param groups, equal on ranks that would step alike."""
     told = (
-        " ".join(f"{name} {value}" for name, value in group.items() if isinstance(value, _TOLD)) for group in options
+        " ".join(
+            f"{name} {_told(value)}"
+            for name, value in group.items()
+            if name not in NOT_OPTIONS and isinstance(value, _TOLD)
+        )
+        for group in options
     )
     return "; ".join(words for words, _ in itertools.groupby(told))
+
+
+def _told(value: object) -> str:
+    """One option; of what is no number and no word only the type, as its own words may hold an address."""
+    match value:
+        case int() | float() | str():
+            return str(value)
+        case torch.Tensor():
+            return str(value.tolist()) if value.numel() <= _TOLD_MAX else f"a tensor of {value.numel()}"
+        case tuple() | list():
+            return f"({', '.join(map(_told, value))})"
+        case dict():
+            return f"({', '.join(f'{key} {_told(each)}' for key, each in value.items())})"
+        case _:
+            return type(value).__name__
 
 
 # State from the constructor
@@ -138,10 +160,13 @@ def _at_some_rate(options: Options) -> Options:
 def way_of(options: Options, *, closely: bool) -> str:
     """The way that groups take through the code: alike for those that differ in the size of numbers alone; or, looked
     at ``closely``, by less than an order of magnitude."""
-    options = _at_some_rate(options)
     size = _magnitude if closely else bool
     return repr(
-        sorted((name, size(value) if type(value) in _SIZED else repr(value)) for name, value in options.items())
+        sorted(
+            (name, size(value) if type(value) in _SIZED else repr(value))
+            for name, value in _at_some_rate(options).items()
+            if name not in NOT_OPTIONS
+        )
     )
 
 

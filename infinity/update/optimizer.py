@@ -6,6 +6,7 @@ moments) is not in ``state``, which refuses to be read; ``state_dict()`` copies 
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
@@ -152,12 +153,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"load_state_dict() of groups of {sizes[0]} parameters, and the optimizer has groups of {sizes[1]}: "
                 "load the state of one of the same groups"
             )
+        options = copy.deepcopy([{name: each[name] for name in each if name != "params"} for each in given])
         if packed["state"] is not self._unread:
             if self._packed_states is None:
                 refuse_load()
             self._packed_states.unpack(packed)
-        for group, options in zip(wanted, given, strict=True):
-            group.update({name: value for name, value in options.items() if name != "params"})
+        for group, own in zip(wanted, options, strict=True):
+            group.update(own)
 
 
 def sharded_from_config(

@@ -31,7 +31,7 @@ class Stepped(NamedTuple):
 _OWN = ("state", "param_groups", "step")
 """Attributes that a stand-in does not share; a schedule puts a ``step`` of its own on the object."""
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-_WITHOUT = ("params", "param_names")
+NOT_OPTIONS = ("params", "param_names")
 """Entries of a group that are not its options: they are of the parameters that it had."""
 _KNOWN = ("torch.optim.", "infinity.")
 """Modules whose optimizers look at nothing but elements, or are known to look at more."""
@@ -71,7 +71,7 @@ class StandIn:
     def step_groups(self, groups: Sequence[Stepped], options: Options) -> list[list[State]]:
         """One step of several groups, all of the same ``options``, as ``step``."""
         optimizer = object.__new__(self.of)
-        options = {name: value for name, value in options.items() if name not in _WITHOUT}
+        options = {name: value for name, value in options.items() if name not in NOT_OPTIONS}
         watched = any(isinstance(param, Watched) for group in groups for param in group.params)
         states: Any = ById() if watched else defaultdict(dict)
         vars(optimizer).update(
@@ -112,7 +112,7 @@ class StandIn:
         """Numbers outside ``state``: of the group and of the object. Of somebody's own all that can be seen."""
         found = {**vars(optimizer), **optimizer.param_groups[0]}
         if self.is_foreign:
-            return {name: glance(value) for name, value in found.items() if name not in (*_OWN, *_WITHOUT)}
+            return {name: glance(value) for name, value in found.items() if name not in (*_OWN, *NOT_OPTIONS)}
         return {name: value for name, value in found.items() if type(value) in (int, float)}
 
 

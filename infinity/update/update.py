@@ -169,7 +169,7 @@ class Update:
         self._is_running, self.is_early, self.num_updated = True, True, 0
         self._histories_after = {}
         self._terms = Terms(
-            present=self._grouped([True] * len(self._histories)),
+            present=self.grouped([True] * len(self._histories)),
             histories=list(self._histories),
             options=options,
             factor=None,
@@ -208,14 +208,14 @@ class Update:
             present: for each parameter, whether any rank has a gradient for it.
         """
         if self.is_early:
-            return self._go_on(self._grouped(present))
+            return self._go_on(self.grouped(present))
         self.settle()  # what the step before left to chunks that nobody has used since
         options = self._checked_options()
         self._is_running, self._terms, self.num_updated = True, None, 0
         factor = self._factor(present)
         if self.scale.checks_overflow and not self._is_finite:
             return Outcome.SKIPPED
-        self._present = present = self._grouped(present)
+        self._present = present = self.grouped(present)
         wholes = self._whole.group_of if self._whole is not None else {}
         in_pieces = [flag and param not in wholes for param, flag in enumerate(present)]
         self._histories_after = {}
@@ -303,7 +303,8 @@ class Update:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _grouped(self, present: Sequence[bool]) -> list[bool]:
+    def grouped(self, present: Sequence[bool]) -> list[bool]:
+        """``present``, but without the parameters that are in no group of the optimizer."""
         grouped = list(present)
         for param in self._left_out:
             grouped[param] = False
@@ -373,7 +374,7 @@ class Update:
         return factor / self.scale.value
 
     def _norm(self, present: Sequence[bool]) -> torch.Tensor:
-        value, self._is_finite = self._gradients.norm(present if self._counts_all else self._grouped(present))
+        value, self._is_finite = self._gradients.norm(present if self._counts_all else self.grouped(present))
         norm = value / self.scale.value
         self.grad_norm = float(norm)
         return norm

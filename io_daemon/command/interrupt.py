@@ -60,9 +60,10 @@ def undisturbed() -> Iterator[None]:
         yield
         return
     came: list[int] = []
-    handled = [number for number in ENDING if callable(signal.getsignal(number))]
-    before = {number: signal.signal(number, lambda number, _: came.append(number)) for number in handled}
+    before = {number: handler for number in ENDING if callable(handler := signal.getsignal(number))}
     try:
+        for number in before:  # one that comes meanwhile ends this before anything was done
+            signal.signal(number, lambda number, _: came.append(number))
         yield
     finally:
         for number, handler in before.items():

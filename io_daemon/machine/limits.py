@@ -42,8 +42,9 @@ class Limit:
 OPEN_FILES: Final = Limit("-n", resource.RLIMIT_NOFILE)
 THREADS: Final = Limit("-u", resource.RLIMIT_NPROC)
 ADDRESSES: Final = Limit("-v", resource.RLIMIT_AS, unit_bytes=1024)
-BEHIND: Final = {errno.EMFILE: OPEN_FILES, errno.ENOMEM: ADDRESSES, errno.EAGAIN: ADDRESSES}
-"""What may be too low where the system says so. (Of EAGAIN the stacks of threads, for which there is no room.)"""
+BEHIND: Final = {errno.EMFILE: OPEN_FILES, errno.ENOMEM: ADDRESSES}
+"""What may be too low where the system says so."""
+ENOUGH: Final = {OPEN_FILES: "to 1024 or more", ADDRESSES: "to 1000000 or more, or to `unlimited`"}
 
 
 def check_addresses() -> None:
@@ -51,7 +52,7 @@ def check_addresses() -> None:
     words of its own, and a thread whose stack finds room but nothing else keeps its starter waiting for ever."""
     value = ADDRESSES.value()
     if value is not None and value < COMMAND_BYTES // ADDRESSES.unit_bytes:
-        raise ADDRESSES.too_low(errno.ENOMEM, "load io-daemon", value, "to 1000000 or more, or to `unlimited`")
+        raise ADDRESSES.too_low(errno.ENOMEM, "load io-daemon", value, ENOUGH[ADDRESSES])
 
 
 def check_open_files() -> None:
@@ -75,25 +76,30 @@ def limit_behind(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def naming_open_files(operation: str) -> Iterator[None]:
-    """Inside, the system's refusal to open one more file is a LimitError."""
+def naming_limits(operation: str) -> Iterator[None]:
+    """Inside, the system's refusal of one more file, process or address is a WorldError that names the limit."""
     try:
         yield
     except OSError as error:
-        value = OPEN_FILES.value()
-        if error.errno != errno.EMFILE or value is None:
+        number = error.errno or 0
+        if number == errno.EAGAIN:
+            raise too_few_threads(error, f"it is needed to {operation}") from error
+        limit = BEHIND.get(number)
+        value = None if limit is None else limit.value()
+        if limit is None or value is None:
             raise
-        raise OPEN_FILES.too_low(errno.EMFILE, operation, value, "to 1024 or more") from error
+        raise limit.too_low(number, operation, value, ENOUGH[limit]) from error
 
 
-def too_few_threads(error: RuntimeError, needed: str) -> WorldError:
-    """Python's ``error`` of a thread that could not be started, with what may be behind it: the stacks of threads take
-    addresses, and the system says the same of both."""
+def too_few_threads(error: RuntimeError | OSError, needed: str) -> WorldError:
+    """The ``error`` of a thread or process that could not be started, with what may be behind it: the stacks of threads
+    take addresses, and the system says the same of both."""
     threads, addresses = THREADS.value(), ADDRESSES.value()
+    problem = error.strerror if isinstance(error, OSError) else error
     found = "" if threads is None else f" (ulimit -u is {threads})"
     other = "" if addresses is None else f", or `ulimit -v unlimited` (it is {addresses})"
     return WorldError(
-        f"[Errno {errno.EAGAIN}] {error}{found}: raise ulimit -u, or the container's pids.max{other}; {needed}"
+        f"[Errno {errno.EAGAIN}] {problem}{found}: raise ulimit -u, or the container's pids.max{other}; {needed}"
     )
 
 

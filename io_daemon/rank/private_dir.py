@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
@@ -22,6 +23,7 @@ OWN_NAMES: Final = (SOCKET_NAME, lock_path(Path(SOCKET_NAME)).name)
 PATH_BYTES: Final = len(f"/{PREFIX}xxxxxxxx/{SOCKET_NAME}")
 """A socket's path is so much longer than the parent's; ``mkdtemp`` draws eight letters."""
 TRIES_MAX: Final = 100
+NO_MORE_FILES: Final = (errno.EMFILE, errno.ENFILE)
 
 
 class PrivateDir:
@@ -34,18 +36,27 @@ class PrivateDir:
 
     @classmethod
     def make(cls, parents: Sequence[Path]) -> Self:
-        """Make one below the first of ``parents`` that is writable and short enough for a socket; else ConfigError."""
+        """Make one below the first of ``parents`` that is writable and short enough for a socket; else ConfigError.
+        OSError where this process may open no more files."""
         for parent in parents:
             if len(os.fsencode(parent)) + PATH_BYTES > SOCKET_PATH_BYTES_MAX:
                 continue
-            with contextlib.suppress(OSError):
+            try:
                 for _ in range(TRIES_MAX):
                     path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=parent))
-                    path.chmod(0o700)  # whatever the umask takes away
-                    if (fd := _lock(path)) is not None:
+                    try:
+                        path.chmod(0o700)  # whatever the umask takes away
+                        fd = _lock(path)
+                    except OSError:
+                        path.rmdir()
+                        raise
+                    if fd is not None:
                         return cls(path, fd)
                     with contextlib.suppress(FileNotFoundError):  # somebody has cleaned it up before it was locked
                         path.rmdir()  # it cannot be locked here
+            except OSError as error:
+                if error.errno in NO_MORE_FILES:
+                    raise
         tried = ", ".join(dict.fromkeys(str(parent) for parent in parents))
         raise ConfigError("io_daemon.socket", "auto", f"no writable directory for a socket ({tried}): write a path")
 
@@ -83,10 +94,12 @@ def remove_abandoned(parents: Sequence[Path]) -> list[Path]:
 
 
 def _lock(path: Path) -> int | None:
-    """None unless it is a directory of this user that nobody has locked."""
+    """None unless it is a directory of this user that nobody has locked. OSError where no more files may be opened."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError:
+    except OSError as error:
+        if error.errno in NO_MORE_FILES:
+            raise
         return None
     try:
         status = os.fstat(fd)

@@ -21,7 +21,7 @@ from typing import IO, Any, NoReturn, Self
 
 from io_daemon.config import socket_parents
 from io_daemon.errors import ConfigError, DaemonLostError
-from io_daemon.machine.limits import check_addresses, naming_open_files, too_few_threads
+from io_daemon.machine.limits import check_addresses, naming_limits, too_few_threads
 from io_daemon.rank.private_dir import PrivateDir
 
 _log = logging.getLogger(__name__)
@@ -69,7 +69,8 @@ class DaemonProcess:
         self._owner_pid = os.getpid()
         self._directory: PrivateDir | None = None
         if socket is None:
-            self._directory = PrivateDir.make(socket_parents() if directories is None else directories)
+            with naming_limits("make a directory for the I/O daemon's socket"):
+                self._directory = PrivateDir.make(socket_parents() if directories is None else directories)
             socket = self._directory.socket
         self.socket = Path(socket)
         self._arguments = ["serve", "--socket", str(self.socket)]
@@ -77,7 +78,7 @@ class DaemonProcess:
             self._arguments += ["--swap-dir", os.path.abspath(swap_dir)]
         self._arguments += [*options, *(["--private"] if private else [])]
         try:
-            with naming_open_files("start the I/O daemon"):
+            with naming_limits("start the I/O daemon"):
                 self._popen = _start([*command, *self._arguments])
         except BaseException:
             if self._directory is not None:

@@ -182,19 +182,26 @@ def test_what_a_hook_of_the_users_that_fails_has_left_is_not_added_to(
         assert_same(engine, plain(1))
 
 
+GONE = r".*before it are gone: call engine\.zero_grad\(\)"
+
+
+@pytest.mark.parametrize("of_model", [True, False])
 @pytest.mark.parametrize("stage", STAGES)
 def test_micro_batches_that_went_with_a_backward_are_told_until_the_step_begins_anew(
-    stage: int, tmp_path: Path
+    stage: int, of_model: bool, tmp_path: Path
 ) -> None:
     with engine_of(stage, tmp_path, accumulation=2) as engine:
         micro_batch(engine, 1)
         fail_backward(engine, "late")
         for _ in range(2):
-            with pytest.raises(EngineStateError, match=r"backward\(\): .*before it are gone: call zero_grad\(\)"):
+            with pytest.raises(EngineStateError, match=rf"backward\(\): {GONE}"):
                 engine.backward(loss_of(engine, 2))
-        with pytest.raises(EngineStateError, match=r"step\(\): .*before it are gone: call zero_grad\(\)"):
+        with pytest.raises(EngineStateError, match=rf"step\(\): {GONE}"):
             engine.step()
-        engine.zero_grad()
+        next(engine.module.children()).zero_grad()  # a part of the model is not all of it
+        with pytest.raises(EngineStateError, match=rf"step\(\): {GONE}"):
+            engine.step()
+        (engine.module if of_model else engine).zero_grad()
         micro_batch(engine, 1)
         micro_batch(engine, 2)
         assert_same(engine, plain(1, 2))

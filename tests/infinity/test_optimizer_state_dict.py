@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.engine.state_access import StateAccess
 from infinity.errors import EngineStateError, WeightsError
 from infinity.update.algorithms import Lion
 from tests.support.ranks import run_ranks
@@ -423,3 +425,36 @@ def test_ranks_that_load_different_states_are_told_and_nothing_changes(tmp_path:
     assert rest == [True, None]
     assert "has step 3 on rank 0 and step 2 on rank 1" in first[5]
     assert first[7:] == [True, None]
+
+
+def test_what_was_given_stays_as_it_is(tmp_path: Path) -> None:
+    """Schedulers of torch write to a rate that is a tensor."""
+
+    def make(params: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(params, lr=torch.tensor(1e-2))
+
+    with start(make, SETTINGS["stage1-cpu"], tmp_path) as engine:
+        given = through_a_file(engine.optimizer.state_dict())
+        engine.optimizer.load_state_dict(given)
+        engine.optimizer.param_groups[0]["lr"].fill_(1.0)
+        assert given["param_groups"][0]["lr"] == torch.tensor(1e-2)
+
+
+def test_a_load_that_is_interrupted_leaves_no_engine_with_half_a_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with start(OPTIMIZERS["AdamW"], SETTINGS["stage1-cpu"], tmp_path) as engine:
+        train(engine, images(0, 1))
+        given = engine.optimizer.state_dict()
+        replace, calls = StateAccess.replace, itertools.count()
+
+        def interrupted(*what: Any) -> None:
+            if next(calls) == 3:
+                raise KeyboardInterrupt
+            replace(*what)
+
+        monkeypatch.setattr(StateAccess, "replace", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            engine.optimizer.load_state_dict(given)
+        with pytest.raises(EngineStateError, match="has failed"):
+            train(engine, images(1, 2))

@@ -450,3 +450,35 @@ def _body(code: str) -> str:
     """``code`` without its indentation, so that it can follow the prelude."""
     lines = code.splitlines()
     return "\n".join(line.removeprefix("    ") for line in lines) + "\n"
+
+
+def test_a_forked_process_is_refused_as_a_rank(tmp_path: Path) -> None:
+    """It would wait for ever: what hears the other ranks does not come along."""
+    code = """
+    engine = infinity.initialize(model=build(), config=CONFIG)[0]
+
+    class Uses(torch.utils.data.Dataset):
+        def __init__(self, use):
+            self.use = use
+
+        def __len__(self):
+            return 1
+
+        def __getitem__(self, index):
+            return self.use()
+
+    said = []
+    for use in (lambda: engine.module[0].weight.sum().item(), lambda: engine(torch.ones(2, 32)).sum().item()):
+        try:
+            next(iter(torch.utils.data.DataLoader(Uses(use), num_workers=1)))
+        except RuntimeError as error:
+            said.append(str(error).strip().splitlines()[-1])
+    train(engine, batches(1, rank))
+    engine.destroy()
+    print(json.dumps(said))
+    """
+    for ended in run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2):
+        weights, forward = ended.answer
+        assert "0.weight" in weights
+        assert "is used in a forked process" in weights
+        assert "begin a training forward: a forked process is none of the ranks" in forward

@@ -196,6 +196,19 @@ def test_equal_ones_on_two_ranks_are_their_mean(tmp_path: Path) -> None:
     assert [each.answer for each in ended] == [[True, True, True]] * 2
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_gradients_of_zeros_of_what_no_optimizer_steps_are_none(stage: int) -> None:
+    first = nn.Linear(8, 8)
+    model, ours = nn.Sequential(first, nn.Linear(8, 8)), torch.optim.AdamW(first.parameters(), lr=1e-2)
+    config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}}
+    with infinity.initialize(model=model, optimizer=ours, config=config)[0] as engine:
+        for module in (engine, first):
+            engine.backward(module(torch.ones(1, 8)).square().mean())
+            engine.step()
+            ours.zero_grad(set_to_none=False)
+            engine.module.zero_grad(set_to_none=False)
+
+
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("of", ["engine", "optimizer", "model"])
 def test_gradients_of_zeros_are_refused_where_they_would_step(stage: int, of: str) -> None:

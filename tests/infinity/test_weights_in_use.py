@@ -242,3 +242,20 @@ def test_weights_on_disk_in_a_worker_of_a_loader_are_refused_by_name(
             next(iter(DataLoader(UsesTheModel(), num_workers=1)))
         engine.backward(engine(torch.ones(2, WIDTH)).sum())
         engine.step()
+
+
+def test_a_worker_of_a_loader_uses_weights_that_stay(tmp_path: Path) -> None:
+    class UsesTheModel(Dataset[Tensor]):
+        def __len__(self) -> int:
+            return 1
+
+        @torch.no_grad()
+        def __getitem__(self, _index: int) -> Tensor:
+            used: Tensor = model(torch.ones(WIDTH))
+            return used
+
+    with engine_of(threshold=10**6, nvme=tmp_path) as engine:
+        model = engine.module
+        (found,) = DataLoader(UsesTheModel(), num_workers=1, batch_size=None)
+        with torch.no_grad():
+            assert torch.equal(found, model(torch.ones(WIDTH)))

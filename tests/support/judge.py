@@ -144,7 +144,9 @@ def _compare(plain: Run, run: Run, about: str, by_torch: str, *, writes: bool) -
 def _refusal_in(error: BaseException) -> BaseException | None:
     """The typed refusal that was raised, or that another exception was raised from."""
     seen: BaseException | None = error
-    while seen is not None:
+    known: set[int] = set()  # errors may come from each other
+    while seen is not None and id(seen) not in known:
+        known.add(id(seen))
         home = type(seen).__module__.partition(".")[0]
         if home in ("infinity", "io_daemon"):
             fault = isinstance(seen, (WorldError, ProtocolError)) and not isinstance(seen, BudgetError)

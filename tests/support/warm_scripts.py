@@ -1,8 +1,8 @@
 """Scripts in forks of one process that has imported torch and infinity: most of what a short script takes is imports.
 
-``python -m tests.support.warm_scripts`` reads a line of JSON for each script, forks once a rank, and tells the ranks'
-process ids and, when all have ended, their exit codes. It never runs autograd, which a fork would not survive. ``run``
-is its client. Ranks that are started so have one hash seed; those of launchers have their own.
+``python -m tests.support.warm_scripts`` reads a line of JSON for each script, forks once a rank, and tells their exit
+codes when all have ended. It never runs autograd, which a fork would not survive. ``run`` is its client. Ranks that are
+started so have one hash seed, and one state of NumPy's random numbers; those of launchers have their own.
 """
 
 from __future__ import annotations
@@ -25,31 +25,38 @@ from typing import Any, Final
 from tests.support.forked import warm_up
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
-START_TIMEOUT_S: Final = 120.0
-"""For all imports, on a busy machine, and the forks."""
 KILL_TIMEOUT_S: Final = 10.0
 
 
 class _Server:
+    """In a process group of its own: Ctrl-C at the terminal is for the tests, which end it."""
+
     def __init__(self, env: Mapping[str, str]) -> None:
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.support.warm_scripts"],
-            cwd=REPOSITORY, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            cwd=REPOSITORY, env=dict(env), stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0,
         )  # fmt: skip
         self._unread = b""
-        atexit.register(self.close, os.getpid())
+        self._owner_pid = os.getpid()
+        atexit.register(self.close)
 
-    def close(self, owner_pid: int) -> None:
+    def close(self) -> None:
         """The end of its input ends it."""
-        if os.getpid() != owner_pid:
+        if os.getpid() != self._owner_pid:
             return
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                pipe.close()
+                with contextlib.suppress(OSError):
+                    pipe.close()
         try:
             self._process.wait(KILL_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
+            self.kill()
+
+    def kill(self) -> None:
+        """End it with all ranks that it has started."""
+        if self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
             self._process.wait(KILL_TIMEOUT_S)
 
     def ask(self, request: Any) -> None:
@@ -57,13 +64,13 @@ class _Server:
         self._process.stdin.write(json.dumps(request).encode() + b"\n")
         self._process.stdin.flush()
 
-    def answer(self, timeout_s: float) -> Any:
-        """None where there is none in time. Raises RuntimeError if the server has ended."""
+    def answer(self, deadline: float) -> Any:
+        """Raises TimeoutError if there is none in time, RuntimeError if the server has ended."""
         assert self._process.stdout is not None
-        fd, deadline = self._process.stdout.fileno(), time.monotonic() + timeout_s
+        fd = self._process.stdout.fileno()
         while b"\n" not in self._unread:
             if not select.select([fd], [], [], max(0.0, deadline - time.monotonic()))[0]:
-                return None
+                raise TimeoutError
             if not (part := os.read(fd, 1 << 16)):
                 raise RuntimeError("the server of scripts has ended")
             self._unread += part
@@ -79,38 +86,47 @@ def run(
     script: Path, words: Sequence[str], environments: Sequence[Mapping[str, str]], directory: Path, timeout_s: float
 ) -> list[tuple[int, str, str]]:
     """Run ``python script words`` once in each environment, side by side, and wait for all; (exit code, output, errors)
-    of each. After ``timeout_s`` those that are left are killed.
+    of each. Raises TimeoutError with what they have said if they have not all ended after ``timeout_s``; they are
+    killed, and so they are whatever else ends the waiting.
 
     Args:
         directory: where their output is kept meanwhile.
     """
+    deadline = time.monotonic() + timeout_s
     server = _servers.get(os.getpid())
     if server is None:
         common = set.intersection(*(set(env.items()) for env in environments))
         server = _servers[os.getpid()] = _Server(dict(common))
     files = [[str(directory / f"{rank}.{name}") for name in ("out", "err")] for rank in range(len(environments))]
-    server.ask({"script": str(script), "words": [*words], "envs": [dict(env) for env in environments], "files": files})
-    pids, codes = server.answer(START_TIMEOUT_S), None
     try:
-        codes = server.answer(timeout_s)
-    finally:
-        if codes is None:
-            for pid in pids or ():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            codes = server.answer(KILL_TIMEOUT_S)
-    if codes is None:
-        _servers.pop(os.getpid()).close(os.getpid())
-        raise RuntimeError("the server of scripts does not answer")
-    texts = [[Path(path).read_text(errors="replace") for path in pair] for pair in files]
+        server.ask(
+            {"script": str(script), "words": [*words], "envs": [dict(env) for env in environments], "files": files}
+        )
+        codes = server.answer(deadline)
+    except BaseException as error:
+        del _servers[os.getpid()]
+        server.kill()
+        if isinstance(error, TimeoutError):
+            said = [_text(path) for pair in files for path in pair]
+            raise TimeoutError(f"ranks have not ended within {timeout_s:g} s: {said}") from error
+        raise
+    texts = [[_text(path) for path in pair] for pair in files]
     return [(code, output, errors) for code, (output, errors) in zip(codes, texts, strict=True)]
+
+
+def _text(path: str) -> str:
+    try:
+        return Path(path).read_text(errors="replace")
+    except FileNotFoundError:  # its rank was never started
+        return ""
 
 
 def become(words: Sequence[str], env: Mapping[str, str], output: int, errors: int) -> None:
     """This process, a fork, has the standard files, arguments and environment of a new one."""
     for fd, name in ((1, output), (2, errors)):
         os.dup2(name, fd)
-    sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
+    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     os.environ.clear()
     os.environ.update(env)
     sys.argv = list(words)
@@ -136,7 +152,6 @@ def main() -> tuple[Path, ModuleType] | None:
                     os.close(fd)
                 return _as_script(Path(request["script"]))
             pids.append(pid)
-        os.write(answers, json.dumps(pids).encode() + b"\n")
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         os.write(answers, json.dumps(codes).encode() + b"\n")
     return None

@@ -313,6 +313,9 @@ child = os.fork()
 if child == 0:
     if sys.argv[2] == "destroys":
         engine.destroy()
+    if sys.argv[2] == "leaves":
+        with engine:
+            sys.exit(0)
     sys.exit(0)  # with all that an interpreter does at its end
 status = os.waitpid(child, 0)[1]
 engine.wait_for_checkpoint()
@@ -322,7 +325,7 @@ sys.exit(status)
 """
 
 
-@pytest.mark.parametrize("child", ["ends", "destroys"])
+@pytest.mark.parametrize("child", ["ends", "destroys", "leaves"])
 def test_a_forked_child_that_ends_leaves_its_parents_save_alone(child: str, tmp_path: Path) -> None:
     directory = tmp_path / "saved"
     ended = subprocess.run(

@@ -269,7 +269,7 @@ def test_ranks_that_are_started_again_meet_again(tmp_path: Path) -> None:
         open({str(tmp_path)!r} + "/rank" + os.environ["RANK"], "w").close()
         """,
     )
-    run = _infinity("run", "--nproc-per-node", "2", "--max-restarts", "1", script, torchrun=True)
+    run = _infinity("run", "--nnodes", "1", "--nproc-per-node", "2", "--max-restarts", "1", script, torchrun=True)
     _, errors = run.communicate(timeout=TIMEOUT_S)
     assert run.returncode == 0, errors
     assert sorted(path.name for path in tmp_path.glob("rank*")) == ["rank0", "rank1"]

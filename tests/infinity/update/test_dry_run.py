@@ -14,7 +14,7 @@ from infinity.config import parse_config
 from infinity.errors import ConfigError
 from infinity.update import dry_run, torch_rule
 from infinity.update.algorithms import make_optimizer
-from infinity.update.dry_run import Birth, options_of, unlike
+from infinity.update.dry_run import Birth, in_words, options_of, unlike
 from infinity.update.dry_run import dry_run as watch
 from infinity.update.rule import NumberTensor, UpdateRule
 from infinity.update.stand_in import StandIn
@@ -225,3 +225,17 @@ def test_an_empty_parameter_is_born_as_the_others_are() -> None:
     params = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.empty(0, 2))]
     rule = rule_of(optim.Adagrad(params, initial_accumulator_value=0.5), dtype=torch.float32)
     assert list(rule.states) == ["sum"]
+
+
+def test_ranks_are_told_numbers_and_words_wherever_they_lie_and_no_names_or_addresses() -> None:
+    options = {
+        "lr": torch.tensor(0.5),
+        "betas": (torch.tensor(0.25), 0.5),
+        "schedule": {"warm": [1, len]},
+        "table": torch.zeros(1000),
+        "params": [0, 1],
+        "param_names": ["weight", "bias"],
+        "function": len,
+    }
+    told = "lr 0.5 betas (0.25, 0.5) schedule (warm (1, builtin_function_or_method)) table a tensor of 1000"
+    assert in_words([options, dict(options)]) == told

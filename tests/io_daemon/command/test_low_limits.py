@@ -109,6 +109,41 @@ def test_a_rank_without_a_thread_for_its_daemon_ends_the_daemon(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_that_may_have_no_more_processes_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> NoReturn:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(process, "_start", refuse)
+    with pytest.raises(WorldError, match=r"raise ulimit -u, .*needed to start the I/O daemon"):
+        DaemonProcess(swap_dirs=[tmp_path], directories=[tmp_path])
+    assert list(tmp_path.iterdir()) == []
+
+
+FULL = """
+import os, resource, sys
+from io_daemon.errors import LimitError
+from io_daemon.rank.process import DaemonProcess
+resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
+held = []
+try:
+    while True:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+except OSError:
+    pass
+try:
+    DaemonProcess(swap_dirs=[sys.argv[1]], directories=[sys.argv[1]])
+except LimitError as error:
+    print(error)
+"""
+
+
+def test_a_rank_without_any_descriptor_left_is_told(tmp_path: Path) -> None:
+    ended = _limited(resource.RLIMIT_CORE, 0, sys.executable, "-c", FULL, str(tmp_path))
+    assert ended.stderr == ""
+    assert "cannot make a directory for the I/O daemon's socket: Too many open files" in ended.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
 def _refused(number: int) -> NoReturn:
     try:
         raise OSError(number, os.strerror(number))
@@ -131,6 +166,7 @@ def _own_cause() -> NoReturn:
         (lambda: _refused(errno.EMFILE), "(Too many open files); raise `ulimit -n` (it is 7168)\n"),
         (lambda: _refused(errno.ENOMEM), "(Cannot allocate memory); raise `ulimit -v` (it is 7)\n"),
         (lambda: _refused(errno.EACCES), "(Permission denied)\n"),
+        (lambda: _refused(errno.EAGAIN), "(Resource temporarily unavailable)\n"),
         (_too_much, "program: out of memory; raise `ulimit -v` (it is 7)\n"),
         (_own_cause, "program: socket = 's': name another\n"),
     ],

@@ -29,6 +29,20 @@ with scratch_directory("test-", sys.argv[1]) as directory:
     (directory / "file").write_text("x")
     signal.raise_signal(first)
 """
+MADE = """
+import os, signal, sys
+from io_daemon.command.scratch import scratch_directory
+
+mkdir = os.mkdir
+
+def disturbed(*directory, **how):
+    mkdir(*directory, **how)
+    signal.raise_signal(int(sys.argv[2]))
+
+os.mkdir = disturbed
+with scratch_directory("test-", sys.argv[1]):
+    print("it went on")
+"""
 SIGNALS = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
@@ -53,4 +67,13 @@ def test_handlers_of_the_program_around_stay(tmp_path: Path) -> None:
     finally:
         signal.signal(signal.SIGTERM, before)
     assert came == [signal.SIGTERM, signal.SIGTERM]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_while_it_is_made_leaves_nothing(number: signal.Signals, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", MADE, str(tmp_path), str(int(number))]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False, preexec_fn=heed_signals)
+    assert done.returncode == (-signal.SIGINT if number == signal.SIGINT else 128 + number)
+    assert done.stdout == b""
     assert list(tmp_path.iterdir()) == []

@@ -63,14 +63,11 @@ def _run_ranks(
 
 def _run_script(script: str, words: Sequence[str], env: Mapping[str, str], files: Sequence[IO[str]]) -> None:
     """As ``python script words``; never returns."""
+    from tests.support import warm_scripts
+
     code = 1
     try:
-        for fd, file in zip((1, 2), files, strict=True):
-            os.dup2(file.fileno(), fd)
-        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
-        os.environ.clear()
-        os.environ.update(env)
-        sys.argv = [script, *words]
+        warm_scripts.become([script, *words], env, *(file.fileno() for file in files))
         atexit._clear()
         runpy.run_path(script, run_name="__main__")
         code = 0
