@@ -90,8 +90,8 @@ class TrainingLoop:
         self._record = StepRecord(runtime.sharded)
         self._stepped: tuple[bool, ...] = ()
         """Whether the last update stepped it, for each parameter."""
-        self._zeroed_lost: set[int] = set()
-        """Parameters whose gradients torch's own ``zero_grad`` has dropped since a backward failed."""
+        self._to_zero: set[int] = set()
+        """Parameters that torch's own ``zero_grad`` has not come to since a backward failed."""
         self._zeroed: set[int] = set()
         """Parameters whose gradient would be one of zeros by now."""
         runtime.user_gradients.note_zeroed = self._note_zeroed_one
@@ -345,9 +345,8 @@ class TrainingLoop:
 
     def _note_zeroed_one(self, param: int, *, set_to_none: bool) -> None:
         if self._lost is not Lost.NOTHING and self.phases.phase is StepPhase.IDLE:
-            self._zeroed_lost.add(param)
-            trained = self._trained("zero_grad()").grouped([each.param.requires_grad for each in self._sharded.params])
-            if all(index in self._zeroed_lost for index, is_trained in enumerate(trained) if is_trained):
+            self._to_zero.discard(param)
+            if not self._to_zero:
                 self._begin_anew()
         if set_to_none:
             self._zeroed.discard(param)
@@ -389,13 +388,14 @@ class TrainingLoop:
             lost = Lost.EARLIER if self._num_backwards else Lost.LAST
             self._begin_anew()
             self._lost = lost
+            trained = self._trained("backward").grouped([each.param.requires_grad for each in self._sharded.params])
+            self._to_zero = {index for index, is_trained in enumerate(trained) if is_trained}
 
     def _drop_gradients(self) -> None:
         self.refuse_before_step("zero_grad()")
         self.runtime.reducer.clear(by_user=self.phases.phase is StepPhase.IDLE)
         self.runtime.user_gradients.drop()
         self._num_backwards, self._lost = 0, Lost.NOTHING
-        self._zeroed_lost.clear()
         if self.update is not None:
             self.update.forget_clipping()
 
