@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -56,9 +57,14 @@ def _sources(*rooms: str) -> list[Path]:
     return sorted(path for room in rooms for path in (ROOT / room).rglob("*.py"))
 
 
+@functools.cache
+def _nodes(path: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(ast.parse(path.read_text(), str(path))))
+
+
 def _imported(path: Path) -> Iterator[tuple[int, str]]:
     """(line, dotted module) of every import, also those inside functions and under TYPE_CHECKING."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in _nodes(path):
         if isinstance(node, ast.Import):
             yield from ((node.lineno, name.name) for name in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -91,7 +97,7 @@ def _module_of(path: Path) -> str:
 
 def _modules_imported(path: Path) -> Iterator[tuple[int, str]]:
     """As ``_imported``, but ``from package import module`` names the module, not the package."""
-    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+    for node in _nodes(path):
         if isinstance(node, ast.ImportFrom):
             for name in node.names:
                 full = f"{node.module}.{name.name}"
@@ -177,7 +183,7 @@ def test_cpp_includes_nothing_of_torch_or_python_but_in_the_bindings() -> None:
 def test_the_environment_is_read_in_two_places_only() -> None:
     readers = set()
     for path in _sources("infinity", "io_daemon"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in _nodes(path):
             if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv", "environb"):
                 readers.add(path.relative_to(ROOT))
     # the launcher hands its own environment on to torchrun

@@ -30,6 +30,7 @@ TRAINING: Final = [
     "--disable_tqdm", "true", "--lr_scheduler_type", "linear", "--warmup_steps", "2",
 ]  # fmt: skip
 BOTH = pytest.mark.parametrize("num_ranks", [1, 2])
+ONE_SLOWLY = pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.slow), 2])
 TWO_SLOWLY = pytest.mark.parametrize("num_ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 
 
@@ -62,13 +63,11 @@ def run(
     return answer
 
 
-def torchrun(num_ranks: int) -> list[str]:
-    return ["torchrun", "--nproc-per-node", str(num_ranks), "--master-port", str(free_port())]
-
-
-def plainly(num_ranks: int) -> list[str]:
+def launched(num_ranks: int) -> list[str]:
     """One rank needs no launcher."""
-    return torchrun(num_ranks) if num_ranks > 1 else ["python"]
+    if num_ranks == 1:
+        return ["python"]
+    return ["torchrun", "--nproc-per-node", str(num_ranks), "--master-port", str(free_port())]
 
 
 def assert_close(mine: Sequence[float], theirs: Sequence[float]) -> None:
@@ -76,14 +75,14 @@ def assert_close(mine: Sequence[float], theirs: Sequence[float]) -> None:
     assert mine == pytest.approx(theirs, rel=RELATIVE, abs=0)
 
 
-@BOTH
+@ONE_SLOWLY
 def test_the_trainer_with_everything_on_nvme_equals_memory_and_resumes(
     num_ranks: int, model: Path, tmp_path: Path
 ) -> None:
     words = [EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--save_steps", 3]
-    sharded = [*torchrun(num_ranks), *words, "--output_dir", "out", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
+    sharded = [*launched(num_ranks), *words, "--output_dir", "out", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
     whole = run(tmp_path, sharded)
-    in_memory = run(tmp_path, [*plainly(num_ranks), *words, "--output_dir", "plain"], unmodified=False)
+    in_memory = run(tmp_path, [*launched(num_ranks), *words, "--output_dir", "plain"], unmodified=False)
     assert_close(whole["losses"], in_memory["losses"])
     assert_close([whole["eval_loss"]], [in_memory["eval_loss"]])
     resumed = run(tmp_path, [*sharded, "--resume_from_checkpoint", "out/checkpoint-3"])
@@ -98,7 +97,7 @@ def test_the_trainer_with_everything_on_nvme_equals_memory_and_resumes(
 @BOTH
 def test_the_trainer_goes_back_to_its_best_model(num_ranks: int, model: Path, tmp_path: Path) -> None:
     """At a learning rate that ruins the model after its first evaluation."""
-    words = [*torchrun(num_ranks), EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--learning_rate", 0.1]
+    words = [*launched(num_ranks), EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--learning_rate", 0.1]
     words += ["--eval_strategy", "steps", "--eval_steps", 2, "--save_steps", 2, "--output_dir", "out"]
     words += ["--load_best_model_at_end", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
     answer = run(tmp_path, words)
@@ -113,7 +112,7 @@ def test_the_trainer_goes_back_to_its_best_model(num_ranks: int, model: Path, tm
 @pytest.mark.slow
 @BOTH
 def test_the_trainer_in_fp16_with_its_optimizer_on_the_host(num_ranks: int, model: Path, tmp_path: Path) -> None:
-    words = [*torchrun(num_ranks), EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--output_dir", "out"]
+    words = [*launched(num_ranks), EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--output_dir", "out"]
     words += ["--save_steps", 3, "--fp16", "--deepspeed", EXAMPLES / "zero2_fp16_cpu.json"]
     whole = run(tmp_path, words)
     assert whole["losses"][-1] < whole["losses"][0] - 0.2
@@ -125,7 +124,7 @@ def test_the_trainer_in_fp16_with_its_optimizer_on_the_host(num_ranks: int, mode
 def test_accelerate_by_its_plugin_and_by_its_launcher(num_ranks: int, model: Path, tmp_path: Path) -> None:
     words = [EXAMPLES / "accelerate_loop.py", "--model", model, "--output", "out"]
     launch = ["accelerate", "launch", "--num_processes", num_ranks, "--main_process_port", free_port()]
-    by_plugin = run(tmp_path, [*torchrun(num_ranks), *words, "--plugin", EXAMPLES / "accelerate_nvme.json"])
+    by_plugin = run(tmp_path, [*launched(num_ranks), *words, "--plugin", EXAMPLES / "accelerate_nvme.json"])
     by_launcher = run(tmp_path, [*launch, "--config_file", EXAMPLES / "accelerate.yaml", *words], variables=ENVIRONMENT)
     assert by_plugin["by"] == "DEEPSPEED", "Accelerate leaves the plugin out without a word where cpu=True"
     assert by_plugin == by_launcher
@@ -140,9 +139,9 @@ def test_accelerate_by_its_plugin_and_by_its_launcher(num_ranks: int, model: Pat
 @TWO_SLOWLY
 def test_lora_by_peft_and_the_trainer(num_ranks: int, model: Path, tmp_path: Path) -> None:
     words = [EXAMPLES / "peft_lora.py", "--model", model, *TRAINING, "--save_steps", 3]
-    sharded = [*torchrun(num_ranks), *words, "--output_dir", "out", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
+    sharded = [*launched(num_ranks), *words, "--output_dir", "out", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
     whole = run(tmp_path, sharded)
-    in_memory = run(tmp_path, [*plainly(num_ranks), *words, "--output_dir", "plain"], unmodified=False)
+    in_memory = run(tmp_path, [*launched(num_ranks), *words, "--output_dir", "plain"], unmodified=False)
     assert_close(whole["losses"], in_memory["losses"])
     assert run(tmp_path, [*sharded, "--resume_from_checkpoint", "out/checkpoint-3"]) == whole
     mine, theirs = (load_file(tmp_path / out / "adapter_model.safetensors") for out in ("out", "plain"))
@@ -155,7 +154,7 @@ def test_lora_by_peft_and_the_trainer(num_ranks: int, model: Path, tmp_path: Pat
 @TWO_SLOWLY
 def test_text_is_generated_from_nvme(num_ranks: int, model: Path, tmp_path: Path) -> None:
     words = [EXAMPLES / "generate.py", "--model", model]
-    sharded = run(tmp_path, [*torchrun(num_ranks), *words, "--deepspeed", EXAMPLES / "zero3_nvme.json"])
+    sharded = run(tmp_path, [*launched(num_ranks), *words, "--deepspeed", EXAMPLES / "zero3_nvme.json"])
     assert sharded == run(tmp_path, ["python", *words], unmodified=False)
 
 

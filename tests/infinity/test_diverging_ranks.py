@@ -409,7 +409,7 @@ print(json.dumps(found))
 """
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [pytest.param(2, marks=pytest.mark.slow), 3])
 def test_leaves_train_as_under_ddp(num_ranks: int, tmp_path: Path) -> None:
     """Fifty steps, bit for bit; each rank calls experts of its own, and some nobody calls."""
     for rank in run_ranks(PRELUDE + LEAVES, tmp_path, num_ranks=num_ranks, variables={"INFINITY_TIMEOUT_S": "60"}):

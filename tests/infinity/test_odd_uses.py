@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -22,6 +21,7 @@ from infinity.errors import ConfigError, EngineStateError, WeightsError
 from infinity.states import ShardedState
 from infinity.update import stored_state
 from infinity.weights import autocast, structure
+from tests.support.ranks import call_on_ranks
 
 WIDTH = 64
 
@@ -279,7 +279,7 @@ def rank_main(rank: int, directory: str) -> None:
 
 def test_gradients_that_complete_twice_in_one_backward_at_two_ranks(tmp_path: Path) -> None:
     """Summed in another order than plain torch's, so equal within rounding; losing one half changes weights by 0.01."""
-    mp.spawn(rank_main, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined,no-untyped-call]
+    call_on_ranks(rank_main, tmp_path, num_ranks=2)
     assert all(float((tmp_path / f"worst-{rank}").read_text()) < 1e-4 for rank in range(2))
 
 

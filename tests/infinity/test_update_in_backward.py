@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +17,7 @@ import infinity
 from infinity import Engine
 from infinity.errors import ConfigError, EngineStateError, WeightsError
 from infinity.utils import safe_get_full_fp32_param, safe_get_full_grad
+from tests.support.ranks import call_on_ranks
 from tests.support.reference import differing_bits
 
 WIDTH = 128
@@ -364,7 +364,7 @@ def rank_main(rank: int, directory: str) -> None:
 
 
 def test_two_ranks(tmp_path: Path) -> None:
-    mp.spawn(rank_main, args=(str(tmp_path),), nprocs=2)  # type: ignore[no-untyped-call,attr-defined]
+    call_on_ranks(rank_main, tmp_path, num_ranks=2)
 
 
 def test_an_order_that_foresees_a_second_backward_asks_for_nothing_that_is_updated() -> None:

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 import infinity
@@ -23,6 +22,7 @@ from io_daemon.bench.steps.step_settings import StepSettings
 from io_daemon.policy.step_trace import StepTrace, load
 from io_daemon.rank.client import Client
 from io_daemon.shared.protocol import Access, ChunkSpec
+from tests.support.ranks import call_on_ranks
 
 NUM_RANKS = 2
 SHAPE = GPTShape(d_model=256, num_layers=3, num_heads=4, vocabulary=1024, sequence=8)
@@ -128,7 +128,7 @@ def traced(tmp_path: Path) -> StepTrace:
 def test_two_ranks_ask_and_move_what_their_trace_says(tmp_path: Path) -> None:
     swap_dir = tmp_path / "swap"
     swap_dir.mkdir()
-    mp.spawn(train, args=(str(tmp_path),), nprocs=NUM_RANKS)  # type: ignore[attr-defined,no-untyped-call]
+    call_on_ranks(train, tmp_path, num_ranks=NUM_RANKS)
     ranks = [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(NUM_RANKS)]
     trace = traced(tmp_path)
     for rank in ranks:

@@ -26,9 +26,6 @@ POISON = Setting(thresholds="each", poison=True)
 
 SETTINGS: tuple[Setting, ...] = (EACH, GROUPED, DEFAULT, EACH_BF16)
 
-SETTINGS_AT_ONCE = 2
-"""How many of a case's settings `make test` judges."""
-
 Must = Literal["either", "equal", "refused"]
 
 
@@ -106,11 +103,13 @@ class Cases:
     def parametrized(self) -> pytest.MarkDecorator:
         """The decorator of the module's one test function, which takes ``case`` and ``judged``.
 
-        Every case is judged under its first settings; the others are slow tests of their own.
+        Every case is judged under one of its settings, the next case under the next, so that each is met in every file;
+        the others are slow tests of their own.
         """
         parameters = []
-        for case in self.by_name.values():
-            first, others = case.settings[:SETTINGS_AT_ONCE], case.settings[SETTINGS_AT_ONCE:]
+        for number, case in enumerate(self.by_name.values()):
+            at = number % len(case.settings)
+            first, others = (case.settings[at],), (*case.settings[:at], *case.settings[at + 1 :])
             marks = [pytest.mark.slow] if case.slow else []
             parameters.append(pytest.param(replace(case, settings=first), id=case.name, marks=marks))
             if others:

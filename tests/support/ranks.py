@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -60,13 +60,34 @@ def run_ranks(
     Args:
         variables: more of the environment, which nothing reads while it is imported.
     """
-    script = directory / "script.py"
-    script.write_text(textwrap.dedent(code))
     common = quiet_environment(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()), **(variables or {}))
     environments = []
     for rank in range(num_ranks):
         places = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
         environments.append(common | {name: str(value) for name, value in places.items()})
+    return _run(code, directory, words, environments)
+
+
+def run_script(code: str, directory: Path, *words: str) -> Ended:
+    """Run ``code`` as a script that no launcher has started; its end."""
+    (ended,) = _run(code, directory, words, [quiet_environment()])
+    return ended
+
+
+def call_on_ranks(function: Callable[[int, str], None], directory: Path, *, num_ranks: int) -> None:
+    """``function(rank, directory)``, which a module of the tests has, on each rank, in processes of their own."""
+    code = f"""
+        import os, sys
+        from {function.__module__} import {function.__name__} as called
+        called(int(os.environ["RANK"]), sys.argv[1])
+    """
+    ended = run_ranks(code, directory, num_ranks=num_ranks, words=[str(directory)])
+    assert [rank.code for rank in ended] == [0] * num_ranks, ended
+
+
+def _run(code: str, directory: Path, words: Sequence[str], environments: Sequence[Mapping[str, str]]) -> list[Ended]:
+    script = directory / "script.py"
+    script.write_text(textwrap.dedent(code))
     with tempfile.TemporaryDirectory() as kept:
         ended = warm_scripts.run(script, words, environments, Path(kept), TIMEOUT_S)
     return [Ended(code=code, output=output, errors=errors) for code, output, errors in ended]

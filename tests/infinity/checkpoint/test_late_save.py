@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import errno
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -21,7 +19,7 @@ from infinity.errors import CheckpointError
 from infinity.tiers.snapshot import Snapshot
 from tests.conftest import MountTmpfs
 from tests.support.checkpoint_kills import killed_late_saves
-from tests.support.ranks import REPOSITORY, quiet_environment, run_ranks
+from tests.support.ranks import run_ranks, run_script
 from tests.support.resumed import config_of, differing, everything_of, started, train
 
 WAIT_S = 60.0
@@ -219,11 +217,12 @@ raise ZeroDivisionError
 
 def test_the_end_of_the_script_waits_for_it_too(tmp_path: Path) -> None:
     """Nobody has called destroy(), and the interpreter takes no more work from anybody."""
-    ended = subprocess.run([sys.executable, "-c", SCRIPT, str(tmp_path)], capture_output=True, text=True, check=False)
-    assert "ZeroDivisionError" in ended.stderr
-    assert "Logging error" not in ended.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "x"], ended.stderr
-    contents(tmp_path, "x")
+    directory = tmp_path / "saved"
+    ended = run_script(SCRIPT, tmp_path, str(directory))
+    assert "ZeroDivisionError" in ended.errors
+    assert "Logging error" not in ended.errors
+    assert sorted(path.name for path in directory.iterdir()) == ["latest", "x"], ended.errors
+    contents(directory, "x")
 
 
 def test_a_writer_that_hangs_does_not_hang_the_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -328,9 +327,6 @@ sys.exit(status)
 @pytest.mark.parametrize("child", ["ends", "destroys", "leaves"])
 def test_a_forked_child_that_ends_leaves_its_parents_save_alone(child: str, tmp_path: Path) -> None:
     directory = tmp_path / "saved"
-    ended = subprocess.run(
-        [sys.executable, "-c", FORKS, directory, child],
-        cwd=REPOSITORY, env=quiet_environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert (ended.returncode, ended.stderr) == (0, "")
+    ended = run_script(FORKS, tmp_path, str(directory), child)
+    assert (ended.code, ended.errors) == (0, "")
     assert sorted(path.name for path in directory.iterdir()) == ["late", "latest"]

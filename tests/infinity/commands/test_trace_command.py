@@ -15,7 +15,8 @@ import infinity
 from benchmarks.gpt import GPT, GPTShape, token_batch
 from infinity.commands.cli import main
 from infinity.commands.standard_model import standard_model, standard_shape
-from io_daemon.policy.step_trace import StepTrace, load
+from io_daemon.machine.cpu_load import CpuLoad
+from io_daemon.policy.step_trace import CpuRates, StepTrace, load
 from io_daemon.rank.client import Client
 from io_daemon.shared.protocol import PAGE_BYTES, Access
 
@@ -83,10 +84,18 @@ def requests(trace: StepTrace) -> tuple[object, ...]:
     )
 
 
+@pytest.fixture
+def rates_as_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To measure what the CPU does in a second takes five seconds a trace, and no request depends on it."""
+    rates = CpuRates(num_threads=1, flops=1e10, copied_bytes=1e9, updated_bytes=1e9)
+    monkeypatch.setattr(CpuLoad, "calibrate", lambda _: rates)
+
+
 SPLIT: dict[str, Any] = {"io_daemon": {"host_budget_bytes": 4 << 20, "master_weights": "split"}}
 MODEL = ("--model", "tests.infinity.commands.test_trace_command:tiny_gpt")
 
 
+@pytest.mark.usefixtures("rates_as_given")
 @pytest.mark.parametrize(
     "changes",
     [{}, {"gradient_accumulation_steps": 3}, {"gradient_clipping": 1.0}, {"optimizer": {"type": "Muon"}}, SPLIT],
@@ -152,6 +161,7 @@ def test_another_budget_than_the_configurations(tmp_path: Path) -> None:
 NODES = ("--nnodes", "2", "--nproc-per-node", "3")
 
 
+@pytest.mark.usefixtures("rates_as_given")
 @pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "gradient_clipping": 1.0}])
 def test_a_rank_of_a_larger_job(tmp_path: Path, changes: dict[str, Any]) -> None:
     alone = traced(tmp_path, *MODEL, "--meta", **changes)

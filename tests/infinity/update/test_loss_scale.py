@@ -185,8 +185,7 @@ def engine_run(fp16: dict[str, Any], clipping: float) -> tuple[list[Row], dict[s
         return rows, weights
 
 
-@pytest.mark.parametrize("consecutive", [False, True])
-@pytest.mark.parametrize(("hysteresis", "clipping"), [(1, 0.0), (2, 0.1), (3, 0.0)])
+@pytest.mark.parametrize(("hysteresis", "clipping", "consecutive"), [(1, 0.0, False), (2, 0.1, True), (3, 0.0, False)])
 def test_scales_skips_and_norms_are_those_of_a_plain_loop(hysteresis: int, clipping: float, consecutive: bool) -> None:
     plain = PlainScale(power=14, window=7, hysteresis=hysteresis, consecutive=consecutive)
     expected, expected_weights = plain_run(plain, clipping)

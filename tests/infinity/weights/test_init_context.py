@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ from infinity.errors import ConfigError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.access import ShardedParameter
 from infinity.weights.staging import StagingArea, staged_param
-from tests.support.ranks import REPOSITORY, quiet_environment
+from tests.support.ranks import run_script
 
 CONFIG: dict[str, Any] = {
     "train_micro_batch_size_per_gpu": 2,
@@ -103,11 +101,8 @@ assert _same(_trained(model), expected)
 @pytest.mark.parametrize("begins_first", [False, True])
 def test_a_process_group_of_one_rank_may_begin_or_end_behind_it(begins_first: bool, tmp_path: Path) -> None:
     """As ``deepspeed.initialize`` begins one, of scripts that begin none. In a process that has none yet."""
-    words = [sys.executable, "-c", BEHIND_IT, str(tmp_path), str(begins_first)]
-    ended = subprocess.run(
-        words, cwd=REPOSITORY, env=quiet_environment(), capture_output=True, text=True, timeout=240, check=False
-    )
-    assert ended.returncode == 0, ended.stderr
+    ended = run_script(BEHIND_IT, tmp_path, str(tmp_path), str(begins_first))
+    assert ended.code == 0, ended.errors
 
 
 def test_what_is_used_after_it_goes_back_at_once() -> None:

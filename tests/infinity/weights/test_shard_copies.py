@@ -51,7 +51,7 @@ def rows(engine: Engine) -> torch.Tensor:
 
 @pytest.fixture(params=[False, True], ids=["fp32", "bf16"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    made = infinity.initialize(model=build(), config=config("cpu", str(tmp_path), bf16=request.param))[0]
+    made = infinity.initialize(model=build(), config=config("none", str(tmp_path), bf16=request.param))[0]
     yield made
     made.destroy()
 

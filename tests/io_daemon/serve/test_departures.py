@@ -239,6 +239,8 @@ def test_however_a_connection_ends_nothing_of_it_stays(
         assert not worker.is_alive()
 
     def use(socket_path: str) -> None:
+        gc.collect()
+        gc.freeze()  # what other tests have imported is not looked through each time
         with contextlib.closing(attached(socket_path)) as bystander:
             turn(socket_path)  # what is made once, for all, is made here
             eventually(lambda: len(list(swap_dir.iterdir())) == 1, "it is gone")
@@ -261,5 +263,6 @@ def test_however_a_connection_ends_nothing_of_it_stays(
                 assert not extra
             finally:
                 gc.enable()
+                gc.unfreeze()
 
     assert while_serving(monkeypatch, [swap_dir], use) == 0
