@@ -350,9 +350,14 @@ def _set(tensor: torch.Tensor, *source: Any, **kwargs: Any) -> torch.Tensor:
     """``param.set_(values)``, as parametrizations write to what they replace."""
     param = _param_of(tensor)
     owner = known_owner_of(param)
-    if not owner.keeps_writes or len(source) != 1 or kwargs or not isinstance(source[0], torch.Tensor):
+    value = source[0] if len(source) == 1 and not kwargs else None
+    if not isinstance(value, torch.Tensor):
         refuse_memory(owner, param, "set_")
-    _set_data(param, source[0])
+    if _param_of(value) is param:  # so a parametrization sets what it replaces, when it is registered
+        return tensor
+    if not owner.keeps_writes:
+        refuse_memory(owner, param, "set_")
+    _set_data(param, value)
     return tensor
 
 

@@ -14,7 +14,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from torch.optim import lr_scheduler, swa_utils
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, square, trains
-from tests.support.cases import EACH, STAGE_2, STAGE_2_BF16, Case, Cases
+from tests.support.cases import EACH, EACH_BF16, GROUPED, STAGE_2, STAGE_2_BF16, WHOLE, Case, Cases
 
 cases = Cases(__name__)
 SETTINGS = (EACH, STAGE_2)
@@ -131,6 +131,45 @@ CHANGES: dict[str, Any] = {
 for _name, _change in CHANGES.items():
     remade(_name, _change)
     remade(f"{_name}_after_initialize", _change, after=True)
+
+
+class Adapted(nn.Module):
+    """A frozen linear with a low-rank addition, which parametrizes it for the length of each call, as PEFT's
+    ``target_parameters`` does."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down, self.up = nn.Parameter(torch.randn(2, WIDTH) * 0.1), nn.Parameter(torch.zeros(WIDTH, 2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        added = self.up @ self.down
+        parametrize.register_parametrization(self.base, "weight", Added(added))
+        try:
+            with parametrize.cached():
+                return self.base(x)
+        finally:
+            parametrize.remove_parametrizations(self.base, "weight", leave_parametrized=False)
+
+
+class Added(nn.Module):
+    def __init__(self, what: Tensor) -> None:
+        super().__init__()
+        self.what = what
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.what
+
+
+@cases(settings=(EACH, WHOLE, GROUPED, EACH_BF16, STAGE_2), must="equal")
+def a_weight_is_parametrized_within_each_call(world: Any) -> None:
+    """A frozen one, as PEFT adapts experts that are one parameter."""
+    model: Any = Net()
+    torch.manual_seed(4)
+    model.head = Adapted(model.head)
+    engine = world.initialize(model)
+    for step in range(3):
+        one(world, engine, step)
 
 
 # Writes midway
