@@ -175,7 +175,7 @@ class _Elsewhere:
         if func in METADATA:
             with raw():
                 return func(*args, **(kwargs or {}))
-        if (answer := cls.answers.get(func)) is not None:
+        if (answer := cls.answers.get(getattr(func, "__wrapped__", func))) is not None:  # some are, see ``arrays``
             return answer(*args, **(kwargs or {}))
         return lend(func, args, kwargs or {})
 
@@ -261,7 +261,7 @@ def _refuse_what_cannot_be_lent(
                 "is sharded: its entry in a state dict holds no weights",
                 "read engine.full_state_dict() instead, or ask inside GatheredParameters(model.parameters())",
             )
-    if getattr(func, "__wrapped__", func) in MEMORY:  # some are, see ``arrays``
+    if getattr(func, "__wrapped__", func) in MEMORY:
         param = next(iter(params.values()))
         refuse_memory(known_owner_of(param), param, _name(func))
     if _writes(func) and args:
@@ -328,6 +328,29 @@ def memory_of(tensor: torch.Tensor) -> torch.Tensor:
         return param.detach()
 
 
+class StorageElsewhere:
+    """What ``untyped_storage()`` of a state dict's entry without weights gives: a storage of its own, without a byte.
+
+    So ``save_pretrained(is_main_process=False)``, which tells entries apart before it writes none of them, goes on.
+    """
+
+    def __init__(self, entry: ShardedAlias) -> None:
+        self.device, self._entry = entry.device, entry
+
+    def data_ptr(self) -> int:
+        """No address: a number that no other entry has, also of a tied weight."""
+        return id(self._entry)
+
+    def nbytes(self) -> int:
+        return self._entry.nbytes
+
+
+def _storage(tensor: torch.Tensor) -> Any:
+    if isinstance(tensor, ShardedAlias) and tensor._unreadable:
+        return StorageElsewhere(tensor)
+    return lend(placeholder.storage_of, (tensor,), {})
+
+
 def _layout(func: Any) -> Callable[..., Any]:
     def answer(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         param = _param_of(tensor)
@@ -380,6 +403,7 @@ ShardedAlias.answers = {
     _DATA.__get__: _alias,
     _DATA.__set__: _set_data,
     torch.Tensor.detach: _alias,
+    placeholder.storage_of: _storage,
     **{func: _layout(func) for func in LAYOUT},
 }
 ShardedParameter.answers = {

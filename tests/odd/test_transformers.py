@@ -330,6 +330,19 @@ def save_pretrained(world: Any) -> None:
         world.observe("file", safetensors.torch.load_file(f"{directory}/model.safetensors"))
 
 
+@cases(must="equal")
+def save_pretrained_on_a_rank_that_writes_nothing(world: Any) -> None:
+    """As ``accelerator.unwrap_model(model).save_pretrained(...)`` is called on all ranks."""
+    import tempfile
+    from pathlib import Path
+
+    built = _gpt2()
+    trained(world, world.initialize(built), text, 1)
+    with tempfile.TemporaryDirectory() as directory:
+        built.save_pretrained(directory, is_main_process=False)
+        world.observe("files", len(list(Path(directory).iterdir())))
+
+
 @cases
 def save_pretrained_of_a_child(world: Any) -> None:
     import tempfile

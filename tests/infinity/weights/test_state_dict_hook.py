@@ -66,6 +66,15 @@ def test_what_is_elsewhere_refuses_to_be_read(model: Model, read: Callable[[torc
         read(entry)
 
 
+def test_what_is_elsewhere_has_a_storage_of_its_own(model: Model) -> None:
+    """Transformers tells entries apart by them, on ranks that write nothing, too."""
+    model.tied = model.away
+    found = model.state_dict()
+    storages = {name: entry.untyped_storage() for name, entry in found.items()}
+    assert len({storage.data_ptr() for storage in storages.values()}) == len(found)
+    assert (storages["away"].nbytes(), storages["away"].device) == (24, torch.device("cpu"))
+
+
 def test_with_their_variables_asked_for_parameters_are_themselves(model: Model) -> None:
     found = model.state_dict(keep_vars=True)
     assert all(found[name] is getattr(model, name) for name in ("away", "here", "plain"))
