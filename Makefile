@@ -82,7 +82,7 @@ demo: $(BUILD) ## train a 100M-parameter GPT from NVMe in a third of its state's
 bench: $(BUILD) ## memory, predicted steps, and step time beside torch and DeepSpeed (in a virtual environment of its own)
 	@$(BIN)/python -m benchmarks.memory
 	@$(BIN)/python -m benchmarks.step_prediction
-	@$(BIN)/python -m benchmarks.compare
+	@$(BIN)/python -m benchmarks.compare --like compare_clipped --plot
 
 parity-full: $(BUILD) ## 624 cells of the parity matrix, as a table
 	@$(CACHED) $(BIN)/python -m tests.parity_full

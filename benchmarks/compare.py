@@ -1,11 +1,12 @@
 """Step time and memory of training, side by side in one run: plain torch, DeepSpeed, and this engine at its budgets.
 
-``python -m benchmarks.compare --swap-dir DIR [CONTENDER ...]``: a GPT in bf16 (168M parameters, batch 1, sequence 64)
+``python -m benchmarks.compare --swap-dir DIR [CONTENDER ...]``: a GPT (168M parameters in bf16, batch 1, sequence 64)
 takes steps in each contender's process by turns, so that a machine that changes its pace meets all of them. Memory is
 sampled in runs of their own afterwards, since sampling slows a process down. Beside every budget stands its *floor*: a
 plain torch step while the bare reactor moves the bytes that the budget's step moved. Beside the times stands what the
 kernel counted of a step: page faults, and CPU seconds of the contender's own process. Contenders that do not fit into
-memory together are compared in several runs, each with ``torch`` among them. Exit code 0 if the losses of all that
+memory together are compared in several runs, each with ``torch`` among them. ``--like compare_clipped`` repeats what is
+kept under that name, with its contenders and settings, on the machine at hand. Exit code 0 if the losses of all that
 compute with as many threads in the same way, which DeepSpeed does not, are the same bits.
 
 {contenders}
@@ -31,11 +32,13 @@ from rich.table import Table
 from benchmarks import contenders
 from benchmarks.contenders import PLAIN, SEARCHED, DeepSpeedSetting, contender, is_lossless, is_on_nvme_here, start
 from benchmarks.gpt import GPTShape
-from benchmarks.machine import BLOCK_BYTES, QUEUE_DEPTH, describe_machine
+from benchmarks.machine import describe_machine
 from benchmarks.place import add_directory
 from benchmarks.reactor_bandwidth import Target
 from benchmarks.side import RESULTS, Side, keep_results, spread
+from benchmarks.worker_options import DTYPES
 from io_daemon._native import ENGINES
+from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH
 
 WARM_UP_STEPS: Final = 4
 """The first begins with no update due, and a plan is followed from the third or fourth on; DeepSpeed prefetches from
@@ -43,6 +46,8 @@ its third."""
 SAMPLED_STEPS: Final = 3
 DEFAULT: Final = (PLAIN, "deepspeed-nvme", "nvme-512", "nvme-1024")
 FLOOR_FILE_BYTES: Final = 2 << 30
+STATE_BYTES: Final = {"bf16": 14, "fp32": 12}
+"""A parameter's weight, fp32 master weight where that is another, and two moments."""
 
 
 class Floor:
@@ -73,11 +78,11 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
         "model": {"parameters": shape.numel, **vars(shape)},
         "batch": arguments.batch,
         "gradient_clipping": arguments.clipping,
-        "dtype": "bf16",
+        "dtype": arguments.dtype,
         "seed": arguments.seed,
         "threads": {"infinity": arguments.threads, "others": arguments.plain_threads},
-        "state_bytes": 14 * shape.numel,
-        "state_over_ram": 14 * shape.numel / machine["ram_bytes"],
+        "state_bytes": STATE_BYTES[arguments.dtype] * shape.numel,
+        "state_over_ram": STATE_BYTES[arguments.dtype] * shape.numel / machine["ram_bytes"],
         "machine": machine,
         "deepspeed": {"setting": vars(setting), "searched": [{**vars(each), **searched[each]} for each in searched]},
         "contenders": {word: {**found[word], "footprint": footprints[word]} for word in arguments.contenders},
@@ -186,7 +191,7 @@ def paired(seconds: Sequence[float], others: Sequence[float]) -> dict[str, float
 
 def show(results: dict[str, Any], console: Console) -> None:
     words = results["contenders"]
-    table = Table(title=f"{results['model']['parameters']:,} parameters, bf16, steps taken by turns")
+    table = Table(title=f"{results['model']['parameters']:,} parameters, {results['dtype']}, steps taken by turns")
     references = [word for word in (PLAIN, "deepspeed-nvme") if word in words]
     columns = ["", "median s", "min", "p90", *(f"x {word}" for word in references)]
     columns += ["x floor", "stall", "GB read", "written", "CPU s", "page faults", "peak PSS GB", "direct / buffered"]
@@ -274,6 +279,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--clipping", type=float, default=0.0, help="largest norm of the gradients (default: any)")
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="fp32 for a CPU without products in bf16")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps-per-turn", type=int, default=2)
     cores = len(os.sched_getaffinity(0))
@@ -290,7 +296,26 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--name", default="compare", help="of the files under benchmarks/results")
     parser.add_argument("--plot", action="store_true", help="a picture beside the figures (matplotlib)")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--like", metavar="NAME", help="defaults are the settings of a file under benchmarks/results")
+    like = parser.parse_known_args()[0].like
+    if like is not None:
+        parser.set_defaults(**settings_of(json.loads((RESULTS / f"{like}.json").read_text())))
     return parser.parse_args()
+
+
+def settings_of(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a run was given, by its results."""
+    shape, threads = results["model"], results["threads"]
+    return {
+        "contenders": list(results["contenders"]),
+        **{name: shape[name] for name in ("d_model", "num_layers", "sequence")},
+        "batch": results["batch"],
+        "clipping": results["gradient_clipping"],
+        "dtype": results["dtype"],
+        "threads": threads["infinity"],
+        "plain_threads": threads["others"],
+        "seed": results["seed"],
+    }
 
 
 def main() -> int:

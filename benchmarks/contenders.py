@@ -1,6 +1,6 @@
 """Who takes part in ``benchmarks.compare``, named by a word, and the process that each one is.
 
-``torch``                 the plain loop: bf16 weights, fp32 master weights, fused AdamW, all in memory
+``torch``                 the plain loop: bf16 weights, fp32 master weights (or fp32 alone), fused AdamW, all in memory
 ``deepspeed-cpu``         DeepSpeed 0.19.8, ZeRO-3, parameters and optimizer in host memory
 ``deepspeed-nvme``        the same, both on NVMe
 ``none``, ``cpu``         this engine, everything in memory; parameters and optimizer in host memory
@@ -103,7 +103,7 @@ def start(
 
 
 def _common(arguments: argparse.Namespace, swap_dir: Path) -> Sequence[str]:
-    names = ("d_model", "num_layers", "sequence", "batch", "clipping", "seed")
+    names = ("d_model", "num_layers", "sequence", "batch", "clipping", "dtype", "seed")
     pairs = [("--swap-dir", swap_dir), ("--learning-rate", 1e-4)]
     pairs += [(f"--{name.replace('_', '-')}", getattr(arguments, name)) for name in names]
     return [str(word) for pair in pairs for word in pair]

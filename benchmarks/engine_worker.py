@@ -23,6 +23,7 @@ def engine_config(
     layer_numel: int = LAYER_NUMEL,
     batch: int = 1,
     clipping: float = 0.0,
+    dtype: str = "bf16",
     io_daemon: dict[str, Any] | None = None,
     zero: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
@@ -34,7 +35,7 @@ def engine_config(
         "gradient_accumulation_steps": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": learning_rate}},
         "gradient_clipping": clipping,
-        "bf16": {"enabled": True},
+        "bf16": {"enabled": dtype == "bf16"},
         "zero_optimization": {
             "stage": 3,
             "sub_group_size": SUB_GROUP_NUMEL,
@@ -86,6 +87,7 @@ def main() -> None:
         layer_numel=max(LAYER_NUMEL, round(1.03 * shape.layer_numel)),
         batch=arguments.batch,
         clipping=arguments.clipping,
+        dtype=arguments.dtype,
         io_daemon=_section(arguments.io_daemon),
         zero=_section(arguments.zero),
     )

@@ -28,12 +28,13 @@ from rich.table import Table
 from scipy.optimize import linprog
 from scipy.sparse import coo_matrix
 
-from benchmarks.machine import BLOCK_BYTES, QUEUE_DEPTH, describe_machine
+from benchmarks.machine import describe_machine
 from benchmarks.place import add_directory
 from benchmarks.side import keep_results
 from benchmarks.step_prediction import record_trace
 from io_daemon.bench.steps.step import run_step
 from io_daemon.bench.steps.step_settings import StepSettings
+from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH
 from io_daemon.policy.residency import PlanRequest, plan
 from io_daemon.policy.step_trace import StepTrace, load
 from io_daemon.policy.window import ahead_bytes, frames_to_plan, window_frames

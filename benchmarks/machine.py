@@ -1,19 +1,14 @@
-"""Where a benchmark is taken: the facts of ``io-daemon bench``, torch's version, what the daemon does by default."""
+"""Where a benchmark is taken: the facts of ``io-daemon bench`` and torch's version."""
 
 from __future__ import annotations
 
 import socket
 from pathlib import Path
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from io_daemon.config import ServeConfig
 from io_daemon.machine import facts
-
-BLOCK_BYTES: Final[int] = ServeConfig.model_fields["block_bytes"].default
-QUEUE_DEPTH: Final[int] = ServeConfig.model_fields["queue_depth"].default
-"""What a daemon uses where nobody says otherwise."""
 
 
 def free_port() -> int:

@@ -1,4 +1,4 @@
-"""The plain torch loop of ``benchmarks.compare``: everything in memory, mixed precision by hand."""
+"""The plain torch loop of ``benchmarks.compare``: everything in memory, mixed precision by hand, or all in fp32."""
 
 from __future__ import annotations
 
@@ -16,8 +16,10 @@ def main() -> None:
     torch.manual_seed(arguments.seed)
     shape = GPTShape(d_model=arguments.d_model, num_layers=arguments.num_layers, sequence=arguments.sequence)
     model = GPT(shape)
-    masters = [param.detach().clone() for param in model.parameters()]
-    model = model.to(torch.bfloat16)
+    mixed = arguments.dtype == "bf16"
+    masters = [param.detach().clone() if mixed else param for param in model.parameters()]
+    if mixed:
+        model = model.to(torch.bfloat16)
     params: list[torch.Tensor] = list(model.parameters())
     # without decay, as the dialect's AdamW
     optimizer = torch.optim.AdamW(masters, lr=arguments.learning_rate, weight_decay=0.0, fused=True)
@@ -25,15 +27,16 @@ def main() -> None:
     def step(index: int) -> float:
         loss = model(token_batch(shape, step=index, batch=arguments.batch, seed=arguments.seed))
         loss.backward()
-        for param, master in zip(params, masters, strict=True):
+        for param, master in zip(params, masters, strict=True) if mixed else ():
             master.grad = None if param.grad is None else param.grad.float()
             param.grad = None
         if arguments.clipping:
             torch.nn.utils.clip_grad_norm_(masters, arguments.clipping)
         optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad():
-            torch._foreach_copy_(params, masters)
+        if mixed:
+            with torch.no_grad():
+                torch._foreach_copy_(params, masters)
         return float(loss.detach())
 
     serve_steps(answers_fd, step, lambda: {"version": torch.__version__})

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from typing import Final
+
+DTYPES: Final = ("bf16", "fp32")
 
 
 def worker_parser(description: str | None) -> argparse.ArgumentParser:
@@ -12,6 +15,7 @@ def worker_parser(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--num-layers", type=int, required=True)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of weights, gradients and products")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--seed", type=int, required=True)
     parser.add_argument("--learning-rate", type=float, required=True)

@@ -30,6 +30,9 @@ TIMEOUT_S_MAX: Final = 86_400.0
 """A day: whoever waits for longer would not be believed, and no clock of the C++ side overflows."""
 Timeout = Annotated[float, Field(gt=0, le=TIMEOUT_S_MAX, allow_inf_nan=False)]
 UNLIMITED_BYTES: Final = (1 << 63) - 1
+BLOCK_BYTES: Final = 512 << 10
+QUEUE_DEPTH: Final = 32
+"""Where nobody says otherwise and no sweep is remembered."""
 
 
 class ServeConfig(BaseModel):
@@ -40,8 +43,8 @@ class ServeConfig(BaseModel):
     socket_path: Path
     swap_dirs: Annotated[tuple[Path, ...], Field(min_length=1, max_length=256)]
     engine: EngineChoice = "auto"
-    block_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=1 << 30)] = 512 << 10
-    queue_depth: Annotated[int, Field(ge=1, le=4096)] = 32
+    block_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=1 << 30)] = BLOCK_BYTES
+    queue_depth: Annotated[int, Field(ge=1, le=4096)] = QUEUE_DEPTH
     verify_checksums: bool = True
     """False: no checksums are kept at all."""
     private: bool = False

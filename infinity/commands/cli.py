@@ -13,6 +13,7 @@ from collections.abc import Sequence
 
 from io_daemon.command.interrupt import quiet_interrupt
 from io_daemon.command.outcome import outcome
+from io_daemon.command.sizes import parse_bytes
 
 _LAUNCHERS = ("run", "as-deepspeed", "deepspeed")
 """Commands whose words are mostly another command's."""
@@ -115,7 +116,10 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     _add_step_arguments(trace)
     trace.add_argument(
-        "--host-budget-bytes", type=_bytes, metavar="BYTES", help="instead of the configuration's, e.g. 64G or 64e9"
+        "--host-budget-bytes",
+        type=parse_bytes,
+        metavar="BYTES",
+        help="instead of the configuration's, e.g. 64G or 64e9",
     )
     trace.add_argument("--out", metavar="FILE", help="default: the model's name and .json.gz, in this directory")
     trace.add_argument("--json", action="store_true", help="print what was written as one JSON object")
@@ -132,10 +136,12 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     _add_step_arguments(plan)
     plan.add_argument("--swap-dir", required=True, metavar="DIR", help="where swap files will go")
     plan.add_argument(
-        "--host-budget-bytes", type=_bytes, nargs="+", required=True, metavar="BYTES", help="e.g. 512M 1G 64e9"
+        "--host-budget-bytes", type=parse_bytes, nargs="+", required=True, metavar="BYTES", help="e.g. 512M 1G 64e9"
     )
     plan.add_argument("--compute-tflops", type=_positive, metavar="N", help="of the accelerators; default: this CPU")
-    plan.add_argument("--size", type=_bytes, default=8 << 30, metavar="BYTES", help="most bytes to write (default 8G)")
+    plan.add_argument(
+        "--size", type=parse_bytes, default=8 << 30, metavar="BYTES", help="most bytes to write (default 8G)"
+    )
     plan.add_argument("--steps", type=_steps, default=5, metavar="N", help="replayed and measured (default 5)")
     plan.add_argument("--plot", metavar="FILE", help="step time and traffic against the budget, a picture (.svg, .png)")
     plan.add_argument("--json", action="store_true", help="print one JSON array")
@@ -308,19 +314,6 @@ def _demo(words: list[str]) -> int:
 
     code: int = demo(words)
     return code
-
-
-def _bytes(text: str) -> int:
-    """``512M`` and ``64G`` are powers of 1024; ``64e9`` is what it says."""
-    from io_daemon.command.sizes import parse_bytes
-
-    try:
-        value = float(text)
-    except ValueError:
-        return parse_bytes(text)
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 4096, 512M, 2G or 64e9")
-    return int(value)
 
 
 def _positive(text: str) -> float:

@@ -10,7 +10,8 @@ from typing import Any
 
 from infinity.commands.running import environment_of, torchrun
 from io_daemon.command.outcome import EXIT_FAULT
-from io_daemon.config import DaemonSettings
+from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH, DaemonSettings
+from io_daemon.shared.metrics import size_text
 
 RUN_USAGE = "infinity run [--as-deepspeed] [--swap-dir DIR ...] [daemon options] [torchrun options] script.py ..."
 RUN_DESCRIPTION = """\
@@ -39,8 +40,14 @@ def _run_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--socket", metavar="PATH", help="the daemon's socket (default: a private one)")
     parser.add_argument("--engine", metavar="ENGINE", help="auto (default) or require:NAME")
-    parser.add_argument("--block-size", metavar="BYTES", help="of one I/O (default 1M)")
-    parser.add_argument("--queue-depth", metavar="N", help="I/Os in flight (default 32)")
+    parser.add_argument(
+        "--block-size",
+        metavar="BYTES",
+        help=f"of one I/O (default: auto, what `io-daemon bench` found best here, else {size_text(BLOCK_BYTES)})",
+    )
+    parser.add_argument(
+        "--queue-depth", metavar="N", help=f"I/Os in flight (default: auto, as --block-size, else {QUEUE_DEPTH})"
+    )
     parser.add_argument(
         "--no-verify-checksums",
         dest="verify_checksums",

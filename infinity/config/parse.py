@@ -71,8 +71,6 @@ def resolve_config(
     derived.update(_merge_aio(fields, complaints))
     fields.update(subsumed=subsumed, old_names=notes)
     parsed = validated(fields, complaints, silent=given.unfilled | derived.keys())
-    for error in _unsupported(parsed):
-        complaints.take(error)
     check_precision(parsed, complaints)
     check_in_backward(parsed, complaints)
     check_activation_checkpoints(parsed, complaints)
@@ -83,25 +81,6 @@ def resolve_config(
     if subsumed:
         _log_subsumed(subsumed)
     return trace_origins(parsed, given=given.values, auto=given.auto, derived=derived, old_name_of=old_name_of)
-
-
-def refuse_unsupported(config: Config) -> None:
-    """Refuse values that parse but that this engine does not serve, defaults included (a missing stage is 0)."""
-    complaints = Complaints()
-    for error in _unsupported(config):
-        complaints.take(error)
-    complaints.raise_all()
-
-
-def _unsupported(config: Config) -> Iterator[ConfigError]:
-    for key in BY_PATH.values():
-        if key.accepts is None:
-            continue
-        value: object = config
-        for name in key.path.split("."):
-            value = getattr(value, name, None)
-        if value is not None and not _is_accepted(key, value):
-            yield _refusal(key, value)
 
 
 @functools.cache
@@ -165,7 +144,7 @@ def _passes(key: Key, value: Any, complaints: Complaints) -> bool:
         if not _is_accepted(key, value):
             complaints.take(_refusal(key, value))
             return False
-        return _has_field(key.path)
+        return False
     if key.standing is Standing.SUBSUMED and not _fits(key.shape, value):
         complaints.add(key.path, value, f"must be a {key.shape}{without_quotes(value)}")
         return False
@@ -238,18 +217,6 @@ def _is_auto(value: object) -> bool:
 def _equal(value: object, accepted: object) -> bool:
     """Equality that does not take true for 1."""
     return isinstance(value, bool) == isinstance(accepted, bool) and value == accepted
-
-
-def _has_field(path: str) -> bool:
-    """Whether a refused key has a field in the sections: its harmless values are part of the configuration."""
-    model: Any = Config
-    *sections, name = path.split(".")
-    for section in sections:
-        field = model.model_fields.get(section)
-        model = field.annotation if field is not None else None
-        if not hasattr(model, "model_fields"):
-            return False
-    return name in model.model_fields
 
 
 def _nested(leaves: Iterable[tuple[str, Any]]) -> Raw:

@@ -203,7 +203,6 @@ class IoDaemon(Section):
     """Bytes per I/O; also the unit of checksums. "auto": what ``io-daemon bench`` found best here, else 512 KiB."""
     queue_depth: QueueDepth | Literal["auto"] = "auto"
     """"auto": what ``io-daemon bench`` found best here, else 32."""
-    commit_every_n_steps: Count = 0
     update_in_backward: bool = False
     """A chunk is updated inside backward, as soon as its gradients are final."""
     update: Literal["on_use", "in_step"] = "on_use"

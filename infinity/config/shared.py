@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from infinity.config.origins import flattened
 from infinity.config.sections import Config
 
 OWN: Final = (
@@ -34,13 +34,6 @@ OF_ALL: Final = ("update", "update_in_backward", "master_weights", "moments", "a
 def shared_keys(config: Config) -> list[tuple[str, Any]]:
     """(dotted key, value) of what must be alike on all ranks."""
     told = config.model_dump(mode="json")
-    found = [(key, value) for key, value in _flat(told) if not key.startswith(tuple(f"{own}." for own in OWN))]
+    sections = tuple(f"{own}." for own in OWN)
+    found = [(key, value) for key, value in flattened(told) if key not in OWN and not key.startswith(sections)]
     return [*found, *((f"io_daemon.{key}", told["io_daemon"][key]) for key in OF_ALL)]
-
-
-def _flat(section: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in section.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        elif f"{prefix}{key}" not in OWN:
-            yield f"{prefix}{key}", value

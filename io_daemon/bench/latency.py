@@ -14,19 +14,12 @@ from typing import TYPE_CHECKING, Final, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from io_daemon._native import NUM_LATENCY_BUCKETS, BenchReactor
+from io_daemon._native import NUM_LATENCY_BUCKETS, BenchReactor, latency_bucket
 
 if TYPE_CHECKING:
     from io_daemon._native import HistogramFields, StageFields
 
 LINEAR_BITS: Final = 6
-NS_MAX: Final = 2**64 - 1
-
-
-def bucket_of(ns: int) -> int:
-    """Which bucket counts a latency of ``ns`` nanoseconds, 0 to 2**64 - 1."""
-    shift = max(ns.bit_length() - LINEAR_BITS - 1, 0)
-    return (shift << LINEAR_BITS) + (ns >> shift)
 
 
 def bounds_of(bucket: int) -> tuple[int, int]:
@@ -51,7 +44,7 @@ class Histogram:
     max_ns: int = 0
 
     def record(self, ns: int) -> None:
-        self.counts[bucket_of(ns)] += np.uint64(1)
+        self.counts[latency_bucket(ns)] += np.uint64(1)
         self.min_ns = min(self.min_ns, ns) if self.num else ns
         self.max_ns = max(self.max_ns, ns)
         self.num += 1

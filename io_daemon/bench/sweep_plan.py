@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from io_daemon.bench.result import SweepCell
-from io_daemon.machine.tuning import BLOCK_BYTES, QUEUE_DEPTH
+from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH
 
 BLOCK_SIZES: Final = tuple(1 << shift for shift in range(16, 23))
 DEPTHS: Final = tuple(1 << shift for shift in range(7))

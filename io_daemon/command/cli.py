@@ -16,6 +16,8 @@ from io_daemon.command.options import as_typed, parse_fault, parse_path, setting
 from io_daemon.command.outcome import EXIT_OK, outcome
 from io_daemon.command.sizes import parse_bytes, parse_timeout
 from io_daemon.config import (
+    BLOCK_BYTES,
+    QUEUE_DEPTH,
     UNLIMITED_BYTES,
     EngineChoice,
     ServeConfig,
@@ -30,7 +32,7 @@ from io_daemon.machine.tuning import choose
 from io_daemon.rank.connection import Connection
 from io_daemon.rank.private_dir import remove_abandoned
 from io_daemon.shared.control import Status, StatusRequest
-from io_daemon.shared.metrics import status_lines
+from io_daemon.shared.metrics import size_text, status_lines
 
 AddCommands = Callable[[argparse.ArgumentParser], None]
 """Mounts sub-commands on a parser; called only where one of them was typed."""
@@ -91,13 +93,14 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
         dest="block_bytes",
         type=parse_or_auto(parse_bytes),
         metavar="BYTES",
-        help="of one I/O, or auto: what `io-daemon bench` found best here, else 1M; default: auto",
+        help=f"of one I/O, or auto: what `io-daemon bench` found best here, else {size_text(BLOCK_BYTES)}; "
+        "default: auto",
     )
     serve.add_argument(
         "--queue-depth",
         type=parse_or_auto(int),
         metavar="N",
-        help="I/Os in flight per directory, or auto: as --block-size, else 32; default: auto",
+        help=f"I/Os in flight per directory, or auto: as --block-size, else {QUEUE_DEPTH}; default: auto",
     )
     serve.add_argument(
         "--no-verify-checksums",

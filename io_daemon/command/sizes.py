@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import argparse
-
-from io_daemon.config import TIMEOUT_S_MAX
+import math
 
 
 def parse_bytes(text: str) -> int:
-    """``4096``, ``512K``, ``1M``, ``2G``: bytes, in powers of 1024."""
+    """``4096``, ``512K``, ``1M``, ``2G``: bytes, in powers of 1024; ``64e9`` is what it says."""
     suffixes = {"K": 10, "M": 20, "G": 30, "T": 40}
     digits, shift = (text[:-1], suffixes[text[-1].upper()]) if text[-1:].upper() in suffixes else (text, 0)
-    if not digits.isdecimal():
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 4096, 512K, 1M or 2G")
-    return int(digits) << shift
+    if digits.isdecimal():
+        return int(digits) << shift
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not (math.isfinite(value) and value >= 0 and value.is_integer()):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 4096, 512K, 2G or 64e9")
+    return int(value)
 
 
 def parse_seconds(text: str) -> float:
@@ -28,6 +33,8 @@ def parse_seconds(text: str) -> float:
 
 def parse_timeout(text: str) -> float:
     """The seconds of a wait: above 0, and it ends within a day."""
+    from io_daemon.config import TIMEOUT_S_MAX  # who asks for sizes alone is spared its models
+
     seconds = parse_seconds(text)
     if not 0 < seconds <= TIMEOUT_S_MAX:
         raise argparse.ArgumentTypeError(f"{text!r} is no time to wait: write 10, 10s, 5m or 1h, and no more than 24h")

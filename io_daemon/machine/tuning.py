@@ -18,16 +18,13 @@ from typing import Annotated, Final, Literal, NamedTuple
 from pydantic import BaseModel, ConfigDict, Field
 
 from io_daemon._native import ENGINES, probe_engine
-from io_daemon.config import EngineName, state_dirs
+from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH, EngineName, state_dirs
 from io_daemon.machine.block_device import device_key
 from io_daemon.shared.protocol import PAGE_BYTES
 
 log = logging.getLogger(__name__)
 
 FILE_NAME: Final = "tuning.json"
-BLOCK_BYTES: Final = 512 << 10
-QUEUE_DEPTH: Final = 32
-"""Where nothing is remembered."""
 
 
 class Tuning(BaseModel):

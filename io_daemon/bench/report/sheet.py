@@ -31,6 +31,7 @@ from io_daemon.bench.result import (
     SweepReplay,
     SweepResult,
 )
+from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH
 from io_daemon.policy.step_trace import world_text
 
 BEST_CELLS_MAX: Final = 8
@@ -195,7 +196,7 @@ def _replay_sheet(result: SweepResult, replay: SweepReplay) -> Sheet:
         ),
         {index: "good" for index, is_chosen in enumerate(chosen) if is_chosen},
         "A turn is one step of each. Of those that the first does not beat by more than turns differ, the nearest to "
-        "the default (1M, 32) is chosen.",
+        f"the default ({block_text(BLOCK_BYTES)}, {QUEUE_DEPTH}) is chosen.",
     )
 
 

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import BaseModel, ValidationError
 
-from infinity.config import Config, parse_config, refuse_unsupported
+from infinity.config import Config, parse_config
 from infinity.config.batch import resolve_batch
 from infinity.config.dialect import BY_PATH, KEYS, SECTIONS, Key, Standing
 from infinity.config.optimizer import AdamOptimizer
@@ -199,14 +199,6 @@ def test_weights_are_offloaded_at_stage_3_only(stage: int, device: str, tmp_path
     assert (error.key, error.value) == ("zero_optimization.offload_param.device", device)
     assert "write stage 3, or offload_optimizer" in error.remedy
     parse_config({"train_batch_size": 8, "zero_optimization": {"stage": stage, "offload_optimizer": offload}})
-
-
-def test_refuse_unsupported_also_judges_a_configuration_built_by_hand() -> None:
-    config = parse_config(SMALLEST)
-    refuse_unsupported(config)
-    by_hand = config.model_copy(update={"io_daemon": config.io_daemon.model_copy(update={"commit_every_n_steps": 3})})
-    with pytest.raises(ConfigError, match="commit_every_n_steps"):
-        refuse_unsupported(by_hand)
 
 
 # --- unknown keys

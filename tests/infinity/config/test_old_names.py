@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
-from infinity.config import Config, Origin, parse_config, resolve_config
+from infinity.config import Config, parse_config, resolve_config
 from infinity.config.dialect import BY_PATH, SECTIONS
 from infinity.config.old_names import OLD_NAMES, OldName
+from infinity.config.origins import Origin
 from infinity.errors import ConfigError
 
 SMALLEST: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from infinity.config import Origin, parse_config, resolve_config
-from infinity.config.origins import flattened
+from infinity.config import parse_config, resolve_config
+from infinity.config.origins import Origin, flattened
 
 SMALLEST: dict[str, Any] = {"train_batch_size": 8, "zero_optimization": {"stage": 3}}
 

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from infinity.config import ZeroOptimization, parse_config
+from infinity.config import parse_config
+from infinity.config.sections import ZeroOptimization
 from infinity.plan.stage import STAGES, Gathering, Reduction, StagePolicy
 
 
