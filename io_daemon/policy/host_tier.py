@@ -146,12 +146,17 @@ class HostTier:
         """Make ``num_frames`` free for a lease. True if they are free now, False: when writes in flight have ended."""
         if self._make_room(num_frames, after=-1, demand=True):
             return True
-        self._transfers.hurry()
+        if self._transfers.frames_idle_out:
+            self._transfers.hurry()
         return False
 
     def fill(self, item: SwapObject) -> None:
         """A lease waits for the contents."""
         self._transfers.swap_in(item, demand=True)
+
+    def hurry_out(self) -> None:
+        """A lease waits for the end of the swap-out of an object that it holds."""
+        self._transfers.hurry()
 
     def lend(self, item: SwapObject, seq: int, *, reads: bool, writes: bool) -> None:
         """Lease ``seq`` is granted: from now on the rank looks at the frames."""

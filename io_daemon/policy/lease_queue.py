@@ -124,13 +124,16 @@ class LeaseQueue:
         ready = lease.state is _HELD
         for item in lease.objects:
             bit = 1 << item.kind
-            if not lease.held_mask & bit or item.flags & _DYING or lease.blocked_on(item):
+            if not lease.held_mask & bit or lease.blocked_on(item):
                 ready = False
-            elif item.state is _RESIDENT:
-                if lease.read_mask & bit and item.flags & _UNFILLED and not item.flags & _BORN:
-                    self._tier.fill(item)
+            elif item.state is _SWAPPING_OUT:
+                if lease.write_mask & bit or item.flags & _DYING:
+                    self._tier.hurry_out()
                     ready = False
-            elif item.state is not _SWAPPING_OUT or lease.write_mask & bit:
+            elif item.state is not _RESIDENT or item.flags & _DYING:
+                ready = False
+            elif lease.read_mask & bit and item.flags & _UNFILLED and not item.flags & _BORN:
+                self._tier.fill(item)
                 ready = False
         if ready:
             self._grant(lease)

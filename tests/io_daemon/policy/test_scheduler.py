@@ -143,6 +143,31 @@ def test_a_lease_that_comes_to_wait_for_write_behind_hurries_it_once() -> None:
     assert hurried == [True]
 
 
+@pytest.mark.parametrize("waits_for", ["the end of the write", "the end of dead contents"])
+def test_a_lease_that_waits_for_its_own_objects_write_behind_hurries_it(waits_for: str) -> None:
+    """Nobody is short of frames: without the word the write is passed over for as long as other tenants read."""
+    started: list[StartIo] = []
+    hurried: list[int] = []
+    tenant = ModelTenant(num_frames=4, start=started.append, hurry=lambda: hurried.append(len(started)))
+    tenant.register([ONE] * 5)
+    for chunk in range(4):
+        tenant.release(tenant.acquire(chunk, write=1), dirty=1)
+    tenant.release(tenant.acquire(4, write=1))
+    behind = next(io.object_id // KINDS_MAX for io in started if not io.demand)
+    reader = tenant.acquire(behind, read=1)
+    assert granted(tenant, reader), "what is being written may be read"
+    if waits_for == "the end of the write":
+        writer = tenant.acquire(behind, write=1)
+        assert not hurried, "it waits for the reader"
+        tenant.release(reader)
+        assert not granted(tenant, writer)
+    else:
+        tenant.release(reader, dead=1)
+        assert not hurried
+        assert not granted(tenant, tenant.acquire(behind, read=1))
+    assert hurried == [len(started)]
+
+
 # Order of leases.
 
 
