@@ -39,6 +39,7 @@ from io_daemon.shared.control import (
     close_all,
 )
 from io_daemon.shared.metrics import TenantStats
+from io_daemon.shared.patience import Patience
 from io_daemon.shared.protocol import Access, ChunkSpec, Opcode, Status, kinds_of
 from io_daemon.shared.table import TableView
 
@@ -46,8 +47,6 @@ CONTROL_TIMEOUT_S: Final = 60.0
 RESERVE_TIMEOUT_S: Final = 600.0
 """Reserving space writes metadata for terabytes on some filesystems."""
 LEASE_TIMEOUT_S: Final = 120.0
-WAIT_S_MAX: Final = 3600.0
-"""One sleep is no longer: milliseconds for the kernel are 32 bits wide."""
 SUBMIT_RETRY_S: Final = 0.0005
 REAP_MAX: Final = 256
 LEASES_DUMPED_MAX: Final = 8
@@ -292,7 +291,7 @@ class Client:
         """Submit one entry, whose seq is the order of submission. A full ring is back-pressure: completions are
         filed meanwhile, so that the daemon finds room to answer."""
         self._check()
-        deadline = time.monotonic() + LEASE_TIMEOUT_S
+        patience = Patience(LEASE_TIMEOUT_S)
         with self._submission:
             seq = self._next_seq
             if lease is not None:
@@ -304,7 +303,7 @@ class Client:
                         self._file_arrivals()
                 if self._connection.wait_lost(SUBMIT_RETRY_S):
                     raise self._connection.lost("room in the submission ring")
-                if time.monotonic() > deadline:
+                if not patience.slice_s():
                     raise self._connection.lose(self._dump("room in the submission ring", LEASE_TIMEOUT_S))
             self._next_seq = seq + 1
         return seq
@@ -318,17 +317,16 @@ class Client:
             if (completion := self._arrived.pop(seq, None)) is not None:
                 return completion
             start = time.monotonic()
-            deadline = start + timeout_s
+            patience = Patience(timeout_s)
             try:
                 while (completion := self._arrived.pop(seq, None)) is None:
                     self._check()
-                    remaining_s = deadline - time.monotonic()
-                    if remaining_s <= 0:
+                    if not (slice_s := patience.slice_s()):
                         raise self._connection.lose(self._dump(self._describe(seq), timeout_s))
                     if self._reaping:
-                        self._arrival.wait(remaining_s)
+                        self._arrival.wait(slice_s)
                     else:
-                        self._sleep_for_arrivals(remaining_s, seq)
+                        self._sleep_for_arrivals(slice_s, seq)
             finally:
                 self.stall_s += time.monotonic() - start
         return completion
@@ -339,7 +337,7 @@ class Client:
         self._arrival.release()
         gone = False
         try:
-            gone = self._cq.wait(int(min(timeout_s, WAIT_S_MAX) * 1000) + 1, self._connection.watch_fd) == 2
+            gone = self._cq.wait(int(timeout_s * 1000) + 1, self._connection.watch_fd) == 2
         finally:
             self._arrival.acquire()
             self._reaping = False

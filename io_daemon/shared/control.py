@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import os
 import socket
 import struct
-import time
 from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Final, Literal
 
@@ -21,6 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
 from io_daemon import errors
 from io_daemon.shared.metrics import DaemonStatus, TenantStats
+from io_daemon.shared.patience import Patience
 
 MESSAGE_BYTES_MAX: Final = 64 << 20
 CHUNKS_MAX: Final = 1 << 22
@@ -300,22 +301,29 @@ class Channel:
 
     def send(self, message: Message, fds: Sequence[int] = (), *, timeout_s: float) -> None:
         """Raises TimeoutError, or OSError if the other side is gone."""
-        data = encode(message)
-        self.socket.settimeout(timeout_s)
-        sent = socket.send_fds(self.socket, [data], list(fds), socket.MSG_NOSIGNAL)
-        if sent < len(data):  # sending nothing to a socket that was closed meanwhile is an error
-            self.socket.sendall(data[sent:], socket.MSG_NOSIGNAL)
+        data, left = encode(message), list(fds)
+        patience = Patience(timeout_s)
+        while data:
+            self._wait_at_most(patience)
+            with contextlib.suppress(TimeoutError):
+                sent = socket.send_fds(self.socket, [data], left, socket.MSG_NOSIGNAL)
+                data, left = data[sent:], []  # they go with its first byte
 
     def receive(self, *, timeout_s: float) -> tuple[Message, list[int]] | None:
         """The next message; None at the end of the stream. Raises TimeoutError or OSError."""
-        deadline = time.monotonic() + timeout_s
+        patience = Patience(timeout_s)
         while (item := self._assembler.take()) is None:
-            self.socket.settimeout(max(deadline - time.monotonic(), 1e-3))
-            if not _receive(self.socket, self._assembler):
-                return None
-            if time.monotonic() > deadline:
-                raise TimeoutError
+            self._wait_at_most(patience)
+            with contextlib.suppress(TimeoutError):
+                if not _receive(self.socket, self._assembler):
+                    return None
         return item
+
+    def _wait_at_most(self, patience: Patience) -> None:
+        """One slice of it. Raises TimeoutError when it is at its end."""
+        if not (slice_s := patience.slice_s()):
+            raise TimeoutError
+        self.socket.settimeout(slice_s)
 
     def close(self) -> None:
         self._assembler.close()

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -91,6 +94,40 @@ def test_a_stopped_daemon_is_told_by_the_deadline_with_a_dump(daemon: ServedDaem
         for call in (client.echo, client.stats, lambda: client.wait(seq), lambda: client.acquire(0, read=WEIGHT)):
             with pytest.raises(DaemonLostError, match=r"within 0\.2 s"):
                 call()
+
+
+@pytest.mark.parametrize("waits_for", ["a lease", "room for a submission"])
+def test_a_job_that_was_stopped_whole_finds_its_daemon_again(
+    daemon: ServedDaemon, waits_for: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All of its deadlines have passed before the daemon has had any time to answer."""
+    with daemon.attached() as client:
+        (chunk,) = client.register(specs(1))
+        os.kill(daemon.pid, signal.SIGSTOP)
+        away_s = itertools.chain([1e6], itertools.repeat(0.0))
+        clock, sleep, push, wait_lost = (
+            time.monotonic, client._sleep_for_arrivals, client._sq.push, client._connection.wait_lost,
+        )  # fmt: skip
+        passed_s = 0.0
+
+        def stopped(resume: Callable[..., object], *args: object) -> object:
+            nonlocal passed_s
+            passed_s += (just_s := next(away_s))
+            if just_s:
+                return False
+            os.kill(daemon.pid, signal.SIGCONT)
+            return resume(*args)
+
+        monkeypatch.setattr("time.monotonic", lambda: clock() + passed_s)
+        if waits_for == "a lease":
+            monkeypatch.setattr(client, "_sleep_for_arrivals", functools.partial(stopped, sleep))
+            client.wait(client.acquire(chunk, read=WEIGHT), DEADLINE_S)
+        else:
+            room = itertools.chain([False, False], itertools.repeat(True))
+            ring = SimpleNamespace(push=lambda *entry: next(room) and push(*entry))
+            monkeypatch.setattr(client, "_sq", ring)
+            monkeypatch.setattr(client._connection, "wait_lost", functools.partial(stopped, wait_lost))
+            client.wait(client.acquire(chunk, read=WEIGHT), DEADLINE_S)
 
 
 def seconds_to(call: Callable[[], object]) -> float:

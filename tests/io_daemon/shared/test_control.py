@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from io_daemon import errors
+from io_daemon.shared import control
 from io_daemon.shared.control import (
     FDS_MAX,
     LENGTH,
@@ -24,6 +26,7 @@ from io_daemon.shared.control import (
     UploadTrace,
     encode,
 )
+from io_daemon.shared.patience import Patience
 
 ATTACH = Attach(
     job="a-job_1.x", rank=3, num_frames=4, frame_bytes=8192, page_locked=False, swap_dirs=("/x", "/y"), chunks_max=9
@@ -122,6 +125,52 @@ def test_fds_travel_with_their_message() -> None:
     for fd in (read_fd, write_fd, received_fd):
         os.close(fd)
     receiver.close()
+
+
+@pytest.mark.parametrize("stopped", ["both", "the receiver", "the receiver, half a message on"])
+def test_time_in_which_this_process_was_stopped_is_not_waited(stopped: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sender had no time either, or its answer lies here, whole."""
+    left, right = socket.socketpair()
+    receiver = Channel(right)
+    data = encode(ATTACH)
+    away_s = itertools.chain([1000.0], itertools.repeat(0.0))
+    parts = {"both": [b"", data], "the receiver": [data], "the receiver, half a message on": [data[:9], data[9:]]}
+    coming = iter(parts[stopped])
+    now_s = 0.0
+
+    def receive(sock: socket.socket, assembler: Assembler) -> bool:
+        nonlocal now_s
+        now_s += next(away_s)
+        part = next(coming)
+        if not part:
+            raise TimeoutError
+        assembler.feed(part, [])
+        return True
+
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    monkeypatch.setattr(control, "_receive", receive)
+    assert receiver.receive(timeout_s=5) == (ATTACH, [])
+    receiver.close()
+    left.close()
+
+
+def test_patience_ends_at_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = 0.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    patience, slices_s = Patience(3.5), []
+    while slice_s := patience.slice_s():
+        slices_s.append(slice_s)
+        now_s += slice_s
+    assert slices_s == [1.0, 1.0, 1.0, 0.5]
+
+
+def test_a_message_that_nobody_takes_is_given_up() -> None:
+    left, right = socket.socketpair()
+    sender = Channel(left)
+    with pytest.raises(TimeoutError):
+        sender.send(Fault(error="x", text="x" * (8 << 20), attributes={}), timeout_s=0.01)
+    sender.close()
+    right.close()
 
 
 def test_too_many_fds_are_refused_and_closed() -> None:
