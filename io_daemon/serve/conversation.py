@@ -220,7 +220,12 @@ def watching_process(sock: socket.socket, peer: Peer) -> Iterator[None]:
         except OSError:
             yield  # another pid namespace: only its hanging up will tell
             return
-    loop.add_reader(pidfd, peer.depart, None)
+
+    def depart() -> None:
+        loop.remove_reader(pidfd)  # it stays readable, and the end of its tenant may take minutes
+        peer.depart(None)
+
+    loop.add_reader(pidfd, depart)
     try:
         yield
     finally:

@@ -112,8 +112,13 @@ def watching_parent(stop: asyncio.Event, config: ServeConfig) -> Iterator[None]:
         yield
         return
     loop = asyncio.get_running_loop()
+
+    def orphaned() -> None:
+        loop.remove_reader(pidfd)  # it stays readable for as long as the drain takes
+        stop.set()
+
     try:
-        loop.add_reader(pidfd, stop.set)
+        loop.add_reader(pidfd, orphaned)
     except OSError as error:
         raise ConfigError("parent_pidfd", pidfd, f"is no inherited pidfd ({error.strerror})") from error
     try:

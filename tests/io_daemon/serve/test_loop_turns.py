@@ -1,0 +1,99 @@
+"""Nothing keeps the daemon's loop to itself: no descriptor that stays readable, no drive, no hanging mount, no rank."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import random
+import socket
+import subprocess
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NoReturn, cast
+
+import pytest
+
+from io_daemon._native import Reactor
+from io_daemon.config import ServeConfig
+from io_daemon.disk.swap_dir import SwapDir
+from io_daemon.errors import ProtocolError
+from io_daemon.policy.actions import Complete, StartIo
+from io_daemon.serve import swap_device
+from io_daemon.serve.conversation import Peer, watching_process
+from io_daemon.serve.holdings import Holdings, Rings
+from io_daemon.serve.node import Node
+from io_daemon.serve.planner import Planner
+from io_daemon.serve.startup import watching_parent
+from io_daemon.serve.swap_device import REAP_MAX, SwapDevice, SwapRequest
+from io_daemon.serve.tenant import Tenant
+from io_daemon.shared.control import Attach, Ended
+from io_daemon.shared.protocol import PAGE_BYTES, Status
+from io_daemon.shared.table import TableGeometry
+from tests.support.daemon import DEADLINE_S
+from tests.support.fake_reactor import DeviceModel, FakeArena, FakeReactor
+
+TURNS = 10
+CONFIG = ServeConfig(socket_path=Path("/socket"), swap_dirs=(Path("/swap"),))
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(main, DEADLINE_S))
+
+
+async def until(is_over: Callable[[], bool]) -> None:
+    """And some turns of the loop more."""
+    while not is_over():
+        await asyncio.sleep(0)
+    for _ in range(TURNS):
+        await asyncio.sleep(0)
+
+
+@pytest.fixture
+def process() -> Iterator[subprocess.Popen[bytes]]:
+    with subprocess.Popen(["sleep", "1000"]) as process:
+        yield process
+        process.kill()
+
+
+class CountingPeer(Peer):
+    num_departures = 0
+
+    def depart(self, ended: Ended | None) -> None:
+        self.num_departures += 1
+        super().depart(ended)
+
+
+class CountingEvent(asyncio.Event):
+    num_sets = 0
+
+    def set(self) -> None:
+        self.num_sets += 1
+        super().set()
+
+
+def test_a_rank_that_has_ended_is_noticed_once(process: subprocess.Popen[bytes]) -> None:
+    """What its tenant has in flight may take minutes to end."""
+
+    async def watch() -> None:
+        peer = CountingPeer(process.pid, asyncio.get_running_loop().create_future())
+        with socket.socket() as sock, watching_process(sock, peer):  # of a kind that tells no peer: the pid will do
+            process.kill()
+            await until(peer.departure.done)
+        assert peer.num_departures == 1
+
+    run(watch())
+
+
+def test_a_parent_that_has_ended_is_noticed_once(process: subprocess.Popen[bytes]) -> None:
+    async def watch() -> None:
+        stop = CountingEvent()
+        config = CONFIG.model_copy(update={"parent_pidfd": os.pidfd_open(process.pid)})
+        with watching_parent(stop, config):
+            process.kill()
+            await until(stop.is_set)
+        assert stop.num_sets == 1
+
+    run(watch())
