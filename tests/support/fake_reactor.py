@@ -207,7 +207,10 @@ class FakeReactor:
         asyncio.get_running_loop().call_later(delay_s, self._end, tag)
 
     def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
-        return [self._done.popleft() for _ in range(min(completions_max, len(self._done)))]
+        reaped = [self._done.popleft() for _ in range(min(completions_max, len(self._done)))]
+        if self._done:
+            os.eventfd_write(self.event_fd, 1)
+        return reaped
 
     def stats(self) -> dict[str, int]:
         return {

@@ -97,3 +97,30 @@ def test_a_parent_that_has_ended_is_noticed_once(process: subprocess.Popen[bytes
         assert stop.num_sets == 1
 
     run(watch())
+
+
+def make_device(swap_dir: SwapDir | None = None, arena: FakeArena | None = None) -> tuple[SwapDevice, FakeReactor]:
+    reactor = FakeReactor(random.Random(0), DeviceModel(), {}, {} if arena is None else {arena.fd: arena})
+    swap_dir = swap_dir or SwapDir(Path("/swap"), True, "fake", ())
+    return SwapDevice(swap_dir, cast(Reactor, reactor), CONFIG, lambda: None), reactor
+
+
+def test_a_drive_however_fast_has_one_batch_a_turn() -> None:
+    ended: list[int] = []
+
+    async def complete() -> None:
+        device, reactor = make_device()
+        requester = SimpleNamespace(on_io_done=lambda io, *_: ended.append(io.io_id))
+        for tag in range(3 * REAP_MAX):
+            io = StartIo(tag, True, 0, 0, 0, 0, 0, PAGE_BYTES, 0, False, False)
+            device._in_flight[tag] = SwapRequest(io, requester, 0, 0, 0, cast(Any, None), 0)
+            device._queue.in_flight_bytes += io.num_bytes
+            device._queue._written_bytes += io.num_bytes
+            reactor._done.append((tag, Status.OK, 0, 0, 0, 0))
+        device._on_completions()
+        assert len(ended) == REAP_MAX
+        await until(lambda: len(ended) == 3 * REAP_MAX)
+        assert ended == list(range(3 * REAP_MAX))
+        device.close(0)
+
+    run(complete())
