@@ -160,7 +160,7 @@ class Conversation:
 
     async def _answer_plain(self, message: Message, fds: Sequence[int]) -> Message:
         if isinstance(message, StatusRequest):
-            return Status(daemon=self._node.status())
+            return Status(daemon=await self._node.status())
         tenant = self._tenant
         if tenant is None:
             raise ProtocolError(f"{type(message).__name__.lower()}: attach first")

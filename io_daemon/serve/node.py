@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 import os
@@ -109,8 +110,9 @@ class Node:
         """The tenants as they have come."""
         return sorted(self.tenants, key=lambda each: each.tenant_id)
 
-    def status(self) -> DaemonStatus:
+    async def status(self) -> DaemonStatus:
         config = self._config
+        await asyncio.gather(*(device.ask_free_bytes() for device in self._devices.values()))
         return DaemonStatus(
             protocol_version=PROTOCOL_VERSION,
             pid=os.getpid(),

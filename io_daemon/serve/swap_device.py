@@ -20,6 +20,7 @@ from io_daemon.shared.protocol import PAGE_BYTES
 log = logging.getLogger(__name__)
 
 REAP_MAX: Final = 256
+FREE_BYTES_TIMEOUT_S: Final = 1.0
 DEPTHS_IN_FLIGHT: Final = 2
 """Queue depths' worth of blocks that the reactor has: one at the device and one to refill it from; what waits beyond
 that waits here, where tenants take turns."""
@@ -70,6 +71,10 @@ class SwapDevice:
         """Why the engine as a whole failed. What was in flight then may land at any time: only the end of the process
         makes its memory and files safe."""
         self._on_broken = on_broken
+        self._free_bytes = swap_dir.free_bytes()
+        """What its filesystem said last."""
+        self._asking: asyncio.Future[int] | None = None
+        """It has been asked again and has not answered."""
         self.looked_for: dict[object, int] = {}
         """By tenant, the bytes that it found room for and has not reserved yet, less what it will give back."""
         self.reactor = reactor
@@ -132,6 +137,17 @@ class SwapDevice:
         self._queue.complete(request)
         return request
 
+    async def ask_free_bytes(self) -> None:
+        """Ask the filesystem how much is free. In a thread, and not for long: a mount whose server is gone answers
+        nobody, and all ranks would wait with whoever wanted the figure. Then the last one stands."""
+        if self._asking is None:
+            self._asking = self._loop.run_in_executor(None, self.swap_dir.free_bytes)
+            self._asking.add_done_callback(self._note_free_bytes)
+        await asyncio.wait({self._asking}, timeout=FREE_BYTES_TIMEOUT_S)
+
+    def _note_free_bytes(self, asking: asyncio.Future[int]) -> None:
+        self._free_bytes, self._asking = asking.result(), None
+
     def status(self) -> DeviceStatus:
         stats = self.reactor.stats()
         return DeviceStatus(
@@ -139,7 +155,7 @@ class SwapDevice:
             engine=self.reactor.engine,
             direct=self.swap_dir.direct,
             filesystem=self.swap_dir.filesystem,
-            free_bytes=self.swap_dir.free_bytes(),
+            free_bytes=self._free_bytes,
             bytes_read=stats["bytes_read"],
             bytes_written=stats["bytes_written"],
             num_reads=stats["num_reads"],

@@ -240,7 +240,7 @@ class SimulatedRank:
                 trace = Trace.from_accesses(accesses)
                 await self._ask(self.tenant.set_trace(trace_id, lambda trace=trace: trace))  # type: ignore[misc]
             if rng.random() < 0.3:
-                self.world.node.status()
+                await self._ask(self.world.node.status())
             if rng.random() < 0.3 and len(self.chunks) > 3:
                 await self._unregister(rng.randint(1, 3))
             if rng.random() < 0.3:

@@ -99,6 +99,16 @@ def test_a_parent_that_has_ended_is_noticed_once(process: subprocess.Popen[bytes
     run(watch())
 
 
+class SilentSwapDir(SwapDir):
+    """Its filesystem answers once, and then when ``answers`` is set."""
+
+    def free_bytes(self) -> int:
+        if next(self.__dict__["asked"]):
+            assert self.__dict__["answers"].wait(DEADLINE_S), "somebody waits for what may never come"
+            return 2
+        return 1
+
+
 def make_device(swap_dir: SwapDir | None = None, arena: FakeArena | None = None) -> tuple[SwapDevice, FakeReactor]:
     reactor = FakeReactor(random.Random(0), DeviceModel(), {}, {} if arena is None else {arena.fd: arena})
     swap_dir = swap_dir or SwapDir(Path("/swap"), True, "fake", ())
@@ -124,3 +134,22 @@ def test_a_drive_however_fast_has_one_batch_a_turn() -> None:
         device.close(0)
 
     run(complete())
+
+
+def test_a_status_waits_for_no_mount_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(swap_device, "FREE_BYTES_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("io_daemon.serve.node.Planner", lambda: None)
+    swap_dir, answers, asked = SilentSwapDir(Path("/swap"), True, "nfs4", ()), threading.Event(), itertools.count()
+    swap_dir.__dict__.update(answers=answers, asked=asked)
+
+    async def ask() -> None:
+        device, _ = make_device(swap_dir)
+        node = Node(CONFIG, [device])
+        assert [(await node.status()).devices[0].free_bytes for _ in range(3)] == [1, 1, 1]
+        assert next(asked) == 2, "no second thread waits beside the first"
+        answers.set()
+        await until(lambda: device._asking is None)
+        assert device.status().free_bytes == 2
+        device.close(0)
+
+    run(ask())
