@@ -55,8 +55,8 @@ class Rings:
         return self._wake.fileno()
 
     def take_wake_up(self) -> None:
-        """Never blocks, whether or not there is one."""
-        with contextlib.suppress(BlockingIOError):
+        """Never blocks, whether or not there is one, and whatever the rank has done to its end."""
+        with contextlib.suppress(BlockingIOError, ConnectionResetError):
             self._wake.recv(1, socket.MSG_DONTWAIT)
 
     def num_completions(self) -> int:

@@ -213,8 +213,12 @@ class Tenant:
                 return result
             finally:
                 self._is_apart = False
-                self._perform(actions)
-                self._catch_up()
+                try:
+                    self._perform(actions)
+                except Exception as error:  # noqa: BLE001 -- whatever it is, it stays with this tenant
+                    self.fail(error)
+                finally:
+                    self._catch_up()
 
     def _catch_up(self) -> None:
         """Do what had to wait for ``_apart``."""

@@ -153,3 +153,49 @@ def test_a_status_waits_for_no_mount_that_hangs(monkeypatch: pytest.MonkeyPatch)
         device.close(0)
 
     run(ask())
+
+
+def test_what_a_rank_did_to_its_wake_ups_is_no_error_of_the_loop(tmp_path: Path) -> None:
+    rings = Rings()
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as stranger:
+        stranger.bind(str(tmp_path / "stranger"))
+        rings._wake.send(b"x")  # that it leaves unread
+        rings.rank_wake.connect(str(tmp_path / "stranger"))
+        rings.take_wake_up()
+        rings.take_wake_up()
+    rings.close()
+
+
+def test_a_tenant_whose_answers_find_no_ring_still_sees_its_io_end() -> None:
+    """Else its end would wait for that for ever."""
+    request = Attach(
+        job="job", rank=0, num_frames=2, frame_bytes=PAGE_BYTES, page_locked=False, swap_dirs=("/swap",), chunks_max=2
+    )
+    table = FakeArena(TableGeometry(2, PAGE_BYTES, PAGE_BYTES, 2), "job", 0)
+    endings: list[Ended] = []
+
+    def refuse(_: Complete) -> NoReturn:
+        raise ProtocolError("completion ring: head 7 is out of range")
+
+    async def answer() -> None:
+        rings = SimpleNamespace(answer=refuse, wake_fd=table.fd)
+        holdings = cast(Holdings, SimpleNamespace(table=table, rings=rings, seats=[]))
+        tenant = Tenant(request, holdings, 1, CONFIG, cast(Planner, None), endings.append)
+        tenant._in_flight.count(+1)
+        has_ended = threading.Event()
+
+        def work() -> tuple[None, list[Complete]]:
+            assert has_ended.wait(DEADLINE_S)
+            return None, [Complete(1, Status.OK)]
+
+        apart = asyncio.ensure_future(tenant._apart(work))
+        await until(lambda: tenant._is_apart)
+        io = StartIo(0, True, 0, 0, 0, 0, 0, PAGE_BYTES, 0, False, False)
+        tenant.on_io_done(io, Status.OK, 0, 0, 0, 0)
+        has_ended.set()
+        await asyncio.gather(apart, return_exceptions=True)
+        assert tenant.num_in_flight == 0
+        assert [each.by_fault for each in endings] == [True]
+
+    run(answer())
+    table.close()
