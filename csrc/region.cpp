@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 #include <sys/stat.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -121,7 +122,10 @@ Region::Region(int fd, std::size_t region_bytes, bool writable)
   data_ = static_cast<std::byte*>(mapped);
 }
 
-Region::~Region() { ::munmap(data_, region_bytes_); }
+// A forked child that was left without the mapping may have another one there by now.
+Region::~Region() {
+  if (only_in_ == 0 || only_in_ == ::getpid()) ::munmap(data_, region_bytes_);
+}
 
 std::span<std::byte> Region::slice(std::size_t offset, std::size_t num_bytes) const {
   if (offset > region_bytes_ || num_bytes > region_bytes_ - offset) {
@@ -165,8 +169,9 @@ void Region::lock() const {
   if (::mlock(data_, region_bytes_) < 0) throw_last_errno("mlock");
 }
 
-void Region::dont_fork() const {
+void Region::dont_fork() {
   if (::madvise(data_, region_bytes_, MADV_DONTFORK) < 0) throw_last_errno("MADV_DONTFORK");
+  only_in_ = ::getpid();
 }
 
 void Region::zero(std::size_t offset, std::size_t num_bytes) const {

@@ -1,6 +1,8 @@
 // A shared mapping of a memfd or any other mappable file.
 #pragma once
 
+#include <sys/types.h>
+
 #include <cstddef>
 #include <memory>
 #include <span>
@@ -27,13 +29,15 @@ class Region : public std::enable_shared_from_this<Region> {
   // where the kernel has them to give.
   std::size_t prefault(unsigned num_threads) const;
   void lock() const;
-  void dont_fork() const;
+  // Children that are forked from now on have no such mapping.
+  void dont_fork();
   void zero(std::size_t offset, std::size_t num_bytes) const;
 
  private:
   std::byte* data_ = nullptr;
   std::size_t region_bytes_;
   bool writable_;
+  pid_t only_in_ = 0;  // the process that has the mapping, if its children do not
 };
 
 }  // namespace infinity

@@ -189,6 +189,36 @@ def test_dont_fork_reaches_the_kernel() -> None:
     assert "dc" in mapping_flags(region.address)
 
 
+def test_a_child_without_the_mapping_leaves_alone_what_has_come_in_its_place() -> None:
+    script = """
+import ctypes, mmap, os
+from io_daemon._native import Region
+
+MAP_FIXED_NOREPLACE = 0x100000
+num_bytes = 4096
+fd = os.memfd_create("region")
+os.ftruncate(fd, num_bytes)
+region = Region(fd, num_bytes)
+address = region.address
+region.dont_fork()
+child = os.fork()
+if child:
+    del region
+    assert os.waitpid(child, 0)[1] == 0
+else:
+    libc = ctypes.CDLL(None)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | MAP_FIXED_NOREPLACE
+    assert libc.mmap(address, num_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0) == address
+    del region
+    with open("/proc/self/maps") as maps:
+        ranges = [[int(end, 16) for end in line.split()[0].split("-")] for line in maps]
+    os._exit(not any(begin <= address < end for begin, end in ranges))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
+
+
 def test_lock_reaches_the_kernel() -> None:
     region = make_region(PAGE_BYTES)
     region.lock()
