@@ -13,7 +13,7 @@ import pytest
 from io_daemon.disk.mounts import Mount
 from io_daemon.machine.block_device import BlockDevice, PcieLink
 from io_daemon.machine.facts import DirectoryFacts, MachineFacts, cached_loops_below, describe_machine
-from io_daemon.machine.meminfo import cgroup_ram_max_bytes
+from io_daemon.machine.meminfo import available_bytes, cgroup_ram_max_bytes
 from tests.support.kernel_tree import KernelTree, write
 
 
@@ -85,6 +85,36 @@ def test_the_limits_of_the_cgroups_above(tree: KernelTree, own: str, limits: dic
     for name, text in limits.items():
         write(tree.sys / "fs" / "cgroup" / name, text)
     assert cgroup_ram_max_bytes(tree.sys, tree.proc) == least
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "left"),
+    [
+        ("0::/", {"memory.max": "8192"}, 8192),
+        ("0::/", {"memory.max": "8192", "memory.current": "5000"}, 3192),
+        ("0::/", {"memory.max": "8192", "memory.current": "5000", "memory.stat": "file 9\ninactive_file 1000"}, 4192),
+        ("0::/", {"memory.max": "8192", "memory.current": "10", "memory.stat": "inactive_file 1000"}, 8192),
+        ("0::/", {"memory.max": "8192", "memory.current": "9000"}, 0),
+        ("0::/", {"memory.max": "max", "memory.current": "5000"}, 1 << 29),
+        ("0::/job", {"memory.max": "9000", "memory.current": "8000", "job/memory.max": "5000"}, 1000),
+        ("0::/job", {"memory.max": "9000", "job/memory.max": "5000", "job/memory.current": "4000"}, 1000),
+        (
+            "5:memory:/job",
+            {
+                "memory/job/memory.limit_in_bytes": "8192",
+                "memory/job/memory.usage_in_bytes": "5000",
+                "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 1000",
+            },
+            4192,
+        ),
+    ],
+)
+def test_what_a_cgroup_has_left(tree: KernelTree, own: str, files: dict[str, str], left: int) -> None:
+    """The page cache of files that were just written, say, counts as used and is given up for whoever asks."""
+    write(tree.proc / "self" / "cgroup", own + "\n")
+    for name, text in files.items():
+        write(tree.sys / "fs" / "cgroup" / name, text)
+    assert available_bytes(tree.sys, tree.proc) == left
 
 
 def test_an_nvme_partition(tree: KernelTree, tmp_path: Path) -> None:
