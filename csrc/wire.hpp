@@ -134,7 +134,8 @@ struct SwapHeader {
   std::uint8_t boot_id[40];       // NUL-terminated
   std::uint8_t job[64];           // NUL-terminated UTF-8
   std::uint32_t header_checksum;  // of this page with the field itself zero
-  std::uint8_t pad[4096 - 164];
+  std::uint8_t machine[64];       // which machine the daemon runs on; empty in files of old
+  std::uint8_t pad[4096 - 228];
 };
 
 static_assert(sizeof(Sqe) == 32 && alignof(Sqe) == 8);

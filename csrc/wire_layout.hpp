@@ -101,7 +101,8 @@ inline constexpr std::array kSwapHeaderFields{INFINITY_FIELD(SwapHeader, magic),
                                               INFINITY_FIELD(SwapHeader, file_index),
                                               INFINITY_FIELD(SwapHeader, boot_id),
                                               INFINITY_FIELD(SwapHeader, job),
-                                              INFINITY_FIELD(SwapHeader, header_checksum)};
+                                              INFINITY_FIELD(SwapHeader, header_checksum),
+                                              INFINITY_FIELD(SwapHeader, machine)};
 
 // Padding is not listed: nobody reads it.
 inline constexpr std::array kStructs{INFINITY_STRUCT(Sqe, kSqeFields),

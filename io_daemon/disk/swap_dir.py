@@ -149,20 +149,45 @@ class StaleFile:
 
 
 def find_stale(directory: Path) -> list[StaleFile]:
-    """Files of this user's dead daemons. Whatever lacks our name or our header, has a living owner or belongs to
-    another user is not looked at twice: where all may write, a stranger's file must not hold anything up."""
+    """Files of this user's dead daemons. Whatever lacks our name or our header, has a living owner, or one that this
+    machine knows nothing of, or belongs to another user is not looked at twice: where all may write, a stranger's file
+    must not hold anything up."""
     stale = []
     for path in sorted(directory.glob(f"{PREFIX}*{SUFFIX}")):
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:  # for writing, too: NFS locks no other descriptor
+            fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
-            continue  # gone meanwhile, a link, or not ours to read
+            continue  # gone meanwhile, a link, or not ours to read and write
         header = _header_of_ours(path, fd)
-        if header is None or header.owner.lives():
+        if header is None or header.owner.lives() or _is_elsewhere(path, header) or not _can_be_locked(path, fd):
             os.close(fd)
         else:
             stale.append(StaleFile(path, fd, header))
     return stale
+
+
+def _is_elsewhere(path: Path, header: SwapHeader) -> bool:
+    if not header.owner.is_elsewhere():
+        return False
+    log.warning(
+        "%s: of daemon %d on another machine (%s), which shares this directory: left alone; if that daemon is dead, "
+        "start one there, or remove the file by hand",
+        path,
+        header.owner.pid,
+        header.owner.machine,
+    )
+    return True
+
+
+def _can_be_locked(path: Path, fd: int) -> bool:
+    """Whether the filesystem has a lock for it, held by somebody or not."""
+    try:
+        if _try_lock(fd):
+            fcntl.flock(fd, fcntl.LOCK_UN)
+    except OSError as error:
+        log.warning("%s: cannot be locked (%s): left alone", path, error.strerror)
+        return False
+    return True
 
 
 def _header_of_ours(path: Path, fd: int) -> SwapHeader | None:

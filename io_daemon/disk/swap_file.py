@@ -32,8 +32,20 @@ SAME_NAME_MAX: Final = 10_000
 ZEROS_BYTES: Final = 1 << 20
 
 
+MACHINE_CHARS_MAX: Final = 64
+
+
 def boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def machine_id() -> str:
+    """What tells this machine from others that may see the same directory: machine-id(5), or its name where there is
+    none."""
+    found = read_text(Path("/etc/machine-id"))
+    if found is None or found == "uninitialized":
+        found = os.uname().nodename
+    return found.encode("ascii", "replace")[:MACHINE_CHARS_MAX].decode()
 
 
 def process_starttime(pid: int) -> int | None:
@@ -52,14 +64,22 @@ class Owner:
     pid: int
     starttime: int
     boot_id: str
+    machine: str
+    """Empty: a daemon that did not say so yet, and is taken for one of this machine."""
 
     @classmethod
     def this_process(cls) -> Owner:
         pid = os.getpid()
-        return cls(pid, process_starttime(pid) or 0, boot_id())
+        return cls(pid, process_starttime(pid) or 0, boot_id(), machine_id())
 
     def lives(self) -> bool:
+        """Whether it runs, on this machine."""
         return self.boot_id == boot_id() and process_starttime(self.pid) == self.starttime
+
+    def is_elsewhere(self) -> bool:
+        """It belongs to another machine, which alone knows whether it lives. A container whose name is new each time is
+        still on the machine that has not been booted since."""
+        return self.boot_id != boot_id() and self.machine not in ("", machine_id())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +111,7 @@ class SwapHeader:
                     "boot_id": self.owner.boot_id.encode(),
                     "job": self.job.encode(),
                     "header_checksum": 0,
+                    "machine": self.owner.machine.encode(),
                 }
             )
         )
@@ -109,8 +130,8 @@ class SwapHeader:
         _store_checksum(blank, 0)
         if _page_checksum(blank) != record["header_checksum"]:
             return None
-        boot = bytes(record["boot_id"])
-        if not boot.isascii():
+        boot, machine = bytes(record["boot_id"]), bytes(record["machine"])
+        if not (boot.isascii() and machine.isascii()):
             return None  # a checksum is no proof of who wrote it
         return cls(
             job=bytes(record["job"]).decode(errors="replace"),
@@ -119,7 +140,9 @@ class SwapHeader:
             file_bytes=int(record["file_bytes"]),
             frame_bytes=int(record["frame_bytes"]),
             created_ns=int(record["created_ns"]),
-            owner=Owner(int(record["owner_pid"]), int(record["owner_starttime"]), boot.decode("ascii")),
+            owner=Owner(
+                int(record["owner_pid"]), int(record["owner_starttime"]), boot.decode("ascii"), machine.decode("ascii")
+            ),
         )
 
 

@@ -69,10 +69,10 @@ def test_a_header_with_any_flipped_field_is_not_ours(tmp_path: Path, field: str)
 def test_neither_a_reused_pid_nor_a_reboot_passes_for_the_owner() -> None:
     this = Owner.this_process()
     assert this.lives()
-    assert not Owner(this.pid, this.starttime + 1, this.boot_id).lives()
-    assert not Owner(this.pid, this.starttime, "00000000-0000-0000-0000-000000000000").lives()
+    assert not Owner(this.pid, this.starttime + 1, this.boot_id, this.machine).lives()
+    assert not Owner(this.pid, this.starttime, "00000000-0000-0000-0000-000000000000", this.machine).lives()
     child = subprocess.Popen(["true"])
-    dead = Owner(child.pid, this.starttime, this.boot_id)
+    dead = Owner(child.pid, this.starttime, this.boot_id, this.machine)
     child.wait()
     assert not dead.lives()
 

@@ -16,7 +16,7 @@ import pytest
 from io_daemon.__main__ import main
 from io_daemon._native import checksum
 from io_daemon.disk.swap_dir import find_stale, lock_stale, reclaim
-from io_daemon.disk.swap_file import Owner, SwapFile, SwapHeader
+from io_daemon.disk.swap_file import Owner, SwapFile, SwapHeader, boot_id, machine_id
 from io_daemon.errors import SwapBusyError
 from io_daemon.shared.wire import SWAP_HEADER
 from tests.io_daemon.conftest import Serve
@@ -47,6 +47,54 @@ def test_files_of_dead_owners_go_and_those_of_living_ones_stay(swap_dir: Path) -
     dead, living = leave(swap_dir, dead_owner()), leave(swap_dir, Owner.this_process(), job="other")
     assert run_reclaim(swap_dir) == [dead]
     assert list(swap_dir.iterdir()) == [living]
+
+
+OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
+
+
+@pytest.mark.parametrize(
+    ("boot", "machine", "goes"),
+    [
+        (OTHER_BOOT, "another", False),
+        (OTHER_BOOT, machine_id(), True),  # it was booted since
+        (OTHER_BOOT, "", True),  # a file of old
+        (boot_id(), "a container of another name", True),
+    ],
+)
+def test_files_of_other_machines_are_left_to_them(
+    swap_dir: Path, caplog: pytest.LogCaptureFixture, boot: str, machine: str, goes: bool
+) -> None:
+    """What their daemons write into is not to be had here: not their pids, nor, on some filesystems, their locks."""
+    path = leave(swap_dir, replace(dead_owner(), boot_id=boot, machine=machine))
+    assert run_reclaim(swap_dir) == ([path] if goes else [])
+    assert path.exists() is not goes
+    assert (f"{path}: of daemon" in caplog.text) is not goes
+
+
+def test_without_a_machine_id_it_is_the_name_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    for found in (None, "uninitialized"):
+        monkeypatch.setattr("io_daemon.disk.swap_file.read_text", lambda _, found=found: found)
+        assert machine_id() == os.uname().nodename
+
+
+def test_a_file_whose_filesystem_refuses_locks_is_left_alone(
+    swap_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As NFS does for a descriptor that is only for reading: of others nothing is to be said."""
+    refused, path = (leave(swap_dir, dead_owner(), job=job) for job in ("one", "two"))
+    flock, modes = fcntl.flock, []
+
+    def refuse(fd: int, operation: int) -> None:
+        if os.readlink(f"/proc/self/fd/{fd}") == str(refused):
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+        modes.append(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert run_reclaim(swap_dir) == [path]
+    assert refused.exists()
+    assert f"{refused}: cannot be locked (No locks available): left alone" in caplog.text
+    assert set(modes) == {os.O_RDWR}
 
 
 def test_foreign_files_are_never_touched(swap_dir: Path) -> None:

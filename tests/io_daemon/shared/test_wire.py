@@ -41,9 +41,10 @@ def test_codec_and_dtype_lie_as_the_struct_does(name: str) -> None:
 
 
 def test_text_and_numbers_survive() -> None:
-    values = dict.fromkeys(wire.SWAP_HEADER.names, 7) | {"boot_id": b"boot", "job": b"job"}
+    values = dict.fromkeys(wire.SWAP_HEADER.names, 7) | {"boot_id": b"boot", "job": b"job", "machine": b"m"}
     found = wire.SWAP_HEADER.unpack(wire.SWAP_HEADER.pack(values) + b"behind")
-    assert found == values | {"boot_id": b"boot".ljust(40, b"\0"), "job": b"job".ljust(64, b"\0")}
+    texts = {"boot_id": b"boot".ljust(40, b"\0"), "job": b"job".ljust(64, b"\0"), "machine": b"m".ljust(64, b"\0")}
+    assert found == values | texts
 
 
 def test_magics_are_words_that_people_can_read() -> None:
