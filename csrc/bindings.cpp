@@ -419,6 +419,7 @@ NB_MODULE(_native, module) {
   module.attr("ENGINES") = nb::tuple(nb::cast(engine_names()));
   module.attr("WIRE_LAYOUT") = wire_layout();
   module.attr("WIRE_CONSTANTS") = wire_constants();
+  module.attr("POSIX_THREADS_MAX") = kPosixThreadsMax;
   module.attr("NUM_LATENCY_BUCKETS") = Histogram::kNumBuckets;
   module.def("latency_bucket", &Histogram::bucket, "ns"_a);
   module.def("probe_engine", &probe_engine, "engine"_a, ReleaseGil());

@@ -92,6 +92,9 @@ struct Fault {
   std::uint64_t value{};
 };
 
+// However deep its queue: so many I/Os of it are in flight at once.
+inline constexpr unsigned kPosixThreadsMax = 64;
+
 std::unique_ptr<IoEngine> make_posix_engine(unsigned queue_depth);
 std::unique_ptr<IoEngine> make_uring_engine(unsigned queue_depth);
 std::unique_ptr<IoEngine> make_libaio_engine(unsigned queue_depth);

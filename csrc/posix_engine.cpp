@@ -15,8 +15,6 @@
 namespace infinity {
 namespace {
 
-constexpr unsigned kThreadsMax = 64;
-
 std::int64_t perform(const Io& io) noexcept {
   const auto offset = static_cast<off_t>(io.offset);
   std::int64_t result = 0;
@@ -39,7 +37,7 @@ std::int64_t perform(const Io& io) noexcept {
 class PosixEngine final : public IoEngine {
  public:
   explicit PosixEngine(unsigned queue_depth) : event_(Descriptor::event()) {
-    const unsigned num_threads = std::min(queue_depth, kThreadsMax);
+    const unsigned num_threads = std::min(queue_depth, kPosixThreadsMax);
     threads_.reserve(num_threads);
     try {
       for (unsigned i = 0; i < num_threads; ++i) {

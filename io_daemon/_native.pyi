@@ -11,6 +11,8 @@ ENGINES: Final[tuple[str, ...]]
 WIRE_LAYOUT: Final[dict[str, dict[str, tuple[int, int, int]]]]
 """struct -> field -> (offset, bytes, bytes of one item); the key "" holds (sizeof, alignof, 0)."""
 WIRE_CONSTANTS: Final[dict[str, int]]
+POSIX_THREADS_MAX: Final[int]
+"""So many I/Os the posix engine has in flight at most, however deep its queue."""
 NUM_LATENCY_BUCKETS: Final[int]
 """Of a histogram; see io_daemon/bench/latency.py."""
 

@@ -27,6 +27,7 @@ from io_daemon.serve.startup import (
     reclaim_unless,
     use_one_heap,
     watching_parent,
+    with_possible_depth,
 )
 from io_daemon.serve.swap_device import SwapDevice
 from io_daemon.serve.threads import start_pool
@@ -61,8 +62,9 @@ async def serve(config: ServeConfig) -> int:
         resources.callback(_stop_listening_to_signals)
         resources.enter_context(watching_parent(stop, config))
         engine, engine_notes = choose_engine(config.engine)
+        config, depth_notes = with_possible_depth(config, engine)
         swap_dirs = [check_swap_dir(path) for path in config.swap_dirs]
-        for note in (*engine_notes, *(note for swap_dir in swap_dirs for note in swap_dir.notes)):
+        for note in (*engine_notes, *depth_notes, *(note for swap_dir in swap_dirs for note in swap_dir.notes)):
             log.warning("%s", note)
         if not await reclaim_unless(stop, config):
             return 0

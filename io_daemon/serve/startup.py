@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from io_daemon._native import ENGINES, probe_engine
+from io_daemon._native import ENGINES, POSIX_THREADS_MAX, probe_engine
 from io_daemon.config import ENGINES_BY_RANK, ServeConfig, notify_socket
 from io_daemon.disk.swap_dir import SwapDir, reclaim
 from io_daemon.errors import ConfigError
@@ -81,6 +81,15 @@ def choose_engine(choice: str) -> tuple[str, list[str]]:
             return engine, [f"{note}; falling back to {engine}" for note in notes]
         notes.append(f"engine {engine} does not work here ({problem})")
     raise ConfigError("engine", choice, f"{'; '.join(notes)}; write auto, or see `infinity doctor`")
+
+
+def with_possible_depth(config: ServeConfig, engine: str) -> tuple[ServeConfig, list[str]]:
+    """The settings with no more I/Os in flight than the engine has, since prefetch and the tenants' turns reckon with
+    all of them; and what to say if it has fewer."""
+    if engine != "posix" or config.queue_depth <= POSIX_THREADS_MAX:
+        return config, []
+    note = f"engine posix has {POSIX_THREADS_MAX} I/Os in flight at most: a queue depth of {config.queue_depth} is that"
+    return config.model_copy(update={"queue_depth": POSIX_THREADS_MAX}), [note]
 
 
 async def reclaim_unless(stop: asyncio.Event, config: ServeConfig) -> bool:

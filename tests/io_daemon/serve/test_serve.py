@@ -17,7 +17,7 @@ from typing import Any, get_args
 import pytest
 
 from io_daemon.__main__ import main
-from io_daemon._native import Reactor
+from io_daemon._native import POSIX_THREADS_MAX, Reactor
 from io_daemon.command.options import parse_fault
 from io_daemon.command.outcome import EXIT_FAULT, EXIT_NO_DAEMON, EXIT_USAGE
 from io_daemon.config import SOCKET_PATH_BYTES_MAX, FaultKind
@@ -95,6 +95,15 @@ def test_an_engine_that_does_not_work_is_replaced_aloud_or_refused(monkeypatch: 
     assert startup.choose_engine("auto")[0] == "posix"
     with pytest.raises(ConfigError, match="not compiled in"):
         startup.choose_engine("require:libaio")
+
+
+def test_a_depth_that_the_engine_does_not_have_is_not_reckoned_with(
+    serve: Serve, capsys: pytest.CaptureFixture[str]
+) -> None:
+    daemon = serve("--engine", "require:posix", "--queue-depth", str(POSIX_THREADS_MAX + 1))
+    assert main(["status", "--socket", daemon.socket, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["queue_depth"] == POSIX_THREADS_MAX
+    assert f"a queue depth of {POSIX_THREADS_MAX + 1}" in daemon.stderr()
 
 
 @pytest.fixture
