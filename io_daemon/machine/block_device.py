@@ -69,6 +69,21 @@ class BlockDevice(Record):
         for device in self.below:
             yield from device.disks()
 
+    def write_shares(self) -> Iterator[tuple[BlockDevice, float | None]]:
+        """The disks, each with the bytes that are written to it for every one that is written to this device. None:
+        that depends on what is written (parity) or on what the kernel does not tell here (copies, LVM's volumes)."""
+        if not self.below:
+            yield self, 1.0
+        share = self._share_of_each_below()
+        for device in self.below:
+            for disk, part in device.write_shares():
+                yield disk, None if share is None or part is None else share * part
+
+    def _share_of_each_below(self) -> float | None:
+        if len(self.below) == 1 or (self.kind, self.layer) == ("raid", "raid1"):
+            return 1.0
+        return 1 / len(self.below) if (self.kind, self.layer) == ("raid", "raid0") else None
+
 
 def find_block_device(mount: Mount, sys: Path) -> BlockDevice | None:
     """The device that ``mount`` lies on, or None if there is none or this namespace does not show it."""

@@ -13,10 +13,12 @@ PERCENT_USED_MIN: Final = 5
 
 
 class DriveWear(NamedTuple):
-    """One drive's past. None: not known."""
+    """One drive's past, and its part in what comes. None: not known."""
 
     percent_used: int | None = None
     written_bytes: int | None = None
+    write_share: float | None = 1.0
+    """Bytes written to it for every one that the host writes to all directories together."""
 
 
 class DriveLife(NamedTuple):
@@ -29,13 +31,13 @@ def drive_life(day_bytes: float, *, tbw_bytes: float | None, drives: list[DriveW
     """The life of the drive that goes first.
 
     Args:
-        day_bytes: written a day to all drives together, which share it evenly; at least one drive is assumed.
+        day_bytes: written a day by the host, to all directories together; at least one drive is assumed.
         tbw_bytes: the rating of each drive, if the user gave it.
     """
     if day_bytes <= 0:
         return DriveLife(None, "nothing is written: the drive does not wear")
     drives = drives or [DriveWear()]
-    lives = [_one_life(day_bytes / len(drives), tbw_bytes, wear) for wear in drives]
+    lives = [_one_life(day_bytes, tbw_bytes, wear) for wear in drives]
     known = [life for life in lives if life.days is not None]
     if len(known) < len(lives):
         return next(life for life in lives if life.days is None)
@@ -43,6 +45,13 @@ def drive_life(day_bytes: float, *, tbw_bytes: float | None, drives: list[DriveW
 
 
 def _one_life(day_bytes: float, tbw_bytes: float | None, wear: DriveWear) -> DriveLife:
+    if wear.write_share is None:
+        return DriveLife(
+            None,
+            "unknown: how much each drive is written for what the host writes depends on what lies above them (a RAID "
+            "with parity or copies, LVM): measure it on the drives",
+        )
+    day_bytes *= wear.write_share
     source = "the rating given"
     if tbw_bytes is None:
         if wear.percent_used is None or wear.written_bytes is None:

@@ -222,15 +222,19 @@ def _result(
 
 
 def _wears(directories: Sequence[Path]) -> list[DriveWear]:
-    """The wear of every drive below the directories, as far as it tells."""
-    disks = {}
+    """The wear of every drive below the directories, which share evenly what is written, as far as it tells."""
+    wears: dict[str, DriveWear] = {}
     for facts in describe_machine(directories).directories:
-        if facts.device is not None:
-            disks.update({disk.name: disk.health for disk in facts.device.disks()})
-    return [
-        DriveWear() if health is None else DriveWear(health.percent_used, health.written_bytes)
-        for health in disks.values()
-    ]
+        for disk, share in facts.device.write_shares() if facts.device is not None else ():
+            before = wears[disk.name].write_share if disk.name in wears else 0.0
+            write_share = None if share is None or before is None else before + share / len(directories)
+            health = disk.health
+            wears[disk.name] = (
+                DriveWear(write_share=write_share)
+                if health is None
+                else DriveWear(health.percent_used, health.written_bytes, write_share)
+            )
+    return list(wears.values())
 
 
 def _warnings(settings: StepSettings, rank: StepTrace, trace: StepTrace, scale: float, chosen: Chosen) -> list[str]:

@@ -14,11 +14,13 @@ TB = 1e12
     [
         (700 * TB, [], 700),
         (700 * TB, [DriveWear()], 700),
-        (700 * TB, [DriveWear(), DriveWear()], 1400),
+        (700 * TB, [DriveWear(write_share=0.5), DriveWear(write_share=0.5)], 1400),
+        (700 * TB, [DriveWear(), DriveWear()], 700),
         (700 * TB, [DriveWear(percent_used=25)], 525),
         (700 * TB, [DriveWear(percent_used=130)], 0),
         (700 * TB, [DriveWear(written_bytes=100 * 10**12)], 600),
-        (700 * TB, [DriveWear(), DriveWear(percent_used=50)], 700),
+        (700 * TB, [DriveWear(), DriveWear(percent_used=50)], 350),
+        (700 * TB, [DriveWear(write_share=0.5), DriveWear(percent_used=50, write_share=0.5)], 700),
         (None, [DriveWear(percent_used=10, written_bytes=70 * 10**12)], 630),
     ],
 )
@@ -36,6 +38,12 @@ def test_what_is_not_known_is_asked_for(drives: list[DriveWear]) -> None:
 def test_one_unknown_drive_makes_all_unknown() -> None:
     known = DriveWear(percent_used=10, written_bytes=70 * 10**12)
     assert drive_life(TB, tbw_bytes=None, drives=[known, DriveWear()]).days is None
+
+
+def test_an_unknown_share_of_the_writes_is_no_life() -> None:
+    life = drive_life(TB, tbw_bytes=700 * TB, drives=[DriveWear(write_share=None)])
+    assert life.days is None
+    assert "RAID" in life.note
 
 
 def test_no_writes_no_wear() -> None:

@@ -134,6 +134,29 @@ def test_an_nvme_partition(tree: KernelTree, tmp_path: Path) -> None:
     assert disk.notes == ["nvme1n1: drive health unknown: smartctl: no such device"] or "root" in disk.notes[0]
 
 
+@pytest.mark.parametrize(
+    ("level", "shares"),
+    [
+        ("raid0", [0.5, 0.5]),
+        ("raid1", [1.0, 1.0]),
+        ("raid10", [None, None]),  # how many copies there are, the level does not say
+        ("raid5", [None, None]),
+        ("linear", [None, None]),
+    ],
+)
+def test_what_a_raid_writes_to_its_drives(
+    tree: KernelTree, tmp_path: Path, level: str, shares: list[float | None]
+) -> None:
+    md = tree.virtual("md0", "9:0", tree.nvme(1), tree.nvme(2))
+    write(md / "md" / "level", f"{level}\n")
+    crypt = tree.virtual("dm-0", "253:0", md)
+    write(crypt / "dm" / "uuid", "CRYPT-LUKS2-1")
+    device = device_of(tree, tree.mount(tmp_path / "swap", "xfs", "/dev/dm-0", "253:0"))
+    assert [(disk.name, share) for disk, share in device.write_shares()] == [
+        ("nvme1n1", shares[0]), ("nvme2n1", shares[1]),
+    ]  # fmt: skip
+
+
 def test_raid0_over_two_drives(tree: KernelTree, tmp_path: Path) -> None:
     md = tree.virtual("md0", "9:0", tree.nvme(1), tree.nvme(2))
     write(md / "md" / "level", "raid0\n")
