@@ -10,7 +10,7 @@
 
 namespace infinity::wire {
 
-inline constexpr std::uint32_t kProtocolVersion = 3;
+inline constexpr std::uint32_t kProtocolVersion = 4;
 inline constexpr std::uint64_t kRingMagic = 0x31474e5249464e49;   // "INFIRNG1", little endian
 inline constexpr std::uint64_t kTableMagic = 0x314c425449464e49;  // "INFITBL1"
 inline constexpr std::uint64_t kArenaMagic = 0x314e524149464e49;  // "INFIARN1"

@@ -23,6 +23,7 @@ from io_daemon.rank.lease import Completion, Grant, Lease, describe, error_of
 from io_daemon.shared.arena import LockMemory, arena_bytes, create_arena, frame_offset
 from io_daemon.shared.bulk import as_memfd, pack_specs
 from io_daemon.shared.control import (
+    Announce,
     Attach,
     Attached,
     Detach,
@@ -104,7 +105,7 @@ class Client:
         chunks_max: int = 65536,
         lock_memory: LockMemory = "auto",
     ) -> None:
-        """Make the arena (this process pays for it) and hand it to the daemon.
+        """Make the arena (this process pays for it), if the daemon has room for it, and hand it over.
 
         ``frame_bytes``: a multiple of 4096. ``swap_dirs``: a subset of ``self.swap_dirs``. ``lock_memory``: "auto"
         warns and goes on unlocked where the memlock limit forbids it, "require" raises ConfigError. Raises
@@ -115,6 +116,8 @@ class Client:
         if wanted_bytes > bytes_max:  # a container ends, without a word, whoever takes more than it has
             problem = f"this machine, or this container, has memory for {bytes_max} bytes of arenas: lower it"
             raise ConfigError("io_daemon.host_budget_bytes", wanted_bytes, problem)
+        announcement = Announce(job=self._job, rank=self._rank, arena_bytes=wanted_bytes)
+        self._connection.request(announcement, Done, timeout_s=CONTROL_TIMEOUT_S)
         arena = create_arena(num_frames, frame_bytes, lock_memory)
         try:
             request = Attach(

@@ -19,6 +19,7 @@ from io_daemon.serve.node import Node
 from io_daemon.serve.tenant import Tenant
 from io_daemon.shared.bulk import CHUNK_BYTES, read_memfd, unpack_specs
 from io_daemon.shared.control import (
+    Announce,
     AsyncChannel,
     Attach,
     Attached,
@@ -80,6 +81,8 @@ class Conversation:
         self._channel = channel
         self._peer = peer
         self._tenant: Tenant | None = None
+        self._announced_bytes = 0
+        """The node counts on an arena that has not come yet."""
         self._greeted = False
 
     async def run(self) -> Ended | None:
@@ -98,7 +101,8 @@ class Conversation:
         return self._peer.departure.result() if self._peer.departure.done() else None
 
     async def end_tenant(self) -> None:
-        """Idempotent."""
+        """Nothing of it is counted any more, also if it was only announced. Idempotent."""
+        self._unbook()
         tenant, self._tenant = self._tenant, None
         if tenant is not None:
             try:
@@ -150,9 +154,21 @@ class Conversation:
             close_all(fds)
         await self._channel.send(answer, answer_fds, timeout_s=SEND_TIMEOUT_S)
 
+    def _announce(self, request: Announce) -> None:
+        if self._tenant is not None:
+            raise ProtocolError("announce: before attach")
+        self._unbook()
+        self._node.book(request.arena_bytes, request.job, request.rank)
+        self._announced_bytes = request.arena_bytes
+
+    def _unbook(self) -> None:
+        self._node.unbook(self._announced_bytes)
+        self._announced_bytes = 0
+
     async def _attach(self, request: Attach, fds: Sequence[int]) -> tuple[Attached, list[int]]:
         if self._tenant is not None or len(fds) != 1:
             raise ProtocolError("attach: once, with exactly one fd")
+        self._unbook()  # what it brings is booked before anybody else has a turn
         self._tenant = await self._node.attach(request, fds[0], self._peer.pid, self._peer.depart)
         self.had_tenant = self._peer.attached = True
         self._tenant.serve()
@@ -161,6 +177,9 @@ class Conversation:
     async def _answer_plain(self, message: Message, fds: Sequence[int]) -> Message:
         if isinstance(message, StatusRequest):
             return Status(daemon=await self._node.status())
+        if isinstance(message, Announce):
+            self._announce(message)
+            return Done()
         tenant = self._tenant
         if tenant is None:
             raise ProtocolError(f"{type(message).__name__.lower()}: attach first")

@@ -36,10 +36,28 @@ class Node:
         self._draining = False
         self._host_budget_bytes = min(config.host_budget_bytes, arenas_bytes_max())
         self._arenas_bytes = 0
-        """The arenas of all tenants together."""
+        """The arenas of all tenants together, and of ranks that are about to attach."""
 
     def welcome(self) -> Welcome:
         return Welcome(protocol_version=PROTOCOL_VERSION, swap_dirs=tuple(self._devices))
+
+    def book(self, num_bytes: int, job: str, rank: int) -> None:
+        """Count an arena from now on: others may ask while it is made, or registered. Raises ConfigError or
+        BudgetError."""
+        self._refuse_while_draining()
+        if self._arenas_bytes + num_bytes > self._host_budget_bytes:
+            raise BudgetError(
+                key="--host-budget-bytes",
+                budget_bytes=self._host_budget_bytes,
+                smallest_bytes=self._arenas_bytes + num_bytes,
+                reason=f"rank {rank} of {job} brings an arena of {num_bytes} bytes, "
+                f"and {self._arenas_bytes} are taken by the ranks that are there",
+            )
+        self._arenas_bytes += num_bytes
+
+    def unbook(self, num_bytes: int) -> None:
+        """An arena that was counted is gone, or will not come."""
+        self._arenas_bytes -= num_bytes
 
     async def attach(self, request: Attach, arena_fd: int, pid: int, on_end: Callable[[Ended], None]) -> Tenant:
         """Raises ConfigError, BudgetError, SwapSpaceError, DeviceIOError, ProtocolError."""
@@ -53,15 +71,7 @@ class Node:
                 "or start it with another --swap-dir",
             )
         num_bytes = arena_bytes(request.num_frames, request.frame_bytes)
-        if self._arenas_bytes + num_bytes > self._host_budget_bytes:
-            raise BudgetError(
-                key="--host-budget-bytes",
-                budget_bytes=self._host_budget_bytes,
-                smallest_bytes=self._arenas_bytes + num_bytes,
-                reason=f"rank {request.rank} of {request.job} brings an arena of {num_bytes} bytes, "
-                f"and {self._arenas_bytes} are taken by the ranks that are there",
-            )
-        self._arenas_bytes += num_bytes  # from now on: another rank may ask while this one's arena is registered
+        self.book(num_bytes, request.job, request.rank)
         try:
             tenant = await Tenant.attach(
                 request,
@@ -74,7 +84,7 @@ class Node:
                 on_end,
             )
         except BaseException:
-            self._arenas_bytes -= num_bytes
+            self.unbook(num_bytes)
             raise
         self.tenants.add(tenant)
         try:
@@ -101,7 +111,7 @@ class Node:
 
     def detached(self, tenant: Tenant) -> None:
         self.tenants.discard(tenant)
-        self._arenas_bytes -= tenant.arena_bytes
+        self.unbook(tenant.arena_bytes)
         log.info("%s: gone", tenant)
         if not self.tenants:
             gc.collect()

@@ -35,6 +35,7 @@ LENGTH: Final = struct.Struct("<I")
 
 Uint32 = Annotated[int, Field(ge=0, lt=1 << 32)]
 Uint63 = Annotated[int, Field(ge=0, lt=1 << 63)]
+Job = Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
 Version = Annotated[int, Field(strict=True, ge=0, lt=1 << 32)]
 """Strict: the true, 1.0 and "1" of JSON are no version 1."""
 
@@ -54,11 +55,22 @@ class Hello(Message):
     protocol_version: Version
 
 
+class Announce(Message):
+    """An arena is about to be made and attached. Answered with Done when the node has room for it, and keeps that until
+    the attach, or the end of the connection."""
+
+    type: Literal["announce"] = "announce"
+    job: Job
+    rank: Uint32
+    arena_bytes: Uint63
+    """Header page included."""
+
+
 class Attach(Message):
     """Comes with one fd: the sealed arena."""
 
     type: Literal["attach"] = "attach"
-    job: Annotated[str, Field(min_length=1, max_length=63, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    job: Job
     rank: Uint32
     num_frames: Annotated[int, Field(ge=1, lt=1 << 31)]
     frame_bytes: Annotated[int, Field(ge=1, lt=1 << 40)]
@@ -201,6 +213,7 @@ class Ended(Message):
 
 AnyMessage = Annotated[
     Hello
+    | Announce
     | Attach
     | Register
     | Reserve

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import IntEnum
 from typing import Final, NamedTuple
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 PAGE_BYTES: Final = 4096
 HUGE_PAGE_BYTES: Final = 2 << 20
 KINDS_MAX: Final = 8

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import gc
 import os
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from io_daemon.errors import BudgetError
+from io_daemon.rank import client as door
 from io_daemon.rank.client import Client
 from io_daemon.serve import conversation, server
 from io_daemon.shared import control
-from io_daemon.shared.arena import SEALS, arena_bytes
-from io_daemon.shared.control import Ended, Hello, encode
+from io_daemon.shared.arena import SEALS, Arena, arena_bytes, create_arena
+from io_daemon.shared.control import Announce, Attached, Done, Ended, Hello, encode
 from io_daemon.shared.protocol import PAGE_BYTES, PROTOCOL_VERSION, ChunkSpec
 from tests.io_daemon.conftest import Serve
 from tests.support.daemon import DEADLINE_S, FRAME_BYTES, ServedDaemon, eventually, specs
@@ -50,6 +53,56 @@ def test_the_host_budget_is_that_of_all_tenants_together(serve: Serve) -> None:
             pass
     with daemon.attached(num_frames=16):  # all of it is there again
         pass
+
+
+def test_no_arena_is_made_that_the_daemon_would_refuse(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    daemon = serve("--host-budget-bytes", str(arena_bytes(8, FRAME_BYTES)))
+    made = []
+
+    def make(*arguments: Any) -> Arena:
+        made.append(arguments[0])
+        return create_arena(*arguments)
+
+    monkeypatch.setattr(door, "create_arena", make)
+    with pytest.raises(BudgetError, match="rank 0 of job brings an arena"), daemon.attached(num_frames=9):
+        pass
+    with daemon.attached(num_frames=4), pytest.raises(BudgetError), daemon.attached(num_frames=5, job="other"):
+        pass
+    assert made == [4]
+
+
+def test_an_arena_counts_while_it_is_made_and_only_once(serve: Serve) -> None:
+    daemon = serve("--host-budget-bytes", str(arena_bytes(8, FRAME_BYTES)))
+    rank = RawRank(daemon.socket).hello()
+    for num_frames in (8, 1, 4):  # the last one counts
+        announcement = Announce(job="slow", rank=1, arena_bytes=arena_bytes(num_frames, FRAME_BYTES))
+        assert rank.ask(announcement) == (Done(), [])
+    with pytest.raises(BudgetError, match="are taken"), daemon.attached(num_frames=5):
+        pass
+    arena = create_arena(4, FRAME_BYTES, "off")
+    answer, fds = rank.ask(rank.attach_request(num_frames=4, frame_bytes=FRAME_BYTES), [arena.fd])
+    assert isinstance(answer, Attached)
+    for fd in (*fds, arena.fd):
+        os.close(fd)
+    with daemon.attached(num_frames=3):
+        pass
+    answer, _ = rank.ask(announcement)
+    assert isinstance(answer, Ended), "it has one"
+    rank.close()
+
+
+def test_an_arena_that_does_not_come_counts_until_the_rank_has_gone(serve: Serve) -> None:
+    daemon = serve("--host-budget-bytes", str(arena_bytes(8, FRAME_BYTES)))
+    rank = RawRank(daemon.socket).hello()
+    assert rank.ask(Announce(job="dead", rank=1, arena_bytes=arena_bytes(8, FRAME_BYTES))) == (Done(), [])
+    rank.close()
+
+    def attaches() -> bool:
+        with contextlib.suppress(BudgetError), daemon.attached(num_frames=8):
+            return True
+        return False
+
+    eventually(attaches, "nothing is booked any more")
 
 
 def test_an_arena_that_nobody_has_populated_is_refused(daemon: ServedDaemon) -> None:
