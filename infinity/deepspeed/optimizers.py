@@ -9,10 +9,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.optim import Adagrad, Adam, AdamW
+from torch.optim import Adagrad, Adam, AdamW, Optimizer
 
+from infinity.deepspeed.callers import locals_of
 from infinity.errors import ConfigError
 from infinity.update.algorithms import Lion, begin_uncorrected
+from infinity.update.dry_run import births_of
 
 
 class _Adam(Adam):
@@ -30,7 +32,7 @@ class _Adam(Adam):
         decoupled: bool,
         corrected: bool,
     ) -> None:
-        self._corrected = corrected
+        self.corrected = corrected
         super().__init__(
             params, lr, betas, eps, weight_decay, amsgrad=amsgrad, decoupled_weight_decay=decoupled,
             fused=None if corrected else True,
@@ -38,7 +40,7 @@ class _Adam(Adam):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        if not self._corrected:
+        if not self.corrected:
             begin_uncorrected(self)
         return super().step(closure)
 
@@ -86,34 +88,10 @@ class DeepSpeedCPUAdam(_Adam):
         fp32_optimizer_states: bool = True,
     ) -> None:
         _refuse_narrow_states(fp32_optimizer_states)
-        model_params = list(model_params)
-        _refuse_groups_of_others(model_params)
+        _replaced()
         super().__init__(
             model_params, lr, betas, eps, weight_decay, amsgrad=amsgrad, decoupled=adamw_mode, corrected=bias_correction
         )
-
-
-_KEYS_OF_OTHERS = {
-    "momentum", "dampening", "nesterov", "alpha", "centered", "rho", "etas", "step_sizes", "lambd", "t0",
-    "momentum_decay", "initial_accumulator_value", "scale_parameter", "relative_step", "clip_threshold", "beta1",
-    "beta2_decay",
-}  # fmt: skip
-"""What groups of an optimizer hold that is no Adam."""
-
-
-def _refuse_groups_of_others(groups: list[Any]) -> None:
-    """Accelerate makes this Adam of the groups of any optimizer whose states are offloaded, without a word."""
-    for group in groups:
-        if not isinstance(group, dict):
-            return
-        foreign = sorted(_KEYS_OF_OTHERS & group.keys())
-        if foreign or ("differentiable" in group and "amsgrad" not in group):  # torch's Adamax and RAdam
-            raise ConfigError(
-                "optimizer",
-                f"groups with {', '.join(foreign) or 'differentiable and no amsgrad'}",
-                "they are of another optimizer than Adam, in whose place Accelerate puts DeepSpeedCPUAdam under "
-                'offload_optimizer: write "zero_force_ds_cpu_optimizer": false into the configuration to train with it',
-            )
 
 
 class DeepSpeedCPUAdagrad(Adagrad):
@@ -134,7 +112,9 @@ class DeepSpeedCPUAdagrad(Adagrad):
         for name, value in (("amsgrad", amsgrad), ("adamw_mode", adamw_mode)):
             if value:
                 raise ConfigError(name, True, "Adagrad has no such variant: leave it out")
-        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        replaced = _replaced()
+        first = 0.0 if replaced is None else replaced.defaults["initial_accumulator_value"]
+        super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay, initial_accumulator_value=first)
 
 
 class FusedLion(Lion):
@@ -177,6 +157,41 @@ def is_zero_supported_optimizer(optimizer: object) -> bool:
 
 
 TESTED_KINDS = (Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, FusedLion, DeepSpeedCPULion)
+
+
+def _replaced() -> Optimizer | None:
+    """The optimizer in whose place Accelerate makes one from here under ``offload_optimizer``: it passes on the param
+    groups, of whatever optimizer they are, and says nothing of it. None where the script makes one itself.
+
+    Raises:
+        ConfigError: steps by what was passed on would be others than the optimizer's own.
+    """
+    found = locals_of("accelerate.utils.deepspeed", "map_pytorch_optim_to_deepspeed").get("optimizer")
+    if not isinstance(found, Optimizer):
+        return None
+    if type(found) not in _OF_GROUPS_ALONE:
+        problem = "is none of torch's Adam, AdamW and Adagrad themselves"
+    elif isinstance(found, _Adam) and not found.corrected:
+        problem = "has bias_correction=False"
+    elif any(getattr(found, name, None) for name in _HOOKS):
+        problem = "has hooks"
+    else:
+        births_of(found)
+        return found
+    raise ConfigError(
+        "optimizer",
+        type(found).__name__,
+        f"{problem}, and under offload_optimizer Accelerate puts DeepSpeedCPUAdam or DeepSpeedCPUAdagrad there, of "
+        'its groups alone: write "zero_force_ds_cpu_optimizer": false into the configuration to train with it',
+    )
+
+
+_OF_GROUPS_ALONE = (Adam, AdamW, Adagrad, FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad)
+"""Param groups say all of how these step."""
+_HOOKS = (
+    "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks", "_optimizer_state_dict_pre_hooks",
+    "_optimizer_state_dict_post_hooks", "_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post_hooks",
+)  # fmt: skip
 
 
 def _refuse_narrow_states(fp32_optimizer_states: bool) -> None:

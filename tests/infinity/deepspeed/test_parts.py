@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import infinity.deepspeed as deepspeed
+from infinity.deepspeed.delivery import DIRECTORY
 from infinity.deepspeed.loss_scalers import CreateLossScaler
 from infinity.deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 from infinity.errors import ConfigError
@@ -100,18 +102,64 @@ def test_variants_that_are_not_built_are_refused(make: Make) -> None:
         make([nn.Parameter(torch.zeros(1))])
 
 
-@pytest.mark.parametrize("kind", ["SGD", "RMSprop", "NAdam", "Adamax", "RAdam", "ASGD", "Rprop", "Adadelta", "Adagrad"])
-def test_groups_of_another_optimizer_are_not_stepped_by_adam(kind: str) -> None:
-    """Accelerate makes a DeepSpeedCPUAdam of them under offload_optimizer, and says nothing."""
-    groups = getattr(torch.optim, kind)([nn.Parameter(torch.zeros(1))], lr=0.1).param_groups
+Replace = Callable[[torch.optim.Optimizer], torch.optim.Optimizer]
+
+
+@pytest.fixture
+def replace(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replace]:
+    """What Accelerate does to an optimizer under offload_optimizer."""
+    monkeypatch.syspath_prepend(str(DIRECTORY))
+    before = set(sys.modules)
+    yield importlib.import_module("accelerate.utils.deepspeed").map_pytorch_optim_to_deepspeed
+    for name in [each for each in sys.modules if each.partition(".")[0] == "deepspeed" and each not in before]:
+        del sys.modules[name]
+
+
+class OfOnesOwn(torch.optim.AdamW):
+    """One that steps otherwise, by the groups of AdamW."""
+
+
+OTHERS: dict[str, Make] = {
+    **{
+        name: lambda params, name=name: getattr(torch.optim, name)(params, lr=0.1)  # type: ignore[misc]
+        for name in ("SGD", "RMSprop", "NAdam", "Adamax", "RAdam", "ASGD", "Rprop", "Adadelta")
+    },
+    "a subclass": OfOnesOwn,
+    "Lion": FusedLion,
+    "uncorrected": lambda params: FusedAdam(params, bias_correction=False),
+}
+
+
+@pytest.mark.parametrize("kind", OTHERS)
+def test_another_optimizer_is_not_replaced_by_adam(kind: str, replace: Replace) -> None:
+    """Accelerate makes a DeepSpeedCPUAdam of its groups, and says nothing."""
     with pytest.raises(ConfigError, match='"zero_force_ds_cpu_optimizer": false'):
-        DeepSpeedCPUAdam(groups)
+        replace(OTHERS[kind]([nn.Parameter(torch.zeros(1))]))
+
+
+def test_neither_hooks_nor_state_are_lost_where_an_optimizer_is_replaced(replace: Replace) -> None:
+    param = nn.Parameter(torch.zeros(3))
+    hooked, stepped = torch.optim.AdamW([param]), torch.optim.Adam([param])
+    hooked.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ConfigError, match=r'AdamW.*has hooks.*"zero_force_ds_cpu_optimizer": false'):
+        replace(hooked)
+    param.grad = torch.ones(3)
+    stepped.step()
+    with pytest.raises(ConfigError, match=r"Adam.*has state: pass it before its first step"):
+        replace(stepped)
 
 
 def test_groups_of_adam_and_names_of_ones_own_are_taken() -> None:
     for kind in (torch.optim.Adam, torch.optim.AdamW):
         groups = kind([{"params": [nn.Parameter(torch.zeros(1))], "lr_scale": 0.5}]).param_groups
         assert DeepSpeedCPUAdam(groups).param_groups[0]["lr_scale"] == 0.5
+
+
+def test_adagrad_begins_where_that_which_it_replaces_would(replace: Replace) -> None:
+    param = nn.Parameter(torch.zeros(3))
+    made = replace(torch.optim.Adagrad([param], initial_accumulator_value=0.5))
+    assert isinstance(made, DeepSpeedCPUAdagrad)
+    assert torch.equal(made.state[param]["sum"], torch.full((3,), 0.5))
 
 
 def test_gradients_are_zeroed_where_that_is_asked_for() -> None:

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, get_scheduler, set_seed
 
 from tests.infinity.deepspeed.unmodified.nets import Rows, llama_config, padded, weights
-from tests.infinity.deepspeed.unmodified.run import program
+from tests.infinity.deepspeed.unmodified.run import program, programs_over
 
 
 def accelerator_of(given: Any, **others: Any) -> Accelerator:
@@ -161,3 +161,64 @@ def two_models_two_optimizers(given: Any) -> Any:
             optimizer.zero_grad()
             losses.append(loss.item())
     return {"losses": losses, "weights": [weights(accelerator.unwrap_model(model)) for model, _ in prepared]}
+
+
+class Signed(torch.optim.AdamW):
+    """An optimizer of somebody's own, with the groups of AdamW."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.data.add_(param.grad.sign(), alpha=-group["lr"])
+
+
+def stepped(given: Any, make: Any) -> dict[str, Any]:
+    """Three steps by the optimizer that ``make`` gives for parameters."""
+    accelerator = accelerator_of(given if given is None else {**given, "gradient_clipping": 0.0})
+    set_seed(0)
+    model = LlamaForCausalLM(llama_config())
+    loader = DataLoader(Rows(12), batch_size=2, collate_fn=padded)
+    model, optimizer, loader = accelerator.prepare(model, make(list(model.parameters())), loader)
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "state": accelerator.get_state_dict(model)}
+
+
+def hooked(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.AdamW(params, lr=1e-2)
+    optimizer.register_step_pre_hook(halve)
+    return optimizer
+
+
+def halve(optimizer: Any, _args: Any, _kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5
+
+
+def stepped_before(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.Adam(params, lr=1e-2)
+    for param in params:
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+@programs_over(
+    a_subclass=lambda params: Signed(params, lr=1e-2),
+    sgd=lambda params: torch.optim.SGD(params, lr=1e-2),
+    hooked=hooked,
+    stepped_before=stepped_before,
+    adam=lambda params: torch.optim.Adam(params, lr=1e-2, weight_decay=0.1),
+    adagrad=lambda params: torch.optim.Adagrad(params, lr=1e-2, initial_accumulator_value=0.5),
+)
+def stepped_by(given: Any, make: Any) -> Any:
+    """Under offload_optimizer Accelerate puts DeepSpeedCPUAdam in its place, or DeepSpeedCPUAdagrad."""
+    return stepped(given, make)

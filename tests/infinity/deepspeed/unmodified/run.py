@@ -70,6 +70,17 @@ DECIDED: Final[dict[str, tuple[str, str]]] = {
         "EngineStateError: the engine of LlamaForCausalLM was destroyed, .* write trainer.model_wrapped",
         "the Trainer goes on with the engine that Accelerate has destroyed: it is refused with the remedy",
     ),
+    **{
+        f"accelerated.stepped_by[{kind}]": (
+            f'ConfigError: optimizer = .* {problem}.* write "zero_force_ds_cpu_optimizer": false',
+            "Accelerate would step by an Adam of its groups: it is refused with the remedy",
+        )
+        for kind, problem in {"a_subclass": "is none of", "sgd": "is none of", "hooked": "has hooks"}.items()
+    },
+    "accelerated.stepped_by[stepped_before]": (
+        "ConfigError: optimizer = .* has state",
+        "state is sharded from step 0 on: it is refused",
+    ),
     "loaded.from_a_config": (
         r"\.(history|logits|weights)",
         "under ZeRO-3 Transformers makes all weights anew, with other random numbers; the real one's losses are ours",
