@@ -8,9 +8,20 @@ from collections.abc import Sequence
 
 import torch.distributed as dist
 
+from infinity.deepspeed.trainers import refuse_dropped
 from infinity.errors import ConfigError
 
+
+class _TrainersLogger(logging.Logger):
+    """Transformers' Trainer sets its level just before it drops what its user passed, and calls nothing else here."""
+
+    def setLevel(self, level: int | str) -> None:  # noqa: N802 (the name is logging's)
+        refuse_dropped()
+        super().setLevel(level)
+
+
 logger = logging.getLogger("infinity.deepspeed")
+logger.__class__ = _TrainersLogger  # whoever has asked for it by its name keeps it
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 

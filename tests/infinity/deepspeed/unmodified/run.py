@@ -70,6 +70,10 @@ DECIDED: Final[dict[str, tuple[str, str]]] = {
         "EngineStateError: the engine of LlamaForCausalLM was destroyed, .* write trainer.model_wrapped",
         "the Trainer goes on with the engine that Accelerate has destroyed: it is refused with the remedy",
     ),
+    "trainers.an_optimizer_that_is_passed": (
+        r"ConfigError: trainer.optimizer = 'AdamW': under .* in a subclass whose create_optimizer\(\) returns it",
+        "the Trainer drops it and trains with one of its arguments: it is refused with the remedy",
+    ),
     **{
         f"accelerated.stepped_by[{kind}]": (
             f'ConfigError: optimizer = .* {problem}.* write "zero_force_ds_cpu_optimizer": false',
