@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -20,6 +21,7 @@ from infinity.checkpoint.manifest import MANIFEST, pieces_name
 from infinity.checkpoint.sealed import read_sealed
 from infinity.config import Config, read_environment
 from infinity.deepspeed.asserted import asserted, asserting
+from infinity.deepspeed.callers import locals_of
 from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of
 from infinity.deepspeed.distributed import get_world_group
 from infinity.deepspeed.logs import logger
@@ -84,6 +86,9 @@ class DeepSpeedEngine(Engine):
         self._has_handed_back = False
         """Destroyed, and the weights are the model's again."""
         self._users_backward = UsersBackward(self._loop)
+        by_accelerate = bool(locals_of("accelerate.accelerator", "_prepare_deepspeed"))
+        if by_accelerate and self._loop.update is not None and not self.settings.io_daemon.update_in_backward:
+            self._loop.update.ask_for_norm()
         _watch_exit()
         timed = self.settings.timers.throughput.model_copy(update={"synchronized": False})  # it would slow every step
         self.tput_timer = ThroughputTimer(timed, batch_size=self.train_batch_size())
@@ -215,6 +220,39 @@ class DeepSpeedEngine(Engine):
     def get_model_parallel_rank(self) -> int:
         """0, the only one."""
         return 0
+
+    def get_global_grad_norm(self) -> float | None:
+        """What ``infinity.Engine.get_global_grad_norm`` gives; to Accelerate, whose ``clip_grad_norm_`` asks for it and
+        clips nothing, from the first step on.
+
+        Raises:
+            ConfigError: the script clips by other numbers than the configuration, which ``step`` has clipped by.
+        """
+        asked = locals_of("accelerate.accelerator", "clip_grad_norm_")
+        if asked:
+            with asserting():
+                self._refuse_other_clipping(asked["parameters"], float(asked["max_norm"]), float(asked["norm_type"]))
+        return super().get_global_grad_norm()
+
+    def _refuse_other_clipping(self, params: Any, max_norm: float, norm_type: float) -> None:
+        given = {id(param) for param in ([params] if isinstance(params, torch.Tensor) else params)}
+        layout, update, ours = self._runtime.sharded.layout, self._loop.update, self.gradient_clipping()
+        trained = [] if update is None else update.grouped([param.requires_grad for param in layout.params])
+        for name, param, is_trained in zip(layout.names, layout.params, trained, strict=False):
+            if is_trained and id(param) not in given:
+                remedy = "step() clips to the norm of all gradients: pass model.parameters()"
+                raise ConfigError("parameters", f"without {name}", remedy)
+        if norm_type != 2.0:
+            raise ConfigError("norm_type", norm_type, "step() clips to the norm of type 2: leave norm_type out")
+        if max_norm != (ours or math.inf):
+            wanted = 0.0 if max_norm == math.inf else max_norm
+            raise ConfigError(
+                "gradient_clipping",
+                ours,
+                f"clip_grad_norm_() asks for {max_norm:g}, which Accelerate tells nobody, and step() clips to the "
+                f'configuration: write "gradient_clipping": {wanted:g} into it, or '
+                f"DeepSpeedPlugin(gradient_clipping={wanted:g})",
+            )
 
     # The loop
 

@@ -222,3 +222,32 @@ def stepped_before(params: Any) -> torch.optim.Optimizer:
 def stepped_by(given: Any, make: Any) -> Any:
     """Under offload_optimizer Accelerate puts DeepSpeedCPUAdam in its place, or DeepSpeedCPUAdagrad."""
     return stepped(given, make)
+
+
+def clipped(given: Any, configured: float, max_norm: float, norm_type: float = 2.0, params: Any = None) -> Any:
+    accelerator = accelerator_of(given if given is None else {**given, "gradient_clipping": configured})
+    model, optimizer, loader, _ = parts(accelerator)
+    norms, losses = [], []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            loss = model(**batch).loss
+            accelerator.backward(loss)
+            if accelerator.sync_gradients:
+                clipped = model.parameters() if params is None else params(accelerator.unwrap_model(model))
+                norms.append(float(accelerator.clip_grad_norm_(clipped, max_norm, norm_type=norm_type)))
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "norms": norms}
+
+
+@programs_over(
+    the_same={"configured": 0.5, "max_norm": 0.5},
+    nothing={"configured": 0.0, "max_norm": float("inf")},
+    another_norm={"configured": 1.0, "max_norm": 0.3},
+    not_configured={"configured": 0.0, "max_norm": 1.0},
+    another_type={"configured": 1.0, "max_norm": 1.0, "norm_type": float("inf")},
+    a_part={"configured": 0.1, "max_norm": 0.1, "params": lambda model: model.model.parameters()},
+)
+def clipped_to(given: Any, words: dict[str, Any]) -> Any:
+    return clipped(given, **words)

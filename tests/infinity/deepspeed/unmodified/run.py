@@ -85,6 +85,22 @@ DECIDED: Final[dict[str, tuple[str, str]]] = {
         "ConfigError: optimizer = .* has state",
         "state is sharded from step 0 on: it is refused",
     ),
+    "accelerated.clipped_to[another_norm]": (
+        r"ConfigError: gradient_clipping = 1.0: .* write \"gradient_clipping\": 0.3",
+        "Accelerate passes the norm on to nobody: it is refused with the remedy",
+    ),
+    "accelerated.clipped_to[not_configured]": (
+        r"ConfigError: gradient_clipping = 0.0: .* write \"gradient_clipping\": 1 ",
+        "Accelerate passes the norm on to nobody: it is refused with the remedy",
+    ),
+    "accelerated.clipped_to[another_type]": (
+        "ConfigError: norm_type = inf: .* leave norm_type out",
+        "Accelerate passes the type on to nobody: it is refused with the remedy",
+    ),
+    "accelerated.clipped_to[a_part]": (
+        "ConfigError: parameters = 'without lm_head.weight': .* pass model.parameters",
+        "Accelerate passes the parameters on to nobody: it is refused with the remedy",
+    ),
     "loaded.from_a_config": (
         r"\.(history|logits|weights)",
         "under ZeRO-3 Transformers makes all weights anew, with other random numbers; the real one's losses are ours",
