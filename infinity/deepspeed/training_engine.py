@@ -425,6 +425,31 @@ class DeepSpeedEngine(Engine):
             return False
         return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters, **infinitys)
 
+    def save_pretrained(self, save_directory: str | os.PathLike[str], **words: Any) -> None:
+        """Write a model of Transformers as ``infinity.Engine.save_pretrained`` does. Another, as PEFT's, or one with
+        words of its own method, writes itself by that on rank 0, from all weights in memory. Collective.
+
+        Args:
+            words: arguments of ``infinity.Engine.save_pretrained``, or of the module's own.
+        """
+        module: Any = self.module
+        own = getattr(type(module), "save_pretrained", None)
+        is_plain = own is None or (
+            own.__qualname__ == "PreTrainedModel.save_pretrained"
+            and not getattr(module, "_hf_peft_config_loaded", False)
+        )
+        if is_plain and words.keys() <= {"beside", "safe_serialization", "max_shard_size"}:
+            super().save_pretrained(save_directory, **words)
+            return
+        if "state_dict" not in words:
+            words["state_dict"] = self.full_state_dict(rank0_only=True)
+
+        def save() -> None:
+            if self.global_rank == 0:
+                module.save_pretrained(save_directory, **words)
+
+        self._runtime.collectives.together(save, "save the model by its own save_pretrained()")
+
     def save_checkpoint(
         self,
         save_dir: str | os.PathLike[str],

@@ -122,3 +122,20 @@ def two_adapters(given: Any) -> Any:
     trainer.model.set_adapter("default")
     adapter = load_file("saved/other/adapter_model.safetensors")
     return {"history": history(trainer), "adapter": adapter, "logits": [of_other, _logits(trainer.model)]}
+
+
+@program
+def saved_by_the_engine(given: Any) -> Any:
+    """DeepSpeed's engine passes the call on to the model."""
+
+    def then(trainer: Trainer) -> dict[str, Any]:
+        engine = trainer.model if given is None else trainer.model_wrapped
+        engine.save_pretrained("whole")
+        engine.save_pretrained("chosen", selected_adapters=["default"], is_main_process=True)
+        loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved_llama()), "whole")
+        chosen = load_file("chosen/adapter_model.safetensors")
+        with deepspeed.zero.GatheredParameters(list(loaded.parameters()), enabled=given is not None):
+            logits = _logits(loaded)
+        return {"whole": load_file("whole/adapter_model.safetensors"), "chosen": chosen, "logits": logits}
+
+    return adapted(given, LoraConfig(r=4, **_TARGETS), then)
