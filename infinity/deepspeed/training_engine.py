@@ -285,7 +285,23 @@ class DeepSpeedEngine(Engine):
                 "backward() takes a loss with a graph, and this one was computed without: call the engine outside of "
                 "torch.no_grad(), on parameters of which one requires a gradient"
             )
-        return super().backward(loss, retain_graph, scale_wrt_gas, **infinitys)
+        UsersBackward.opened.clear()
+        differentiated = super().backward(loss, retain_graph, scale_wrt_gas, **infinitys)
+        self._refuse_untrained()
+        return differentiated
+
+    def _refuse_untrained(self) -> None:
+        """Raises EngineStateError where the backward gave gradients to an engine that nobody will step by them:
+        Accelerate steps one engine of an Accelerator, the first."""
+        reached = UsersBackward.opened
+        beside = getattr(locals_of("accelerate.accelerator", "backward").get("self"), "_models", ())
+        is_beside = any(isinstance(each, DeepSpeedEngine) and each._users_backward in reached for each in beside)
+        if is_beside or (reached and not self._runtime.reducer.has_taken):
+            raise EngineStateError(
+                f"the backward of the engine of {type(self.module).__name__} gave gradients to another engine, which "
+                "its step() does not step: make one Accelerator for each model, and call backward() of the one that "
+                "prepared it"
+            )
 
     @asserted
     def scale(self, loss: torch.Tensor) -> torch.Tensor:

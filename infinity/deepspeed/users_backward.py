@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import weakref
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -25,6 +25,9 @@ from infinity.weights.param import ShardedParam
 
 
 class UsersBackward:
+    opened: ClassVar[weakref.WeakSet[UsersBackward]] = weakref.WeakSet()
+    """Those that a backward has reached since somebody cleared it."""
+
     def __init__(self, loop: TrainingLoop) -> None:
         self._loop = loop
         self._open: AbstractContextManager[None] | None = None
@@ -104,6 +107,7 @@ class UsersBackward:
         )
         opened.__enter__()
         self._open = opened
+        UsersBackward.opened.add(self)
 
     def close(self) -> None:
         """The backward is over."""

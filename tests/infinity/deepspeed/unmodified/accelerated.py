@@ -251,3 +251,28 @@ def clipped(given: Any, configured: float, max_norm: float, norm_type: float = 2
 )
 def clipped_to(given: Any, words: dict[str, Any]) -> Any:
     return clipped(given, **words)
+
+
+def two_models(given: Any, loss_of: Any) -> Any:
+    accelerator = accelerator_of(
+        given if given is None else {**given, "gradient_clipping": 0.0, "train_micro_batch_size_per_gpu": 2},
+        gradient_accumulation_steps=1,
+    )
+    set_seed(0)
+    models = [LlamaForCausalLM(llama_config()) for _ in range(2)]
+    made = [accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2)) for model in models]
+    losses = []
+    for number in range(2):
+        batch = padded([Rows()[number]])
+        loss = loss_of([model(**batch).loss for model, _ in made])
+        accelerator.backward(loss)
+        for _, optimizer in made:
+            optimizer.step()
+            optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "weights": [weights(accelerator.unwrap_model(model)) for model, _ in made]}
+
+
+@programs_over(the_second=lambda losses: losses[1], both=sum)
+def two_models_one_accelerator(given: Any, loss_of: Any) -> Any:
+    return two_models(given, loss_of)

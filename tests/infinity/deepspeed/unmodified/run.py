@@ -101,6 +101,13 @@ DECIDED: Final[dict[str, tuple[str, str]]] = {
         "ConfigError: parameters = 'without lm_head.weight': .* pass model.parameters",
         "Accelerate passes the parameters on to nobody: it is refused with the remedy",
     ),
+    **{
+        f"accelerated.two_models_one_accelerator[{which}]": (
+            "EngineStateError: the backward of .* make one Accelerator for each model",
+            "Accelerate steps the first engine alone: it is refused with the remedy",
+        )
+        for which in ("the_second", "both")
+    },
     "loaded.from_a_config": (
         r"\.(history|logits|weights)",
         "under ZeRO-3 Transformers makes all weights anew, with other random numbers; the real one's losses are ours",
