@@ -519,7 +519,8 @@ class DeepSpeedEngine(Engine):
         return os.path.join(checkpoints_path, str(tag), pieces_name(self.global_rank))
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
-        """Go on as ``infinity.Engine.load_checkpoint`` does."""
+        """Go on as ``infinity.Engine.load_checkpoint`` does. Random numbers go on where they were saved only before the
+        engine's first step, and where all is loaded."""
         self._users_backward.settle()
         with asserting():
             path, state = super().load_checkpoint(*args, **kwargs)
@@ -527,3 +528,8 @@ class DeepSpeedEngine(Engine):
             manifest, _ = read_sealed(Path(path) / MANIFEST)
             self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = manifest["world_size"], 1
         return path, state
+
+    def _rewinds_random_numbers(self, *, whole: bool) -> bool:
+        """A training that goes on in another process draws where it stood; one that goes back to weights of its own, as
+        the Trainer does to the best ones, draws on, as in plain torch."""
+        return whole and self._num_micro_steps == 0

@@ -153,6 +153,8 @@ class Checkpoints(nn.Module):
             states=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             position=not load_module_only,
+            random=not load_module_only
+            and self._rewinds_random_numbers(whole=load_optimizer_states and load_lr_scheduler_states),
         )
         loop.runtime.refuse_over("load_checkpoint")
         loop.phases.refuse_failed()
@@ -172,6 +174,11 @@ class Checkpoints(nn.Module):
             ", ".join(tags_of(directory)) or "none",
         )
         return None, None
+
+    def _rewinds_random_numbers(self, *, whole: bool) -> bool:
+        """Whether ``load_checkpoint`` takes the process's random numbers back to where they stood, too. ``whole``: it
+        loads all that there is."""
+        return True
 
     def _load(self, path: Path, wanted: Wanted, changed: Callable[[], None]) -> dict[str, Any]:
         loop = self._loop

@@ -46,11 +46,18 @@ class Wanted:
     states: bool = True
     schedule: bool = True
     position: bool = True
-    """Counters, random numbers, the loader's place: what makes it the same training."""
+    """Counters, the loader's place: what makes it the same training."""
+    random: bool = True
+    """Random numbers, which are the whole process's."""
 
     def in_words(self) -> str:
         """Equal on ranks that load the same."""
-        parts = {"the optimizer's states": self.states, "schedule": self.schedule, "counters": self.position}
+        parts = {
+            "the optimizer's states": self.states,
+            "schedule": self.schedule,
+            "counters": self.position,
+            "random numbers": self.random,
+        }
         beside = ", ".join(name for name, is_wanted in parts.items() if is_wanted)
         return f"{'all' if self.strict else 'known'} weights{beside and ', '}{beside}"
 
@@ -260,4 +267,5 @@ class Loading:
             loader, place = self._loop.training_loader, self._own["loader"]
             if loader is not None and place is not None and self._saved_ranks == world_size:
                 loader.load_state_dict(place)
-            restore_random_states(self._own["random"], self._runtime.device)
+            if self._wanted.random:
+                restore_random_states(self._own["random"], self._runtime.device)

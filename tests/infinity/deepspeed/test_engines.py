@@ -336,6 +336,24 @@ def test_micro_steps_count_the_calls_of_this_engine(tmp_path: Path) -> None:
     resumed.destroy()
 
 
+def test_a_load_rewinds_random_numbers_where_a_training_is_resumed_and_nowhere_else(tmp_path: Path) -> None:
+    first = _start(_net(), _config())
+    _train(first, _batches(1))
+    first.save_checkpoint(tmp_path)
+    state = torch.get_rng_state()
+    torch.rand(1)
+    drawn = torch.get_rng_state()
+    first.load_checkpoint(tmp_path)  # as the Trainer loads the best model
+    assert torch.equal(torch.get_rng_state(), drawn)
+    first.destroy(keep_weights=False)
+    for words, expected in (({"load_optimizer_states": False}, drawn), ({}, state)):
+        resumed = _start(_net(), _config())
+        torch.set_rng_state(drawn)
+        resumed.load_checkpoint(tmp_path, **words)
+        assert torch.equal(torch.get_rng_state(), expected)
+        resumed.destroy(keep_weights=False)
+
+
 def test_an_engine_that_was_destroyed_names_the_line_that_the_trainer_needs() -> None:
     """Accelerate destroys it, and Transformers' Trainer goes on with it in its next ``train()``."""
     model = _net()

@@ -244,3 +244,14 @@ def an_optimizer_that_is_passed(given: Any) -> Any:
     optimizer = torch.optim.AdamW(groups)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
     return trained(given, lambda: model, made={"optimizers": (optimizer, schedule)})
+
+
+@program
+def the_best_is_loaded(given: Any) -> Any:
+    """Behind it the script draws random numbers: a Trainer without DeepSpeed leaves the generators alone there."""
+    args = {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    args |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", "greater_is_better": True}
+    found = trained(
+        given, lambda: LlamaForCausalLM(llama_config(attention_dropout=0.3)), made={"eval_dataset": Rows(6)}, **args
+    )
+    return {**found, "drawn": torch.rand(3)}
