@@ -38,6 +38,8 @@ class Environment:
     """MASTER_ADDR alone."""
     timeout_s: float = TIMEOUT_S
     """INFINITY_TIMEOUT_S: how long ranks wait for one another, to meet and in every collective."""
+    timeout_as_told: bool = False
+    """INFINITY_TIMEOUT_S is set: ranks wait no longer, whatever the process group of the user's does."""
     io_socket: Path | None = None
     """INFINITY_IO_SOCKET: the daemon that ``infinity run`` or the cluster team started."""
     debug: frozenset[str] = frozenset()
@@ -89,6 +91,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         rendezvous=_rendezvous(env),
         master_address=env.get("MASTER_ADDR", ""),
         timeout_s=_seconds(env, "INFINITY_TIMEOUT_S", default=TIMEOUT_S),
+        timeout_as_told=bool(env.get("INFINITY_TIMEOUT_S")),
         io_socket=Path(socket) if socket else None,
         debug=_debug_flags(env.get("INFINITY_DEBUG", "")),
         runtime_dir=runtime_dir(env.get("XDG_RUNTIME_DIR")),

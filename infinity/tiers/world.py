@@ -78,7 +78,10 @@ class Peers:
         _check_backend(group)
         peers = cls._of.get(group)
         if peers is None:
-            peers = cls._of[group] = cls._make(group, environment.timeout_s)
+            timeout_s = environment.timeout_s
+            if not environment.timeout_as_told:
+                timeout_s = max(timeout_s, _timeout_s_of(group))
+            peers = cls._of[group] = cls._make(group, timeout_s)
         peers.num_users += 1
         peers.num_joined += 1
         return peers
@@ -297,11 +300,23 @@ def _backend_of(group: dist.ProcessGroup) -> str:
     return names.pop() if len(names) == 1 else config
 
 
+def _used_device() -> torch.device:
+    """Where weights are used."""
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    return torch.device("cpu") if accelerator is None else accelerator
+
+
+def _timeout_s_of(group: dist.ProcessGroup) -> float:
+    """How long whoever made the group has its ranks wait, as by Accelerate's InitProcessGroupKwargs."""
+    options: Any = group._get_backend(_used_device()).options
+    timeout: timedelta = options._timeout
+    return timeout.total_seconds()
+
+
 def _check_backend(group: dist.ProcessGroup) -> None:
     """Weights travel where they are used."""
     config: str = dist.distributed_c10d.get_backend_config(group)
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    used = "cpu" if accelerator is None else accelerator.type
+    used = _used_device().type
     if used not in {pair.partition(":")[0] for pair in config.split(",")}:
         raise ConfigError(
             "process_group",

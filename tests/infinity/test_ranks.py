@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import infinity
 from infinity.errors import ConfigError, WorldError
+from infinity.tiers.world import Peers
 from tests.support.ranks import end_of, free_port, run_ranks, start_launcher
 
 PRELUDE = """
@@ -424,6 +426,25 @@ def test_ranks_that_do_not_come(launched: pytest.MonkeyPatch) -> None:
     launched.setenv("INFINITY_TIMEOUT_S", "1")
     with pytest.raises(WorldError, match=r"rank 0 did not meet the other 1 ranks at 127\.0\.0\.1"):
         _initialize()
+
+
+@pytest.mark.parametrize(("told", "seconds"), [(None, 7200.0), ("60", 60.0)])
+def test_ranks_wait_as_long_as_those_of_the_users_process_group(
+    told: str | None, seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Accelerate's InitProcessGroupKwargs and the Trainer's ddp_timeout say it, but for INFINITY_TIMEOUT_S."""
+    if told is None:
+        monkeypatch.delenv("INFINITY_TIMEOUT_S", raising=False)
+    else:
+        monkeypatch.setenv("INFINITY_TIMEOUT_S", told)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timedelta(hours=2))  # type: ignore[attr-defined]
+    try:
+        peers = Peers.join()
+        assert peers is not None
+        assert peers.timeout_s == seconds
+        peers.release()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_ranks_that_are_there_and_do_not_come_to_initialize(tmp_path: Path) -> None:
