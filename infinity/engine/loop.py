@@ -429,9 +429,14 @@ class TrainingLoop:
         spinning.restore()
 
     def _trained(self, call: str) -> Update:
-        if self.update is None:
-            raise WeightsError("the model", "has nothing to train", f"{call}() needs a parameter that requires_grad")
-        return self.update
+        if self.update is not None:
+            return self.update
+        if any(param.requires_grad for param in self._sharded.layout.params):
+            raise EngineStateError(
+                f"{call}() needs an optimizer, and none was given beside the model: pass both to one call of "
+                "initialize(), or of Accelerate's prepare(model, optimizer), or write the section optimizer"
+            )
+        raise WeightsError("the model", "has nothing to train", f"{call}() needs a parameter that requires_grad")
 
     def _log_skipped(self, scale: float) -> None:
         if self.runtime.collectives.rank == 0:

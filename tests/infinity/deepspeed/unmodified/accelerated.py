@@ -276,3 +276,18 @@ def two_models(given: Any, loss_of: Any) -> Any:
 @programs_over(the_second=lambda losses: losses[1], both=sum)
 def two_models_one_accelerator(given: Any, loss_of: Any) -> Any:
     return two_models(given, loss_of)
+
+
+@program
+def prepared_apart(given: Any) -> Any:
+    accelerator = accelerator_of(
+        given if given is None else {**given, "train_micro_batch_size_per_gpu": 2}, gradient_accumulation_steps=1
+    )
+    set_seed(0)
+    model = LlamaForCausalLM(llama_config())
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+    model = accelerator.prepare(model)
+    optimizer = accelerator.prepare(optimizer)
+    accelerator.backward(model(**padded([Rows()[0]])).loss)
+    optimizer.step()
+    return {"weights": weights(accelerator.unwrap_model(model))}

@@ -108,6 +108,10 @@ DECIDED: Final[dict[str, tuple[str, str]]] = {
         )
         for which in ("the_second", "both")
     },
+    "accelerated.prepared_apart": (
+        r"EngineStateError: backward\(\) needs an optimizer, .* prepare\(model, optimizer\)",
+        "the engine is made without the optimizer: it is refused with the remedy",
+    ),
     "loaded.from_a_config": (
         r"\.(history|logits|weights)",
         "under ZeRO-3 Transformers makes all weights anew, with other random numbers; the real one's losses are ours",
