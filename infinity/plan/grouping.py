@@ -2,8 +2,8 @@
 
 A group is the largest module subtree that holds at most ``numel_max`` elements; elements of a ModuleList stay apart,
 since a list is never called. A leaf, see ``leaves``, is one group whatever it holds. Parameters not above the
-persistence threshold form groups of their own, which stay unsharded; trainable and frozen parameters never share a
-group, so that frozen ones carry no optimizer state.
+persistence threshold, and those of PEFT's encoders of prompts, form groups of their own, which stay unsharded;
+trainable and frozen parameters never share a group, so that frozen ones carry no optimizer state.
 """
 
 from __future__ import annotations
@@ -11,10 +11,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from typing import Final
 
 from torch import nn
 
 from infinity.plan.leaves import is_leaf, lay_out
+
+_PROMPT_ENCODER: Final = ("peft.tuners.tuners_utils", "BasePromptEncoder")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,14 +58,21 @@ def group_params(
 
 
 def _persistent(model: nn.Module, numel_max: int | None, total_max: int | None) -> list[nn.Parameter]:
+    stays = {id(param) for module in model.modules() if _stays(module) for param in module.parameters()}
     chosen, total = [], 0
     for param in model.parameters():
-        if (numel_max is None or param.numel() <= numel_max) and (
-            total_max is None or total + param.numel() <= total_max
+        if id(param) in stays or (
+            (numel_max is None or param.numel() <= numel_max)
+            and (total_max is None or total + param.numel() <= total_max)
         ):
             chosen.append(param)
             total += param.numel()
     return chosen
+
+
+def _stays(module: nn.Module) -> bool:
+    """Whether it is one of PEFT's encoders of prompts: to save one, PEFT calls it, on one rank alone."""
+    return any((kind.__module__, kind.__name__) == _PROMPT_ENCODER for kind in type(module).__mro__)
 
 
 def _buckets(params: list[nn.Parameter], numel_max: int | None) -> Iterator[list[nn.Parameter]]:
