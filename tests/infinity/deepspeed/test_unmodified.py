@@ -10,15 +10,10 @@ import pytest
 
 from tests.support.ranks import REPOSITORY, quiet_environment
 
-SAMPLE = ("trainers.with_the_optim_itself[sgd]", "adapters.merged_and_unloaded", "trainers.with_optim[adagrad]")
-
-
-UNTOLD = (
-    "trainers.an_optimizer_that_is_passed", "trainers.the_best_is_loaded", "accelerated.stepped_by[a_subclass]",
-    "accelerated.clipped_to", "accelerated.two_models_one_accelerator", "accelerated.prepared_apart",
-    "adapters.saved_by_the_engine",
+SAMPLE = (
+    "trainers.with_the_optim_itself[sgd]", "adapters.merged_and_unloaded", "trainers.with_optim[adagrad]",
+    "trainers.an_optimizer_that_is_passed", "accelerated.two_models_one_accelerator[the_second]",
 )  # fmt: skip
-"""What users tell the Trainer, Accelerate and PEFT, and these do not pass on to DeepSpeed."""
 
 
 def _run(names: Sequence[str], settings: Sequence[str], timeout_s: float) -> str:
@@ -32,12 +27,7 @@ def _run(names: Sequence[str], settings: Sequence[str], timeout_s: float) -> str
 
 
 def test_a_sample_has_the_same_bits() -> None:
-    assert _run(SAMPLE, ["z3-nvme"], 280) == "3 runs: 3 equal, 0 as decided, 0 open"
-
-
-@pytest.mark.timeout(600)
-def test_what_is_not_passed_on_is_heeded_or_refused() -> None:
-    assert _run(UNTOLD, ["z3-nvme"], 560) == "13 runs: 4 equal, 9 as decided, 0 open"
+    assert _run(SAMPLE, ["z3-nvme"], 280) == "5 runs: 3 equal, 2 as decided, 0 open"
 
 
 @pytest.mark.slow
