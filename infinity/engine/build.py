@@ -19,7 +19,8 @@ from infinity.tiers.connection import NodePlace
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.weights.buffers import move_buffers, narrowed_against_the_model
 from infinity.weights.param import ShardedParam, flattened, memory_order
-from infinity.weights.promises import take_promises
+from infinity.weights.promises import samples_of_promises, take_promises
+from infinity.weights.samples import compare
 from infinity.weights.sharded_model import Layout, ShardedModel
 from infinity.weights.staging import staged_param
 
@@ -74,6 +75,7 @@ def build_engine(
     try:
         if sharded.sharers.world_size < collectives.world_size:
             _bring_back(layout)
+        _compare_promises(sharded.params, collectives)
         promised = take_promises((param.name, param.param) for param in sharded.params)
         _broadcast_plain([p.param for p in sharded.params if id(p.param) not in promised], collectives)
 
@@ -118,6 +120,15 @@ def _came_in_fp32(param: nn.Parameter) -> bool:
     """Whether its model was made in fp32, also where ``Init`` has cast it since."""
     staged = staged_param(param)
     return param.dtype is torch.float32 or (staged is not None and staged.area.casts_weights)
+
+
+def _compare_promises(params: Sequence[ShardedParam], collectives: Collectives) -> None:
+    """Raises WeightsFileError on every rank where they are about to take parts of different files. Collective."""
+    if collectives.world_size > 1:
+        named = [(param.name, param.param) for param in params]
+        what = "look at the weights that load_pretrained() was given"
+        samples = collectives.together(lambda: samples_of_promises(named), what)
+        compare(collectives.gather_objects(samples, "compare the weights that load_pretrained() was given"))
 
 
 def _bring_back(layout: Layout) -> None:

@@ -298,6 +298,9 @@ class Runtime(owners.Owner):
     def together(self, work: Callable[[], owners.Result], what: str) -> owners.Result:
         return self.collectives.together(work, what)
 
+    def tell(self, value: object, what: str) -> list[Any]:
+        return self.collectives.gather_objects(value, what)
+
     def overwrite(self, values: Sequence[tuple[nn.Parameter, owners.Values]]) -> None:
         self.states.overwrite([(self._param_of[id(param)], new) for param, new in values])
 

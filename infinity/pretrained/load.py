@@ -17,6 +17,7 @@ from infinity.pretrained.matching import Match, Rename, match
 from infinity.weights.owners import Owner, Values, owner_of
 from infinity.weights.param import flattened, memory_order
 from infinity.weights.promises import fill, promise
+from infinity.weights.samples import compare, samples_of
 
 _log = logging.getLogger(__name__)
 
@@ -51,7 +52,8 @@ def load_pretrained(
 
     Raises:
         MismatchedWeightsError: the files are not this model's; all that does not fit is named, and nothing was changed.
-        WeightsFileError: a file is not there, not whole or not readable.
+        WeightsFileError: a file is not there, not whole or not readable, or ranks that share the parameters are given
+            different ones, as far as samples of each tensor show; of a model on the meta device by ``initialize``.
         DeviceIOError: a read failed. Of weights that are in memory or in a store some may be new: load again.
         EngineStateError: the engine is in a forward or backward.
     """
@@ -68,19 +70,30 @@ def load_pretrained(
     targets: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
     owned: dict[Owner, list[tuple[nn.Parameter, Values]]] = {owner: [] for owner in owners}
     own: list[tuple[torch.Tensor, Values]] = []
+    given: dict[str, _FileValues] = {}
     for name, key in matched.sources.items():
         target = targets[name]
-        if not isinstance(target, nn.Parameter):
-            own.append((_buffer(module, name), _FileValues(files, key, target)))
-        elif (owner := owner_of(target)) is not None:
-            owned[owner].append((target, _FileValues(files, key, owner.layout_of(target))))
-        elif target.is_meta:
-            promise(target, _FileValues(files, key, target))
+        if isinstance(target, nn.Parameter) and (owner := owner_of(target)) is not None:
+            given[name] = _FileValues(files, key, owner.layout_of(target))
         else:
-            own.append((target, _FileValues(files, key, target)))
-    for owner, values in owned.items():
-        if values:
-            owner.overwrite(values)
+            given[name] = _FileValues(files, key, target)
+    if asked is not None:
+        parts = [(name, files.path, values.numel, values) for name, values in given.items()]
+        samples = asked.together(lambda: samples_of(parts), "look at pretrained weights")
+        compare(asked.tell(samples, "compare pretrained weights"))
+    for name, values in given.items():
+        target = targets[name]
+        if not isinstance(target, nn.Parameter):
+            own.append((_buffer(module, name), values))
+        elif (owner := owner_of(target)) is not None:
+            owned[owner].append((target, values))
+        elif target.is_meta:
+            promise(target, values, files.path)
+        else:
+            own.append((target, values))
+    for owner, parts_of_owner in owned.items():
+        if parts_of_owner:
+            owner.overwrite(parts_of_owner)
     for tensor, new in own:
         fill(tensor, new)
     _say(files, matched, monotonic() - start)
@@ -92,6 +105,7 @@ class _FileValues:
 
     def __init__(self, files: WeightsDirectory, key: str, layout: torch.Tensor) -> None:
         self._files, self._key = files, key
+        self.numel = layout.numel()
         self._order = memory_order(layout)
 
     def __call__(self, first: int, numel: int) -> torch.Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Final, NoReturn, TypeVar
+from typing import Any, ClassVar, Final, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -82,6 +82,10 @@ class Owner(ABC):
     def together(self, work: Callable[[], Result], what: str) -> Result:
         """``work`` on every rank that shares the parameters; where it fails on one, all of them raise."""
         return work()
+
+    def tell(self, value: object, what: str) -> list[Any]:
+        """``value`` of every rank that shares the parameters, in their order. Collective."""
+        return [value]
 
     def overwrite(self, values: Sequence[tuple[nn.Parameter, Values]]) -> None:
         """Give parameters new weights, of which every rank asks for its part alone. Collective.

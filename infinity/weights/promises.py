@@ -18,11 +18,14 @@ from infinity.errors import ConfigError
 from infinity.files.pieces import pieces
 from infinity.weights.owners import Values
 from infinity.weights.param import flattened, memory_order
+from infinity.weights.samples import Samples, samples_of
 
 
 @dataclass(frozen=True, slots=True)
 class Promise:
     values: Values
+    source: str
+    """The file or index that has them."""
     version: int
     """The parameter's when the promise was given: what writes to a meta parameter does nothing but count."""
     shape: torch.Size
@@ -31,9 +34,16 @@ class Promise:
 _promises: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-def promise(param: nn.Parameter, values: Values) -> None:
-    """A parameter on the meta device shall have these values, in its own dtype, in place of what it was promised."""
-    _promises[param] = Promise(values, param._version, param.shape)
+def promise(param: nn.Parameter, values: Values, source: str) -> None:
+    """A parameter on the meta device shall have these values of ``source``, in its own dtype, in place of what it was
+    promised."""
+    _promises[param] = Promise(values, source, param._version, param.shape)
+
+
+def samples_of_promises(named: Iterable[tuple[str, nn.Parameter]]) -> Samples:
+    """Of what parameters were promised, by which ranks compare them."""
+    promised = [(name, param, _promises[param]) for name, param in named if param in _promises]
+    return samples_of((name, each.source, param.numel(), each.values) for name, param, each in promised)
 
 
 def check_promise(name: str, param: nn.Parameter) -> None:

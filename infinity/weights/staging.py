@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import nn
@@ -220,6 +220,9 @@ class StagingArea(owners.Owner):
 
     def together(self, work: Callable[[], owners.Result], what: str) -> owners.Result:
         return self.collectives.together(work, what)
+
+    def tell(self, value: object, what: str) -> list[Any]:
+        return self.collectives.gather_objects(value, what)
 
     def overwrite(self, values: Sequence[tuple[nn.Parameter, owners.Values]]) -> None:
         def write() -> None:

@@ -17,6 +17,7 @@ import infinity
 from infinity.errors import ConfigError, DeviceIOError, MismatchedWeightsError, WeightsError, WeightsFileError
 from infinity.files import pieces, torch_file
 from infinity.files.directory import WeightsDirectory
+from infinity.weights.samples import SAMPLE_NUMEL
 from tests.support.ranks import run_ranks
 
 
@@ -169,7 +170,44 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     """
     answers = [rank.answer for rank in run_ranks(code, tmp_path, num_ranks=2)]
     assert [equal for equal, _ in answers] == [[True] * 3] * 2
-    assert all(read <= 3 * 24 * 24 * 2 // 3 for _, read in answers), "no rank reads the whole"
+    own = -(-24 * 24 // 2 // 64) * 64
+    assert all(read <= 3 * (own + 3 * SAMPLE_NUMEL) for _, read in answers), "no rank reads the whole"
+
+
+def test_ranks_that_are_given_different_files_are_told(tmp_path: Path) -> None:
+    """Each node has a copy of its own, and one of them is of another epoch: of both there would be a mixture."""
+    code = f"""
+    import json, torch, infinity
+    from pathlib import Path
+    from safetensors.torch import save_file
+    from tests.infinity import test_pretrained as t
+    from infinity.tiers.collectives import Collectives
+    kept = Collectives.join()
+    directory = Path({str(tmp_path)!r}) / f"node{{kept.rank}}"
+    directory.mkdir()
+    state = {{name: value.contiguous() for name, value in t.net(1).state_dict().items() if name != "head.weight"}}
+    state["frozen.weight"] += kept.rank * torch.eye(24)
+    save_file(state, directory / "model.safetensors")
+    said = []
+    for build in (t.under_init, t.on_meta, None):
+        settings = t.config(directory.parent)
+        model = build(settings) if build else t.net()
+        try:
+            if build:
+                infinity.load_pretrained(model, directory)
+            engine, *_ = infinity.initialize(model=model, config=settings)
+            if not build:
+                infinity.load_pretrained(engine, directory)
+            said.append("nothing")
+        except infinity.errors.WeightsFileError as error:
+            said.append(str(error))
+    print(json.dumps(said))
+    """
+    for rank in run_ranks(code, tmp_path, num_ranks=2, variables={"INFINITY_TIMEOUT_S": "60"}):
+        assert len(rank.answer) == 3
+        for said in rank.answer:
+            here, there = (f"{tmp_path}/node{node}/model.safetensors" for node in (1, 0))
+            assert said.startswith(f"{here} has other weights of frozen.weight on rank 1 than {there} has on rank 0: ")
 
 
 def test_a_plain_model_and_files_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

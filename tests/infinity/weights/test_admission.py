@@ -220,7 +220,7 @@ def test_what_has_no_values_is_refused_by_name_unless_they_are_promised() -> Non
     model[1].weight = nn.Parameter(torch.empty(2, 3, device="meta"))
     with pytest.raises(ConfigError, match=r"model\.1\.weight = '?meta.*no values"):
         refuse_without_values(model)
-    promise(model.weight_of(1), lambda _first, numel: torch.zeros(numel))
+    promise(model.weight_of(1), lambda _first, numel: torch.zeros(numel), "a file")
     refuse_without_values(model)
     model[0].register_buffer("scale", torch.ones(2, device="meta"))
     with pytest.raises(ConfigError, match=r"model\.0\.scale = '?meta.*no file has it"):

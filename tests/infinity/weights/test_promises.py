@@ -67,9 +67,9 @@ def test_what_was_promised_comes_with_memory() -> None:
     first, second, other = on_meta(), on_meta(), nn.Parameter(torch.ones(2))
     first.tag = "kept"  # type: ignore[attr-defined]
     given = counting([])
-    promise(first, counting([]))
-    promise(first, given)
-    promise(second, counting([]))
+    promise(first, counting([]), "a file")
+    promise(first, given, "a file")
+    promise(second, counting([]), "a file")
     taken = take_promises([("a", first), ("b", second), ("other", other)])
     assert set(taken) == {id(first), id(second)}
     assert taken[id(first)] is given, "the last promise counts"
@@ -93,7 +93,7 @@ def test_what_was_promised_comes_with_memory() -> None:
 def test_a_promise_holds_for_what_the_parameter_was(change: str, words: str) -> None:
     param = on_meta()
     if change != "no promise":
-        promise(param, counting([]))
+        promise(param, counting([]), "a file")
     if change == "written":
         param.add_(1)
     if change == "another shape":
@@ -108,7 +108,7 @@ def test_a_promise_holds_for_what_the_parameter_was(change: str, words: str) -> 
 def test_where_one_cannot_have_memory_all_are_as_before() -> None:
     first, held, last = on_meta(), on_meta(), on_meta()
     for param in (first, held, last):
-        promise(param, counting([]))
+        promise(param, counting([]), "a file")
     view = held.view(-1)  # shares what would be swapped
     reference = weakref.ref(held)
     with pytest.raises(ConfigError, match=r"model\.held.*cannot be given memory \(.+\): use it"):
