@@ -37,11 +37,12 @@ Result = TypeVar("Result")
 class Agreement:
     """The way of this rank's words to the others and of theirs here."""
 
-    def __init__(self, what: str, peers: Peers | None) -> None:
-        self._what, self._peers = what, peers
+    def __init__(self, what: str, peers: Peers | None, whose: str = "") -> None:
+        """``whose``: of which user of these ranks that is, of whom all may have the same words."""
+        self._what, self._whose, self._peers = what, whose, peers
         if peers is None:
             return
-        self._mine = torch.tensor([_number(what)])
+        self._mine = torch.tensor([_number(what, whose)])
         self._all = torch.empty(peers.world_size, dtype=torch.int64)
         with _in_words(what, peers):
             self._work: dist.Work = gather(self._all, self._mine, group=peers.control, async_op=True)
@@ -60,10 +61,11 @@ class Agreement:
                 self._work.wait(timedelta(seconds=timeout_s))
             if bool((self._all == self._mine).all()):
                 return
-            words: list[Any] = [None] * self._peers.world_size
-            dist.all_gather_object(words, self._what, group=self._peers.control)
+            told: list[Any] = [None] * self._peers.world_size
+            dist.all_gather_object(told, (self._what, self._whose), group=self._peers.control)
         self._peers.num_divergences += 1
-        raise WorldError(_diverged(words))
+        differ = len({whose for _, whose in told if whose}) > 1
+        raise WorldError(_diverged([f"{what} of {whose}" if differ and whose else what for what, whose in told]))
 
 
 class Collectives:
@@ -78,6 +80,7 @@ class Collectives:
         self._joined = peers
         self._peers = peers if peers is not None and peers.world_size > 1 else None
         self._number = peers.num_joined if peers is not None else 0
+        self._whose = f"what joined as number {self._number}"
         self.rank = peers.rank if peers is not None else 0
         self.world_size = peers.world_size if peers is not None else 1
         self.log = CommsLog()
@@ -102,11 +105,15 @@ class Collectives:
         return Collectives.join(None if self._joined is None else self._joined.data)
 
     def follow(self, policy: StagePolicy) -> None:
-        """Gather and reduce as the policy says. Collective."""
+        """Gather and reduce as the policy says, as the next engine of these ranks. Collective."""
         self._gathering = policy.gathering
         self._divisor = float(policy.predivide_factor or self.world_size) if policy.averages else 1.0
         self._factor = self._divisor / self.world_size if policy.averages else 1.0
-        if self._peers is not None and policy.reduction is Reduction.ALL_REDUCE:
+        if self._peers is None:
+            return
+        self._peers.num_engines += 1
+        self._whose = f"engine {self._peers.num_engines}"
+        if policy.reduction is Reduction.ALL_REDUCE:
             self._peers.add_group_for_results()
 
     def is_among_ranks_of(self, other: Collectives) -> bool:
@@ -156,14 +163,14 @@ class Collectives:
         WorldError in a forked child, whom they would not hear."""
         if self._peers is not None and self.is_forked:
             raise WorldError(f"{what}: a forked process is none of the ranks: do it in its parent")
-        return Agreement(what, self._peers)
+        return Agreement(what, self._peers, self._whose)
 
     def part(self) -> None:
         """This rank is about to leave: wait until all are, within a limit. What is left on the way is not judged."""
         if self._peers is None or not dist.is_initialized():  # the interpreter may have ended it first
             return
         try:
-            self.agree("the end: destroy()").wait(min(PARTING_TIMEOUT_S, self._peers.timeout_s))
+            Agreement("the end: destroy()", self._peers).wait(min(PARTING_TIMEOUT_S, self._peers.timeout_s))
         except WorldError as error:
             _log.warning("the ranks do not end together: %s", error)
 
@@ -319,9 +326,9 @@ class _ReducingInWords:
 
 
 @lru_cache(maxsize=1 << 14)
-def _number(what: str) -> int:
+def _number(what: str, whose: str) -> int:
     """The words as one number, equal on all ranks if and (but for one chance in 2^64) only if they are."""
-    return int.from_bytes(blake2b(what.encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(blake2b(f"{what}\0{whose}".encode(), digest_size=8).digest(), "little", signed=True)
 
 
 def _diverged(words: Sequence[str]) -> str:

@@ -45,6 +45,8 @@ class Peers:
     num_users: int = 0
     num_joined: int = 0
     """The number of the user that joined last."""
+    num_engines: int = 0
+    """Engines that these ranks have begun to make: the same on all of them, as what each of them says is compared."""
     let_go: dict[int, Callable[[], None]] = field(default_factory=dict)
     """By the number of each user that this rank has collected and others may still hold: what ends it."""
     num_reductions: int = 0

@@ -288,6 +288,42 @@ def test_a_save_outlives_ranks_that_diverge(diverged: list[dict[str, str]]) -> N
         assert found["saved"].endswith("late")
 
 
+TWO_IN_ANOTHER_ORDER = """
+def said_by(call):
+    try:
+        call()
+        return "nothing"
+    except WorldError as error:
+        return str(error)
+
+twins = [start(build()) for _ in range(2)]
+mine, other = twins if rank == 0 else reversed(twins)
+heard = [said_by(lambda: mine(batch(), [0])), said_by(lambda: mine.full_state_dict())]
+heard.append(said_by(lambda: mine.save_checkpoint(sys.argv[1], "here")))
+for engine in twins:
+    engine.backward(engine(batch(), [0]))
+    engine.step()
+heard.append(said_by(lambda: infinity.utils.safe_get_full_fp32_param(mine.module.head.bias)))
+print(json.dumps(heard))
+"""
+
+
+def test_engines_that_take_turns_otherwise_on_another_rank_are_told_apart(tmp_path: Path) -> None:
+    """All of two engines of one model, of a teacher and its student say, have the same names."""
+    ranks = run_ranks(
+        PRELUDE + TWO_IN_ANOTHER_ORDER,
+        tmp_path,
+        num_ranks=2,
+        words=[str(tmp_path / "saved")],
+        variables={"INFINITY_TIMEOUT_S": "60"},
+    )
+    for forward, export, save, read in (rank.answer for rank in ranks):
+        assert "rank 0: begin a training forward of engine 1; rank 1: begin a training forward of engine 2" in forward
+        for heard in (export, save, read):
+            assert heard.startswith("the ranks diverge")
+            assert "of engine 1; rank 1: " in heard
+
+
 TWO_ENGINES = """
 import json, os
 import torch
