@@ -140,7 +140,8 @@ def _bring_back(layout: Layout) -> None:
 
 def _broadcast_plain(params: Sequence[nn.Parameter], collectives: Collectives) -> None:
     for param in params:
-        if staged_param(param) is None:
+        staged = staged_param(param)
+        if staged is None or not staged.is_staged:  # what shares its memory with another is never staged out
             values = flattened(param.detach(), memory_order(param)).contiguous()
             collectives.broadcast(values, "broadcast a parameter of rank 0")
             if collectives.rank:

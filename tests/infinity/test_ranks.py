@@ -179,6 +179,25 @@ def test_a_configuration_that_differs_from_rank_to_rank_is_refused_by_its_key_at
         assert kind in ("ConfigError", "WorldError")
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_what_shares_its_memory_under_init_is_rank_0s_too(stage: int, tmp_path: Path) -> None:
+    """Of a parameter that somebody keeps a view of no shards are made before the engine's."""
+    code = f"""
+    CONFIG["zero_optimization"]["stage"] = {stage}
+    torch.manual_seed(rank)
+    with infinity.Init(config_dict_or_path=CONFIG):
+        model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 1))
+        own = torch.randn(64, 32)
+        before = own.tolist()
+        model[0].weight = nn.Parameter(own)
+    engine, *_ = infinity.initialize(model=model, config=CONFIG)
+    print(json.dumps([before, engine.full_state_dict()["0.weight"].tolist()]))
+    """
+    (first, found), (second, found_too) = (r.answer for r in run_ranks(PRELUDE + _body(code), tmp_path, num_ranks=2))
+    assert first != second
+    assert found == found_too == first
+
+
 @pytest.mark.parametrize("on_nvme", [False, True])
 def test_engines_that_ranks_let_go_of_at_different_times_disturb_no_other(on_nvme: bool, tmp_path: Path) -> None:
     """A garbage collector is each rank's own: what one has collected ends when all have, and the others meet it."""
