@@ -118,7 +118,7 @@ class OptimizerStates:
             entry, checksum = packed["state"].get(number), 0
             if not self._runtime.io.own_range(sharded)[1]:
                 continue
-            words = [f"{label} {float(entry[label]):g}" for label in self._rule.numbers] if entry else ["no state"]
+            words = [f"{label} {float(entry[label]):.17g}" for label in self._rule.numbers] if entry else ["no state"]
             if is_whole:
                 values = [entry[label] for label in self._rule.states] if entry else []
                 for value in [*values, *([masters[number]] if number in masters else [])]:

@@ -196,7 +196,7 @@ class Update:
         """All ranks are about to do the same step, and take its norm if any wants it. Collective. Raises WorldError."""
         if collectives.world_size > 1:
             asked = torch.tensor([self._norm_asked], dtype=torch.uint8)
-            clips = "" if self._clip_once is None else f" clipped to {self._clip_once:g}"
+            clips = "" if self._clip_once is None else f" clipped to {float(self._clip_once)!r}"
             options = in_words(options_of(self._optimizer))
             collectives.max(asked, f"update {sum(present)} parameters{clips} in step {number}, with {options}")
             self._norm_asked = bool(asked)

@@ -125,6 +125,8 @@ MINE = {
         train(engine, [0]), engine.full_state_dict() if rank else None, train(engine, [0])),
     "another learning rate on one rank": lambda engine: (
         train(engine, [0]), engine.optimizer.param_groups[0].update(lr=1e-2 + rank), train(engine, [0])),
+    "another clipping on one rank": lambda engine: (
+        engine.backward(engine(batch(), [0])), engine.clip_grad_norm_(1.0 + rank * 1e-9), engine.step()),
     "gradients dropped on one rank": lambda engine: drops(engine),
     "a smaller sum on one rank": lambda engine: (
         engine.set_gradient_accumulation_boundary(bool(rank)), engine.backward(engine(batch(), [0]))),
@@ -231,6 +233,7 @@ def diverged(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
         ("an export on one rank only", "begin a training forward", "gather the weight of"),
         ("no backward on one rank", "begin a backward", "begin a training forward"),
         ("another learning rate on one rank", "update 16 parameters in step 2, with lr 0.01 ", "update 16"),
+        ("another clipping on one rank", "update 16 parameters clipped to 1.0 in step 1", "update 16"),
         ("gradients dropped on one rank", "begin a backward (micro-batch 1, the last of step 1, after", "begin"),
         (
             "a smaller sum on one rank",

@@ -408,6 +408,8 @@ for stage in (0, 3):
     if stage == 0:
         states = {number: {**state, "exp_avg": state["exp_avg"] + rank} for number, state in now["state"].items()}
         answers.append(said({**now, "state": states}))
+        counts = {number: {**state, "step": torch.tensor(2e6 + rank)} for number, state in now["state"].items()}
+        answers.append(said({**now, "state": counts}))
     same = all(torch.equal(kept[name], value) for name, value in masters(engine).items())
     answers += [same, said(now)]
     engine.destroy()
@@ -418,13 +420,14 @@ print(json.dumps(answers))
 def test_ranks_that_load_different_states_are_told_and_nothing_changes(tmp_path: Path) -> None:
     first, second = (rank.answer for rank in run_ranks(DIFFERING, tmp_path, num_ranks=2))
     assert first == second
-    steps, options, values, *rest = first[:5]
+    steps, options, values, late, *rest = first[:6]
     assert re.search(r"WeightsError: .* has step 3, .* on rank 0 and step 2, .* on rank 1", steps)
     assert re.search(r"EngineStateError: .* with lr 0\.5 .* on rank 0 and with lr 0\.25 .* on rank 1", options)
     assert re.search(r"WeightsError: .* has step 3, values with checksum \w+ on rank 0 and step 3, values", values)
+    assert re.search(r"WeightsError: .* has step 2000000, .* on rank 0 and step 2000001, .* on rank 1", late)
     assert rest == [True, None]
-    assert "has step 3 on rank 0 and step 2 on rank 1" in first[5]
-    assert first[7:] == [True, None]
+    assert "has step 3 on rank 0 and step 2 on rank 1" in first[6]
+    assert first[8:] == [True, None]
 
 
 def test_what_was_given_stays_as_it_is(tmp_path: Path) -> None:
