@@ -92,7 +92,6 @@ class Checkpoints(nn.Module):
             kept = " without frozen weights" * exclude_frozen_parameters + " beside `latest`" * (not save_latest)
             loop.runtime.collectives.agree(f"{how} the checkpoint {saving.tag} in {directory}{kept}").wait()
             if asynchronous:
-                saving.keep_buffers()
                 loop.background.work = LateSave(loop, saving, latest=save_latest, begun=begun)
             else:
                 saving.run(latest=save_latest)

@@ -93,7 +93,11 @@ class LateSave:
         self._cleanup = ExitStack()
         self._aside = saving.make_aside(self._cleanup)
         masks = self._runtime.io.lasting_chunks(saving.params)
-        self._lent = self._copies_of_lent(masks)
+        try:
+            self._lent = saving.together(lambda: self._copies(masks), "copy what training will change")
+        except BaseException:
+            self._cleanup.close()
+            raise
         self._snapshot = self._runtime.store.snapshot(masks, self._note_histories)
         self._job = _Job(lambda: saving.write_own(self._aside, self._scan))
         self._held_up_s = time.perf_counter() - self._begun
@@ -149,8 +153,9 @@ class LateSave:
 
         return _Job(publish)
 
-    def _copies_of_lent(self, chunks: Container[int]) -> dict[int, list[torch.Tensor]]:
-        """The weights of those of ``chunks`` that lie in the parameters themselves, copied."""
+    def _copies(self, chunks: Container[int]) -> dict[int, list[torch.Tensor]]:
+        """The weights of those of ``chunks`` that lie in the parameters themselves, copied; so are all buffers."""
+        self._saving.keep_buffers()
         copies = {}
         for group in self._runtime.sharded.groups:
             for chunk in (chunk for chunk, _ in group.chunks if group.is_lent and chunk in chunks):

@@ -255,6 +255,7 @@ RANKS = """
 import json, os, sys
 import torch
 from infinity.checkpoint.pieces import PieceWriter
+from infinity.engine.saving import Saving
 from infinity.errors import CheckpointError
 from tests.support.resumed import config_of, differing, everything_of, started, train
 
@@ -281,6 +282,17 @@ except CheckpointError as error:
     told += [step, str(error)]
 PieceWriter.add = add
 engine.zero_grad()
+keep_buffers = Saving.keep_buffers
+if rank == 1:
+    def out_of_memory(_saving):
+        raise RuntimeError("out of memory")
+    Saving.keep_buffers = out_of_memory
+try:
+    engine.save_checkpoint(sys.argv[1], tag="none", asynchronous=True)
+except (CheckpointError, RuntimeError) as error:
+    told.append(str(error))
+Saving.keep_buffers = keep_buffers
+train(engine, 1)
 engine.save_checkpoint(sys.argv[1], tag="last", asynchronous=True)
 engine.destroy()
 print(json.dumps(told))
@@ -294,6 +306,8 @@ def test_ranks_publish_together_and_fail_together(tmp_path: Path) -> None:
     assert answers[0][1] == answers[1][1], "all ranks raise at the same step"
     assert "rank 1 failed" in answers[0][2]
     assert "No space left" in answers[1][2]
+    assert "rank 1 failed: RuntimeError: out of memory" in answers[0][3], "and training goes on"
+    assert answers[1][3] == "out of memory"
     assert sorted(path.name for path in saved.iterdir()) == ["last", "late", "latest"]
     with StoredCheckpoint.open(saved) as stored:
         assert not list(stored.verify())
