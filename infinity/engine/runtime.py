@@ -119,7 +119,6 @@ class Runtime(owners.Owner):
             begin_write=self._gathering.begin_write,
             refresh=self._gathering.refresh,
             has_peers=collectives.world_size > 1,
-            agree=lambda what: collectives.agree(what).wait(),
             together=collectives.together,
         )
         self.changes = WeightChanges(

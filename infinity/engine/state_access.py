@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Protocol
 from zlib import crc32
 
 import torch
@@ -18,18 +19,23 @@ from infinity.plan.precision import Precision
 from infinity.states import StepPhase
 from infinity.update.gradients import GradientChunks
 from infinity.update.reducer import Reducer
-from infinity.weights.owners import Values
+from infinity.weights.owners import Result, Values
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.sharded_model import ShardedModel
 from infinity.weights.state_io import StateIO
 from io_daemon.shared.protocol import ObjectKind
 
 
+class Together(Protocol):
+    """``Collectives.together``."""
+
+    def __call__(self, work: Callable[[], Result], what: str) -> Result: ...
+
+
 class StateAccess:
     """``check_written``: has the store follow what a user wrote to a parameter's weights on the device, or raises
     WeightsError. ``refresh``: has the weights of a parameter that are on the device follow the store; collective.
-    ``has_peers``: other ranks share the model. ``agree``: returns when every rank is about to do what its words say.
-    ``together``: ``Collectives.together``."""
+    ``has_peers``: other ranks share the model."""
 
     def __init__(
         self,
@@ -43,8 +49,7 @@ class StateAccess:
         begin_write: Callable[[ShardedParam], None],
         refresh: Callable[[ShardedParam], None],
         has_peers: bool,
-        agree: Callable[[str], None],
-        together: Callable[[Callable[[], None], str], None],
+        together: Together,
     ) -> None:
         self._stepped, self._states = sharded.precision.stepped, sharded.precision.state_kinds
         self._without_sign = _without_sign(sharded.precision)
@@ -57,7 +62,7 @@ class StateAccess:
         self._reducer, self._gradients = reducer, gradients
         self._check_written = check_written
         self._begin_write, self._refresh = begin_write, refresh
-        self._has_peers, self._agree, self._together = has_peers, agree, together
+        self._has_peers, self._together = has_peers, together
 
     def kind(self, state: str | None) -> ObjectKind:
         """The kind of the optimizer's ``state``, by name; None means the fp32 weights."""
@@ -81,36 +86,60 @@ class StateAccess:
         return self._io.read(param, kind) if whole else self._io.read_own(param, kind)
 
     def write(self, param: ShardedParam, kind: ObjectKind, value: torch.Tensor, *, whole: bool) -> None:
-        """Replace what ``read`` reads. Every rank calls it. Raises WorldError on all where, with ``whole``, they give
-        different values: each would keep its part of another tensor."""
+        """Replace what ``read`` reads. Every rank calls it. With ``whole`` it is done on all or, where one refuses, on
+        none, and raises WorldError on all where they give different values: each would keep its part of another
+        tensor."""
         self.check_phase("written", StepPhase.IDLE)
         kind = self._of_frozen(param, kind)
-        own = self.own_part(param, kind, value, whole=whole)
-        if whole and self._has_peers:
+
+        def ready() -> torch.Tensor:
+            own = self.own_part(param, kind, value, whole=whole)
+            self._make_ready(param, kind)
+            return own
+
+        if whole:
             names = {each: label for label, each in self._states.items()}
-            what = names.get(kind, kind.name.lower())
-            self._agree(f"write the {what} of {param.name} with checksum {checksum_of(value):08x}")
-        self.replace(param, kind, own)
+            what = f"write the {names.get(kind, kind.name.lower())} of {param.name}"
+            own = self._together(ready, f"{what} with checksum {checksum_of(value):08x}" if self._has_peers else what)
+            self._replace(param, kind, own, lambda put: self._together(put, what))
+        else:
+            self._replace(param, kind, ready(), lambda put: put())
 
     def replace(self, param: ShardedParam, kind: ObjectKind, own: torch.Tensor) -> None:
         """It is ``write`` of this rank's part, which is known to fit and to be of what all ranks write."""
+        self._make_ready(param, kind)
+        self._replace(param, kind, own, lambda put: put())
+
+    def _make_ready(self, param: ShardedParam, kind: ObjectKind) -> None:
+        """Raises what speaks against writing the kind; nothing has changed then."""
         if kind is ObjectKind.GRAD:
             self._refuse_away(kind.mask)
             self.refuse_clipped(f"writing the gradient of {param.name}")
-            self._settle(param, together=True)
-            self._gradients.replace(param.index, self._io.own_range(param)[0], own)
-            self._reducer.note(param.index)
         elif kind is self._stepped or kind is ObjectKind.WEIGHT:
             self._begin_write(param)
-            self._io.write_own(param, list(dict.fromkeys([kind, ObjectKind.WEIGHT])), own)
-            self._refresh(param)
         elif not self.keeps_states(param.index):
             raise EngineStateError(
                 f"the state of {param.name} cannot be written yet: its optimizer makes it in the first step; write it "
                 "after that"
             )
+
+    def _replace(
+        self,
+        param: ShardedParam,
+        kind: ObjectKind,
+        own: torch.Tensor,
+        by_all: Callable[[Callable[[], None]], None],
+    ) -> None:
+        """``by_all``: has every rank do its part of what only the store sees."""
+        if kind is ObjectKind.GRAD:
+            self._settle(param, together=True)
+            by_all(lambda: self._gradients.replace(param.index, self._io.own_range(param)[0], own))
+            self._reducer.note(param.index)
+        elif kind is self._stepped or kind is ObjectKind.WEIGHT:
+            by_all(lambda: self._io.write_own(param, list(dict.fromkeys([kind, ObjectKind.WEIGHT])), own))
+            self._refresh(param)
         else:
-            self._io.write_own(param, [kind], own)
+            by_all(lambda: self._io.write_own(param, [kind], own))
 
     @contextmanager
     def replacing(self) -> Iterator[None]:
@@ -144,15 +173,18 @@ class StateAccess:
 
     def overwrite(self, values: Sequence[tuple[ShardedParam, Values]]) -> None:
         """New weights, and master weights where there are some. Collective."""
-        self.check_phase("written", StepPhase.IDLE)
-        for param, _ in values:
-            self._begin_write(param)
+
+        def ready() -> None:
+            self.check_phase("written", StepPhase.IDLE)
+            for param, _ in values:
+                self._begin_write(param)
 
         def write() -> None:
             for param, new in values:
                 kinds = dict.fromkeys([self._of_frozen(param, self._stepped), ObjectKind.WEIGHT])
                 self._io.write_from(param, list(kinds), new)
 
+        self._together(ready, "begin to write new weights")
         self._together(write, "write new weights")
         for param, _ in values:
             self._refresh(param)

@@ -83,6 +83,38 @@ sys.stdout.flush()
 os._exit(0)
 """
 
+REFUSED_BY_ONE = """
+import json, os, sys
+import torch
+import infinity
+from infinity import utils
+from tests.support.state_story import build, config
+
+rank = int(os.environ["RANK"])
+engine, *_ = infinity.initialize(model=build(), config=config("cpu", ".", bf16=False))
+weight = engine.module.get_parameter("0.weight")
+before = utils.safe_get_full_fp32_param(weight)
+with infinity.zero.GatheredParameters(weight):
+    kept = weight.view(-1) if rank == 0 else None
+said = []
+for _ in range(2):
+    try:
+        utils.safe_set_full_fp32_param(weight, before + 1)
+        said.append("nothing")
+    except Exception as error:
+        said.append(f"{type(error).__name__}: {error}")
+    kept = None
+    said.append(float((utils.safe_get_full_fp32_param(weight) - before).mean().round()))
+print(json.dumps(said))
+"""
+
+
+def test_a_write_that_one_rank_refuses_is_done_on_none(tmp_path: Path) -> None:
+    first, second = (rank.answer for rank in run_ranks(REFUSED_BY_ONE, tmp_path, num_ranks=2))
+    assert first[0].startswith("WeightsError: 0.weight (shape (50, 24)) has a view")
+    assert second[0].startswith("WorldError: rank 0 failed: WeightsError: 0.weight (shape (50, 24)) has a view")
+    assert first[1:] == second[1:] == [0.0, "nothing", 1.0]
+
 
 def test_a_write_of_other_values_or_by_one_rank_alone_is_told(tmp_path: Path) -> None:
     first, second = (rank.answer for rank in run_ranks(WITHOUT_THE_OTHERS, tmp_path, num_ranks=2))
