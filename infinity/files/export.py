@@ -23,11 +23,14 @@ from infinity.files.direct import WriteBehind
 from infinity.files.directory import INDEX_ENDING, LOOKED_FOR, SAFE_NAME, TORCH_NAME
 from infinity.files.entry import Entry, is_shell
 from infinity.files.place import local_path
+from infinity.files.replacing import Replacing
 from infinity.files.safetensors_file import NAMES as DTYPE_NAMES
 from infinity.files.shards import cut, index_of, is_part_of
 from infinity.files.writing import NewFile, NewSafetensorsFile, NewTorchFile
 
 ASIDE: Final = ".infinity-export-"
+FORMER: Final = ".infinity-former"
+"""What the directory aside keeps of a former model until the new one has its names."""
 OPEN_MAX: Final = 16
 """Files that are open at a time, two descriptors each: there may be more files than a process may open."""
 
@@ -110,7 +113,7 @@ class Export:
         file.write(name, first, values)
 
     def publish(self) -> None:
-        """Everything was written: give it its names."""
+        """Everything was written: give it its names, or where that fails, leave what was there as it was."""
         while self._open:
             self._open.popitem()[0].finish()
         index = self._file + INDEX_ENDING
@@ -120,15 +123,16 @@ class Export:
             written = sorted(os.listdir(self.aside), key=lambda name: (name == index, is_part_of(name, self._file)))
             for name in written:
                 sync(self.aside / name)
-            if any(is_part_of(name, self._file) for name in os.listdir(self.directory)) and len(self._shards) > 1:
-                (self.directory / index).unlink(missing_ok=True)  # from here to the end there is no model here
-                (self.directory / self._file).unlink(missing_ok=True)
-            for name in written:
-                os.replace(self.aside / name, self.directory / name)
-            for name in os.listdir(self.directory):
-                if is_part_of(name, self._file) and name not in written:
-                    os.unlink(self.directory / name)
-            sync(self.directory)
+            with Replacing(self.directory, self.aside / FORMER) as replacing:
+                if len(self._shards) > 1:
+                    replacing.take_away(index)  # from here to the end there is no model here
+                    replacing.take_away(self._file)
+                for name in written:
+                    replacing.put(self.aside / name)
+                for name in os.listdir(self.directory):
+                    if is_part_of(name, self._file) and name not in written:
+                        replacing.take_away(name)
+                sync(self.directory)
         except OSError as error:
             raise WeightsFileError.of(error, str(self.directory), "written") from error
 

@@ -183,6 +183,53 @@ def test_a_disk_that_fails_leaves_the_former_weights(
     assert infinity.load_pretrained(net(), tmp_path, strict=False).unexpected_keys == ("a", "b")
 
 
+@pytest.mark.parametrize("call", ["replace", "rename", "link"])
+@pytest.mark.parametrize(("former_bytes", "new_bytes"), [(100, 25), (25, 25), (25, 100), (100, 100)])
+@pytest.mark.parametrize("error", [FULL, KeyboardInterrupt()])
+def test_whichever_name_cannot_be_given_the_former_model_is_whole(
+    call: str,
+    former_bytes: int,
+    new_bytes: int,
+    error: BaseException,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each call in turn, before it is done and, of an interrupt, after it."""
+
+    def export(value: float, max_bytes: int) -> None:
+        with Export(tmp_path, ENTRIES, max_shard_bytes=max_bytes) as made:
+            made.write("a", 0, torch.full((6,), value))
+            made.write("b", 0, torch.ones(3, dtype=torch.bool))
+            (made.aside / "config.json").write_text(str(value))
+            made.publish()
+
+    real, counts = getattr(os, call), {"done": 0, "until": -1}
+
+    def failing(*arguments: Any, **options: Any) -> None:
+        counts["done"] += 1
+        if counts["done"] == counts["until"]:
+            if isinstance(error, KeyboardInterrupt):
+                real(*arguments, **options)
+            raise error
+        real(*arguments, **options)
+
+    export(1.0, former_bytes)
+    former = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    monkeypatch.setattr(os, call, failing)
+    for number in range(1, 20):
+        counts |= {"done": 0, "until": number}
+        try:
+            export(2.0, new_bytes)
+        except (WeightsFileError, KeyboardInterrupt):
+            assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == former
+        else:
+            if counts["done"] < number:
+                break
+            export(1.0, former_bytes)  # a link that could not be made is none that is needed
+    assert torch.equal(WeightsDirectory(tmp_path).read("a", 0, 6), torch.full((6,), 2.0))
+    assert (tmp_path / "config.json").read_text() == "2.0"
+
+
 LARGE = {
     "odd": Entry(dtype=torch.bfloat16, shape=(4097, 513)),
     "wide": Entry(dtype=torch.float64, shape=(3,)),
