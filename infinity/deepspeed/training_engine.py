@@ -6,6 +6,7 @@ import atexit
 import logging
 import math
 import os
+import secrets
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -16,7 +17,6 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from infinity.checkpoint.disk import disk_errors
 from infinity.checkpoint.manifest import MANIFEST, pieces_name
 from infinity.checkpoint.sealed import read_sealed
 from infinity.config import Config, read_environment
@@ -36,6 +36,7 @@ from infinity.engine.compiling import Compiled
 from infinity.engine.handing_back import hand_back
 from infinity.engine.loop import TrainingLoop
 from infinity.errors import ConfigError, EngineStateError
+from infinity.files.aside import remove
 from infinity.observe.monitors import Monitor
 from infinity.plan.precision import DTYPES
 from infinity.states import StepPhase
@@ -490,11 +491,21 @@ class DeepSpeedEngine(Engine):
             asynchronous=asynchronous,
         )
         for name, ours in SCRIPTS.items() if self.global_rank == 0 else ():
-            script = Path(save_dir) / name
-            with disk_errors(script, "written"):
-                script.write_text(Path(__file__).with_name(ours).read_text())
-            self._change_recovery_script_permissions(script)
+            self._put_script(Path(save_dir) / name, Path(__file__).with_name(ours).read_text())
         return saved
+
+    def _put_script(self, script: Path, text: str) -> None:
+        """A script beside checkpoints, whole or as it was. They are whole without it: what fails is logged, and this
+        rank goes on as the others do."""
+        aside = script.with_name(f".infinity-{secrets.token_hex(4)}-{script.name}")
+        try:
+            aside.write_text(text)
+            aside.replace(script)
+        except OSError as error:
+            logger.warning("%s cannot be written (%s): `infinity export` does what it is for", script, error)
+            remove(aside)
+            return
+        self._change_recovery_script_permissions(script)
 
     def _common_tag(self, tag: str | None) -> str | None:
         self._runtime.refuse_over("save_checkpoint")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import signal
 import subprocess
 import sys
@@ -228,6 +229,30 @@ def test_fp32_weights_of_a_checkpoint(tmp_path: Path) -> None:
     assert _differing(halves, torch.load(tmp_path / "halves" / "pytorch_model.bin")) == set()
 
 
+def test_a_checkpoint_is_saved_where_its_scripts_cannot_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was published by then, and the other ranks have returned."""
+    engine, *_ = deepspeed.initialize(
+        model=_net(), config={"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
+    )
+    engine.save_checkpoint(tmp_path, "first")
+    script = (tmp_path / "zero_to_fp32.py").read_text()
+    write_text = Path.write_text
+
+    def full(path: Path, text: str) -> int:
+        write_text(path, text[:10])
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "write_text", full)
+        assert engine.save_checkpoint(tmp_path, "second")
+    assert (tmp_path / "zero_to_fp32.py").read_text() == script
+    assert sorted(os.listdir(tmp_path)) == ["first", "latest", "second", "zero_to_fp32.py", "zero_to_torch.py"]
+    assert "zero_to_fp32.py cannot be written" in caplog.text
+    engine.destroy()
+
+
 TERMINATED = """
 import os, signal, sys
 import infinity.deepspeed.fp32_weights as fp32_weights
@@ -236,7 +261,7 @@ class Terminated:
     def __init__(self, path, tag):
         pass
 
-    def write(self, directory):
+    def write(self, directory, *, states):
         assert directory.name in os.listdir(os.environ["TMPDIR"])
         (directory / "piece").write_text("x")
         signal.raise_signal(signal.SIGTERM)
