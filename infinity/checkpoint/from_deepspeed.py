@@ -71,14 +71,15 @@ class Import:
         for alias, name in (self.files.model.get("shared_params") or {}).items():
             self._aliases.setdefault(name, []).append(alias)
 
-    def write(self, out: Path) -> Manifest:
-        """Write and publish it; what stood there under the same tag stays until then."""
+    def write(self, out: Path, *, states: bool = True) -> Manifest:
+        """Write and publish it, with the optimizer's ``states`` or without; what stood there under the same tag stays
+        until then."""
         shared = plain.to_bytes(self._shared_state())
         own = plain.to_bytes({})
         with written_aside(out, self.tag) as aside:
             tensors: list[TensorEntry] = []
             left_out: list[str] = []
-            files = write_rank(aside, 0, lambda writer: self._write_tensors(writer, tensors, left_out), own)
+            files = write_rank(aside, 0, lambda writer: self._write_tensors(writer, tensors, left_out, states), own)
             files |= write_state(aside / SHARED_STATE, shared)
             manifest = Manifest(
                 tag=self.tag,
@@ -93,11 +94,13 @@ class Import:
             publish(aside, out, self.tag, latest=True)
         return manifest
 
-    def _write_tensors(self, writer: PieceWriter, tensors: list[TensorEntry], left_out: list[str]) -> None:
+    def _write_tensors(
+        self, writer: PieceWriter, tensors: list[TensorEntry], left_out: list[str], states: bool
+    ) -> None:
         """``tensors`` gets what was written, ``left_out`` the frozen parameters that DeepSpeed had left out."""
         for name, shape in self.files.shapes.items():
             kinds = {}
-            for kind in self.files.kinds[name]:
+            for kind in self.files.kinds[name] if states else (WEIGHT,):
                 for first, values in self.files.pieces(name, kind):
                     writer.add(name, kind, first, values)
                     kinds[kind] = dtype_name(values.dtype)

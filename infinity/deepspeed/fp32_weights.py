@@ -90,7 +90,7 @@ def convert_zero_checkpoint_to_state_dict(
     """
     dtype = _output_dtype(dtype)
     max_bytes = WHOLE_BYTES if max_shard_size is None else parse_size("max_shard_size", max_shard_size)
-    with _opened(checkpoint_dir, tag) as checkpoint:
+    with _opened(checkpoint_dir, tag, _there(Path(output_dir).absolute())) as checkpoint:
         weights = ExportedWeights(checkpoint, dtype, exclude_frozen=exclude_frozen_parameters)
         weights.write(output_dir, safe=safe_serialization, max_shard_bytes=max_bytes)
 
@@ -144,8 +144,11 @@ def _output_dtype(dtype: torch.dtype | str) -> torch.dtype:
 
 
 @contextmanager
-def _opened(directory: str | os.PathLike[str], tag: str | None) -> Iterator[StoredCheckpoint]:
-    """The checkpoint, by infinity or, through a copy that is imported for the time being, by DeepSpeed."""
+def _opened(
+    directory: str | os.PathLike[str], tag: str | None, beside: Path | None = None
+) -> Iterator[StoredCheckpoint]:
+    """The checkpoint, by infinity or, through a copy of its weights that is imported for the time being, by DeepSpeed.
+    ``beside``: where that copy is made; None: where temporary files go."""
     path = Path(directory)
     chosen = tag or (None if (path / MANIFEST).is_file() else latest_tag(path))
     found = path / chosen if chosen else path
@@ -153,7 +156,12 @@ def _opened(directory: str | os.PathLike[str], tag: str | None) -> Iterator[Stor
         with StoredCheckpoint.open(path, tag) as checkpoint:
             yield checkpoint
         return
-    with scratch_directory("infinity-import-") as aside:
-        Import(path, tag).write(aside)
+    with scratch_directory("infinity-import-", beside) as aside:
+        Import(path, tag).write(aside, states=False)
         with StoredCheckpoint.open(aside) as checkpoint:
             yield checkpoint
+
+
+def _there(path: Path) -> Path:
+    """The directory itself, or what of its path is there: on a disk that is to have as many bytes anyway."""
+    return next((each for each in (path, *path.parents) if each.is_dir()), path)

@@ -20,8 +20,11 @@ from torch import nn
 import infinity
 from benchmarks.deepspeed_venv import prepare_venv
 from infinity.checkpoint import deepspeed_files
+from infinity.checkpoint.pieces import PieceWriter
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.commands.cli import main
+from infinity.deepspeed.fp32_weights import convert_zero_checkpoint_to_fp32_state_dict
+from infinity.files.directory import WeightsDirectory
 from tests.support import deepspeed_layout as layout
 from tests.support.ranks import free_port, quiet_environment
 
@@ -74,6 +77,27 @@ def test_every_element_comes_to_its_place(
     assert shared["histories"] == dict.fromkeys(layout.values(), (3.0,))
     assert shared["loss_scale"] == {"value": 512.0, "patience": 2, "good_steps": 4}
     assert shared["counters"] == {"global_steps": 3, "global_samples": 12, "skipped_steps": 1}
+
+
+def test_fp32_weights_are_taken_without_states_and_beside_their_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layout.write(tmp_path / "theirs", stage=3, world_size=2)
+    (tmp_path / "large").mkdir()
+    seen, add = set(), PieceWriter.add
+
+    def noted(writer: PieceWriter, name: str, kind: str, *values: Any) -> None:
+        seen.add((kind, writer.path.is_relative_to(tmp_path / "large")))
+        add(writer, name, kind, *values)
+
+    monkeypatch.setattr(PieceWriter, "add", noted)
+    out = tmp_path / "large" / "models" / "mine"
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path / "theirs", out, safe_serialization=True)
+    found = WeightsDirectory(out)
+    for name, kinds in layout.values().items():
+        assert torch.equal(found.read(name, 0, kinds["weight"].numel()), kinds["weight"].reshape(-1))
+    assert seen == {("weight", True), ("buffer", True)}
+    assert [path.name for path in (tmp_path / "large").iterdir()] == ["models"], "nothing is left of the copy"
 
 
 def test_an_engine_goes_on_with_it(tmp_path: Path) -> None:
