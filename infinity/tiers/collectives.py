@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import lru_cache
 from hashlib import blake2b
@@ -37,24 +37,25 @@ Result = TypeVar("Result")
 class Agreement:
     """The way of this rank's words to the others and of theirs here."""
 
-    def __init__(self, what: str, peers: Peers | None, whose: str = "") -> None:
-        """``whose``: of which user of these ranks that is, of whom all may have the same words."""
-        self._what, self._whose, self._peers = what, whose, peers
+    def __init__(self, what: str, peers: Peers | None, whose: str = "", failure: str = "") -> None:
+        """``whose``: of which user of these ranks that is, of whom all may have the same words. ``failure``: why this
+        rank cannot do it."""
+        self._told, self._peers = (what, whose, failure), peers
         if peers is None:
             return
-        self._mine = torch.tensor([_number(what, whose)])
+        self._mine = torch.tensor([_number(*self._told)])
         self._all = torch.empty(peers.world_size, dtype=torch.int64)
         with _in_words(what, peers):
             self._work: dist.Work = gather(self._all, self._mine, group=peers.control, async_op=True)
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Raises WorldError, on every rank and with every rank's words, unless all are about to do the same.
+        """Raises WorldError, on every rank and with every rank's words, unless all are about to do the same, and can.
 
         ``timeout_s``: instead of the process group's own.
         """
         if self._peers is None:
             return
-        with _in_words(self._what, self._peers):
+        with _in_words(self._told[0], self._peers):
             if timeout_s is None:
                 self._work.wait()
             else:
@@ -62,10 +63,9 @@ class Agreement:
             if bool((self._all == self._mine).all()):
                 return
             told: list[Any] = [None] * self._peers.world_size
-            dist.all_gather_object(told, (self._what, self._whose), group=self._peers.control)
+            dist.all_gather_object(told, self._told, group=self._peers.control)
         self._peers.num_divergences += 1
-        differ = len({whose for _, whose in told if whose}) > 1
-        raise WorldError(_diverged([f"{what} of {whose}" if differ and whose else what for what, whose in told]))
+        raise WorldError(_diverged(told))
 
 
 class Collectives:
@@ -158,12 +158,27 @@ class Collectives:
         """Whether this is a copy in a process that the rank has forked, which has no part in what is open."""
         return os.getpid() != (self._pid if self._peers is None else self._peers.pid)
 
-    def agree(self, what: str) -> Agreement:
-        """Tell the other ranks that this one is about to do ``what``, and go on; ``wait`` before doing it. Raises
-        WorldError in a forked child, whom they would not hear."""
+    def agree(self, what: str, failure: str = "") -> Agreement:
+        """Tell the other ranks that this one is about to do ``what``, or of which ``failure`` it cannot, and go on;
+        ``wait`` before doing it. Raises WorldError in a forked child, whom they would not hear."""
         if self._peers is not None and self.is_forked:
             raise WorldError(f"{what}: a forked process is none of the ranks: do it in its parent")
-        return Agreement(what, self._peers, self._whose)
+        return Agreement(what, self._peers, self._whose, failure)
+
+    def prepared(self, prepare: Callable[[], Result], what: str) -> Result:
+        """What ``prepare`` gives, when every rank has it and is about to do ``what`` with it.
+
+        Where one has no memory for its part, or cannot read it, the others are told instead of waiting for it in the
+        collective: they raise WorldError, and it raises its own error.
+        """
+        try:
+            result = prepare()
+        except Exception as error:
+            with suppress(WorldError):
+                self.agree(what, f"{type(error).__name__}: {error}").wait()
+            raise
+        self.agree(what).wait()
+        return result
 
     def part(self) -> None:
         """This rank is about to leave: wait until all are, within a limit. What is left on the way is not judged."""
@@ -326,15 +341,21 @@ class _ReducingInWords:
 
 
 @lru_cache(maxsize=1 << 14)
-def _number(what: str, whose: str) -> int:
+def _number(*words: str) -> int:
     """The words as one number, equal on all ranks if and (but for one chance in 2^64) only if they are."""
-    return int.from_bytes(blake2b(f"{what}\0{whose}".encode(), digest_size=8).digest(), "little", signed=True)
+    return int.from_bytes(blake2b("\0".join(words).encode(), digest_size=8).digest(), "little", signed=True)
 
 
-def _diverged(words: Sequence[str]) -> str:
+def _diverged(told: Sequence[tuple[str, str, str]]) -> str:
+    """``told``: what each rank was about to do, of whom, and why it cannot."""
+    if len({(what, whose) for what, whose, _ in told}) == 1:
+        failures = [f"rank {rank} failed: {failure}" for rank, (*_, failure) in enumerate(told) if failure]
+        return f"all ranks were about to {told[0][0]}, and {'; '.join(failures)}"
+    differ = len({whose for _, whose, _ in told if whose}) > 1
     ranks_of: dict[str, list[int]] = {}
-    for rank, what in enumerate(words):
-        ranks_of.setdefault(what, []).append(rank)
+    for rank, (what, whose, failure) in enumerate(told):
+        words = f"{what}{f' of {whose}' if differ and whose else ''}{f', which failed: {failure}' if failure else ''}"
+        ranks_of.setdefault(words, []).append(rank)
     parts = [
         f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {what}" for what, ranks in ranks_of.items()
     ]

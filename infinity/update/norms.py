@@ -32,6 +32,8 @@ CAST_NUMEL: Final = 1 << 16
 """Elements in fp16 that are cast at a time: both forms lie in a core's own cache."""
 _STATE: Final = 16
 _NOT_FINITE: Final = _STATE - 1
+_FAILED: Final = -1
+"""What is passed on as taken of a parameter where a rank could not: the next ones wait for its word."""
 _TRIED: Final = (*range(1, 18),) * 20 + (100, 4_099, 70_001)
 """Sizes: what makes no whole row of eight is summed otherwise, and one column shows that only now and then."""
 
@@ -110,12 +112,19 @@ class ParamNorms:
     def total(self, groups: Sequence[Sequence[int]], take_lacking: Callable[[int], None]) -> Norm:
         rank, last = self._collectives.rank, self._collectives.world_size - 1
         self._collectives.agree("take the norm of the gradients").wait()
+        failures: list[Exception] = []
         for number, params in enumerate(groups):
             if rank > 0:
                 passed = torch.empty(len(params), _STATE + 1, dtype=torch.float64)
                 self._collectives.receive_from_previous(passed)
                 self._accept(params, passed)
-            take_lacking(number)
+            try:
+                if not failures:
+                    take_lacking(number)
+            except Exception as error:  # noqa: BLE001 (raised below: the next rank waits for this one)
+                failures.append(error)
+            for param in params if failures else ():
+                self._taken[param] = _FAILED
             if rank < last:
                 self._collectives.send_to_next(self._known(params))
         params = sorted(param for group in groups for param in group)
@@ -123,6 +132,14 @@ class ParamNorms:
             known = self._known(params)
             self._collectives.broadcast(known, "tell the norms of the gradients", source=last)
             self._accept(params, known)
+        if failures or any(self._taken[param] == _FAILED for param in params):
+
+            def tell() -> None:
+                if failures:
+                    raise failures[0]
+
+            self.clear()
+            self._collectives.together(tell, "tell why the norm of the gradients was not taken")
         states = self._states[params]
         norms = torch.from_numpy(_norms_of(states, [self._numels[param] for param in params]))
         return Norm(torch.linalg.vector_norm(norms), not bool(np.isnan(states[:, _NOT_FINITE]).any()))

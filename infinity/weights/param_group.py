@@ -293,11 +293,14 @@ class ParamGroup:
     ) -> None:
         """``fill`` this rank's shard, gather all ranks', and lay them out in ``flats``."""
         world_size, shard_numel = self._collectives.world_size, self.placement.shard_numel
-        agreement = self._collectives.agree(f"gather the {what} of {self.name}")
-        full = self._pool.empty(world_size * shard_numel, dtype)
-        shard = self._pool.empty(shard_numel, dtype).zero_()
-        fill(shard)
-        agreement.wait()
+
+        def own() -> tuple[torch.Tensor, torch.Tensor]:
+            full = self._pool.empty(world_size * shard_numel, dtype)
+            shard = self._pool.empty(shard_numel, dtype).zero_()
+            fill(shard)
+            return full, shard
+
+        full, shard = self._collectives.prepared(own, f"gather the {what} of {self.name}")
         self._collectives.all_gather(full, shard)
         by_rank = full.view(world_size, shard_numel)
         for param in self.placement.params:

@@ -345,25 +345,28 @@ class StagedParam:
         """The full parameter in memory again, as the user's own."""
         if self._memory is None:
             raise AssertionError("only a staged parameter can be brought back")
-        collectives = self.area.collectives
-        agreement = collectives.agree(f"bring back {self.name}")
-        with torch.inference_mode(mode=False), torch.no_grad():
-            flat = self._memory.allocate()
+        collectives, memory = self.area.collectives, self._memory
+
+        def own() -> tuple[torch.Tensor, torch.Tensor]:
+            flat = memory.allocate()
             if collectives.world_size == 1:
                 self._read_into(flat, 0)
-            else:
-                shard = torch.empty(self.shard_numel, dtype=self._memory.dtype)
-                self._read_into(shard, self.start)
-                full = torch.empty(collectives.world_size * self.shard_numel, dtype=self._memory.dtype)
-                agreement.wait()
+                return flat, flat
+            shard = torch.empty(self.shard_numel, dtype=memory.dtype)
+            self._read_into(shard, self.start)
+            return torch.empty(collectives.world_size * self.shard_numel, dtype=memory.dtype), shard
+
+        with torch.inference_mode(mode=False), torch.no_grad():
+            full, shard = collectives.prepared(own, f"bring back {self.name}")
+            if collectives.world_size > 1:
                 collectives.all_gather(full, shard)
-                flat.copy_(full[: self.numel])
-        param, weights = self.param, self._memory.full
+                memory.allocate().copy_(full[: self.numel])
+        param, weights = self.param, memory.full
         if weights is None:
             raise AssertionError("the weights were allocated and are not there")
         access.show(param, weights)
         owners.disown(param)
-        self._memory.drop()  # the parameter has the memory now
+        memory.drop()  # the parameter has the memory now
         self.is_staged = False
 
     def read(self, first: int, numel: int) -> torch.Tensor:

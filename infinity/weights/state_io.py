@@ -95,15 +95,12 @@ class StateIO:
 
     def read_flat(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
         """The whole, flattened in memory order, fp32 on the parameter's device. Collective."""
-        own = self.read_own(param, kind)
         if self._collectives.world_size == 1:
-            return own.to(param.device)
-        placement = self._placements[param.index]
-        agreement = self._collectives.agree(f"read the {kind.name.lower()} of {param.name}")
-        shard = torch.zeros(placement.shard_numel, dtype=torch.float32, device=param.device)
-        shard[: own.numel()].copy_(own)
-        full = torch.empty(self._collectives.world_size * placement.shard_numel, dtype=shard.dtype, device=shard.device)
-        agreement.wait()
+            return self.read_own(param, kind).to(param.device)
+        what = f"read the {kind.name.lower()} of {param.name}"
+        shard_numel = self._placements[param.index].shard_numel
+        read = partial(self.read_own, param, kind)
+        full, shard = self._collectives.prepared(partial(self._shard_of, read, shard_numel, param.device), what)
         self._collectives.all_gather(full, shard)
         return full[: param.numel]
 
@@ -113,20 +110,26 @@ class StateIO:
         world_size = self._collectives.world_size
         own_first, own_numel = self.own_range(param)
         for start, numel in pieces(placement.shard_numel, num_ranks=world_size):
-            own = self._read_range(param, kind, own_first + start, max(0, min(numel, own_numel - start)))
+            read = partial(self._read_range, param, kind, own_first + start, max(0, min(numel, own_numel - start)))
             if world_size == 1:
-                yield start, own
+                yield start, read()
                 continue
-            agreement = self._collectives.agree(f"stream the {kind.name.lower()} of {param.name} from {start} on")
-            shard = torch.zeros(numel, dtype=own.dtype, device=param.device)
-            shard[: own.numel()].copy_(own)
-            full = torch.empty(world_size * numel, dtype=own.dtype, device=param.device)
-            agreement.wait()
+            what = f"stream the {kind.name.lower()} of {param.name} from {start} on"
+            full, shard = self._collectives.prepared(partial(self._shard_of, read, numel, param.device), what)
             self._collectives.all_gather(full, shard)
             for rank, part in enumerate(full.cpu().view(world_size, numel)):
                 valid = min(numel, placement.valid_numel(rank) - start)
                 if valid > 0:
                     yield rank * placement.shard_numel + start, part[:valid]
+
+    def _shard_of(
+        self, read: Callable[[], torch.Tensor], numel: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(memory for all ranks' shards [world_size * numel], this rank's [numel] with what is read)."""
+        own = read()
+        shard = torch.zeros(numel, dtype=own.dtype, device=device)
+        shard[: own.numel()].copy_(own)
+        return torch.empty(self._collectives.world_size * numel, dtype=own.dtype, device=device), shard
 
     def _read_range(self, param: ShardedParam, kind: ObjectKind, first: int, numel: int) -> torch.Tensor:
         """Elements [first, first + numel) of this rank's part in the kind's own dtype, on the CPU; of a model on the

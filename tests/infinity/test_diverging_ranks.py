@@ -398,6 +398,82 @@ engine(batch(), [0])
     assert "rank 0 of 2 was about to begin a training forward; another rank has ended" in first.errors
 
 
+FAILING = """
+from infinity.errors import DeviceIOError
+from infinity.update.gradients import GradientChunks
+from infinity.weights.param_group import ParamGroup
+from infinity.weights.staging import StagedParam
+from infinity.weights.state_io import StateIO
+
+def fails(*_arguments, **_options):
+    raise DeviceIOError(errno=5, path="swap", offset=0, expected_bytes=1, actual_bytes=0, operation="read")
+
+def said_by(call, kind, name, failing):
+    # the first reads of one rank fail
+    kept = getattr(kind, name)
+    if rank == failing:
+        setattr(kind, name, fails)
+    try:
+        call()
+        return "nothing"
+    except (DeviceIOError, WorldError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        setattr(kind, name, kept)
+
+def train(engine):
+    engine.backward(engine(batch(), [0]))
+    engine.step()
+
+settings = {"gradient_clipping": 0.01}
+engine, other = start(build(), **settings), start(build(), **settings)
+other.backward(other(batch(), [0]))
+heard = [said_by(lambda: engine(batch(), [0]), ParamGroup, "_read_chunks", 1)]
+engine.backward(engine(batch(), [0]))
+for failing in (0, 1):
+    heard.append(said_by(engine.step, GradientChunks, "_take_lacking", failing))
+    other.step() if failing else None
+engine.step()
+heard.append(said_by(lambda: engine.save_16bit_model(sys.argv[1]), StateIO, "_read_range", 1))
+bias = engine.module.head.bias
+heard.append(said_by(lambda: infinity.utils.safe_get_full_fp32_param(bias), StateIO, "_read_range", 0))
+for each in (engine, other):
+    train(each)
+mine, others = engine.full_state_dict(), other.full_state_dict()
+same = all(torch.equal(mine[name], others[name]) for name in mine)
+with infinity.Init(config_dict_or_path=CONFIG):
+    model = build()
+heard.append(said_by(lambda: model.head.bias.sum(), StagedParam, "_read_into", 1))
+print(json.dumps([same, *heard]))
+"""
+
+
+def test_a_rank_that_cannot_do_its_part_is_told_to_those_who_would_wait_for_it(tmp_path: Path) -> None:
+    """What failed may be repeated, with the bits that there would have been."""
+    first, second = (
+        rank.answer
+        for rank in run_ranks(
+            PRELUDE + FAILING, tmp_path, num_ranks=2, words=[str(tmp_path)], variables={"INFINITY_TIMEOUT_S": "60"}
+        )
+    )
+    assert first[0] is second[0] is True
+    for number, (failing, what) in enumerate(
+        [
+            (1, "all ranks were about to gather the weight of embed, and rank 1 failed: "),
+            (0, "rank 0 failed: "),
+            (1, "rank 1 failed: "),
+            (1, "all ranks were about to stream the weight of embed.weight from 0 on, and rank 1 failed: "),
+            (0, "all ranks were about to read the weight of head.bias, and rank 0 failed: "),
+            (1, "all ranks were about to bring back parameter "),
+        ],
+        start=1,
+    ):
+        own, told = (first, second) if failing == 0 else (second, first)
+        assert own[number].startswith("DeviceIOError: "), own[number]
+        assert told[number].startswith(f"WorldError: {what}"), told[number]
+        assert own[number] in told[number]
+
+
 LEAVES = """
 def chosen_at(step):
     # every rank its own, sometimes none, sometimes all; at step 3 expert 2 is used by nobody

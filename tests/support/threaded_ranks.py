@@ -89,9 +89,9 @@ class ThreadedCollectives(Collectives):
         """What it gave to reductions, in order."""
         self._meeting = meeting
 
-    def agree(self, what: str) -> Any:
+    def agree(self, what: str, failure: str = "") -> Any:
         self.said.append(what)
-        return Said(self._meeting, self.rank, what)
+        return Said(self._meeting, self.rank, what + failure)
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> None:
         output.copy_(torch.cat(self._meeting.exchange("data", self.rank, shard.clone())))
