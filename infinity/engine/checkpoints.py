@@ -164,7 +164,7 @@ class Checkpoints(nn.Module):
             )
         with _whole_state(loop) as changed:
             loop.background.advance(wait=True)  # it may be what is to be loaded
-            path = _together(loop, lambda: chosen(directory, tag), "find a checkpoint", directory)
+            path = self._found(directory, tag)
             if path is not None:
                 return str(path), self._load(path, wanted, changed)
         _log.warning(
@@ -178,6 +178,21 @@ class Checkpoints(nn.Module):
         """Whether ``load_checkpoint`` takes the process's random numbers back to where they stood, too. ``whole``: it
         loads all that there is."""
         return True
+
+    def _found(self, directory: Path, tag: str | None) -> Path | None:
+        """The checkpoint that is to be loaded. Raises CheckpointError on all ranks where it is not the same: each may
+        have looked at a disk of its own."""
+        path = _together(self._loop, lambda: chosen(directory, tag), "find a checkpoint", directory)
+        name = "no checkpoint" if path is None else path.name
+        names = self._loop.runtime.collectives.gather_objects(name, "compare the checkpoints that were found")
+        for rank, other in enumerate(names):
+            if other != names[0]:
+                raise CheckpointError(
+                    directory,
+                    f"has {names[0]} as its latest on rank 0, and {other} on rank {rank}",
+                    "load from a directory that all ranks share",
+                )
+        return path
 
     def _load(self, path: Path, wanted: Wanted, changed: Callable[[], None]) -> dict[str, Any]:
         loop = self._loop

@@ -166,10 +166,12 @@ engine.zero_grad()
 engine.wait_for_checkpoint()
 found["saved"] = engine.load_checkpoint(directory, "late")[0]
 apart = bool(rank)
+own = os.path.join(directory, str(rank)) if rank else directory
 for name, call in {
     "states loaded on one rank": lambda: engine.load_checkpoint(directory, "late", load_optimizer_states=apart),
     "weights alone on one rank": lambda: engine.load_checkpoint(directory, "late", load_module_only=apart),
     "schedule on one rank": lambda: engine.load_checkpoint(directory, "late", load_lr_scheduler_states=apart),
+    "no latest on one rank": lambda: engine.load_checkpoint(own),
     "strict on one rank": lambda: engine.load_checkpoint(directory, "late", load_module_strict=apart),
     "frozen weights on one rank": lambda: engine.save_checkpoint(directory, "no", exclude_frozen_parameters=apart),
     "latest on one rank": lambda: engine.save_checkpoint(directory, "no", save_latest=apart),
@@ -262,6 +264,11 @@ def test_every_rank_names_what_each_was_about_to_do(
         if "expert" in case:
             assert "called by Choosing" in found[case]
             assert "infinity.zero.set_leaf_modules(model, [" in found[case]
+
+
+def test_a_rank_whose_directory_has_no_checkpoint_is_named(diverged: list[dict[str, str]]) -> None:
+    for found in diverged:
+        assert "has late as its latest on rank 0, and no checkpoint on rank 1" in found["no latest on one rank"]
 
 
 def test_a_norm_that_one_rank_wants_is_everybodys(diverged: list[dict[str, Any]]) -> None:
