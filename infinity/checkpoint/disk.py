@@ -25,6 +25,7 @@ _REMEDIES: Final = {
     errno.ENAMETOOLONG: "name a directory with a shorter path",
     errno.ELOOP: "links lead around in a circle: name another directory",
     errno.EFBIG: "the filesystem or `ulimit -f` allows no such size: save to another directory, or raise the limit",
+    errno.ETIMEDOUT: "the drive, or the server that has it, takes nothing: see to it, or save to another one",
     errno.EIO: "the drive has failed: use another one",
 }
 

@@ -20,10 +20,13 @@ from infinity.checkpoint.writing import Files
 from infinity.engine.loop import TrainingLoop
 from infinity.engine.saving import Histories, Merged, Saving
 from infinity.errors import CheckpointError, EngineStateError
+from infinity.plan.sharding import Segment
 from infinity.tiers.base import Lease, leased
 from infinity.weights.state_io import Seen
 from io_daemon.shared.protocol import ObjectKind
 
+STALL_TIMEOUT_S: Final = 300.0
+"""Who waits for a save ends it where nothing of it was written for so long."""
 ABANDON_TIMEOUT_S: Final = 10.0
 """A thread whose save nobody wants any more has so long to see it."""
 
@@ -90,6 +93,8 @@ class LateSave:
         self._files: Files | None = None
         """Those of all ranks, when they are written."""
         self._histories: Histories = []
+        self._num_bytes = 0
+        """This rank's pieces that were written."""
         self._cleanup = ExitStack()
         self._aside = saving.make_aside(self._cleanup)
         masks = self._runtime.io.lasting_chunks(saving.params)
@@ -103,12 +108,12 @@ class LateSave:
         self._held_up_s = time.perf_counter() - self._begun
 
     def is_ready(self, *, wait: bool) -> bool:
-        """Whether all ranks have done their part of what comes now; with ``wait``, after it."""
+        """Whether all ranks have done their part of what comes now; with ``wait``, after it, or where it stalls."""
         begun = time.perf_counter()
         if wait:
             self._runtime.changes.settle()
-            self._job.wait()
-        ready = all(self._runtime.collectives.gather_objects(self._job.is_done, "see how far a save is"))
+            self._wait()
+        ready = all(self._runtime.collectives.gather_objects(self._job.is_done or wait, "see how far a save is"))
         self._held_up_s += 0.0 if wait else time.perf_counter() - begun
         return ready
 
@@ -120,11 +125,11 @@ class LateSave:
         begun = time.perf_counter()
         try:
             if self._files is None:
-                mine = self._saving.together(self._job.result, "write the checkpoint's pieces")
+                mine = self._saving.together(self._result, "write the checkpoint's pieces")
                 self._files, histories = self._saving.gathered(mine, self._histories)
                 self._job = self._publishing(self._files, histories)
                 return False
-            self._saving.together(self._job.result, "publish the checkpoint")
+            self._saving.together(self._result, "publish the checkpoint")
         except BaseException:
             self.abandon("the save has failed")
             raise
@@ -134,6 +139,20 @@ class LateSave:
         note = f", while training went on; {self.held_up_s:.3f} s of that it waited"
         self._saving.tell(self._files, time.perf_counter() - self._begun, note)
         return True
+
+    def _wait(self) -> None:
+        """Until this rank's part is done, or nothing of it is written any more."""
+        before = -1
+        while not self._job.is_done and self._num_bytes > before:
+            before = self._num_bytes
+            self._job.wait(STALL_TIMEOUT_S)
+
+    def _result(self) -> Any:
+        """What this rank's part gave. Raises its error, or CheckpointError where it has come to no end."""
+        if not self._job.is_done:
+            problem = f"is not written: its drive took nothing for {STALL_TIMEOUT_S:.0f} s"
+            raise CheckpointError(self._aside, problem, "see to the drive, or save to another one")
+        return self._job.result()
 
     @property
     def held_up_s(self) -> float:
@@ -171,9 +190,13 @@ class LateSave:
     def _scan(self, use: Seen) -> None:
         io, params = self._runtime.io, self._saving.params
 
+        def counted(kind: ObjectKind, segment: Segment, values: torch.Tensor) -> None:
+            use(kind, segment, values)
+            self._num_bytes += values.nbytes
+
         def show(lease: Lease) -> None:
             copied = self._lent.pop(lease.chunk, None)
-            io.show(lease if copied is None else _Copied(lease, copied), params, use, numel_max=PIECE_NUMEL_MAX)
+            io.show(lease if copied is None else _Copied(lease, copied), params, counted, numel_max=PIECE_NUMEL_MAX)
 
         try:
             self._snapshot.read_all(show)

@@ -12,7 +12,7 @@ import mmap
 import os
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
 from typing import Any, Final
@@ -24,6 +24,8 @@ from infinity.files.pieces import bytes_of
 ALIGNMENT: Final = 4096
 """Addresses, offsets and lengths are multiples of it, which is no less than any drive's logical block."""
 BLOCK_BYTES: Final = 4 << 20
+WRITE_TIMEOUT_S: Final = 120.0
+"""A drive has so long for a block: what it takes, however slowly, is waited for, and one that takes nothing is not."""
 NUM_BLOCKS: Final = 3
 """One that is filled, or read from; one with the drive; one between them."""
 
@@ -47,7 +49,7 @@ class WriteBehind:
         self._thread = ThreadPoolExecutor(1, "infinity-write")
         self._free: list[torch.Tensor] = []
         self._num_made = 0
-        self._in_flight: deque[tuple[Future[None], torch.Tensor]] = deque()
+        self._in_flight: deque[tuple[Future[None], torch.Tensor, Path]] = deque()
 
     def take(self) -> torch.Tensor:
         """A block of uint8 [BLOCK_BYTES]. Raises the OSError of an earlier one."""
@@ -56,29 +58,39 @@ class WriteBehind:
         if self._num_made < NUM_BLOCKS:
             self._num_made += 1
             return aligned_memory(BLOCK_BYTES)
-        written, block = self._in_flight.popleft()
-        written.result()
-        return block
+        return self._written()
 
     def write(self, path: Path, descriptor: int, block: torch.Tensor, num_bytes: int, offset: int) -> None:
         """Have the first ``num_bytes`` of a block written to a file of ``open_direct``; it may be taken again then."""
-        work = partial(write, path, descriptor, block[:num_bytes], offset)
+        own = os.dup(descriptor)  # of a drive that hangs, a thread may still be within this when the caller's is closed
+        work = partial(write, path, own, block[:num_bytes], offset)
         try:
             written = self._thread.submit(work)
         except RuntimeError:  # the interpreter ends: its pools take no more work, and a late save is still to be done
             written = _done(work)
-        self._in_flight.append((written, block))
+        written.add_done_callback(lambda _written: os.close(own))
+        self._in_flight.append((written, block, path))
 
     def drain(self) -> None:
         """All are written. Raises OSError."""
         while self._in_flight:
-            written, block = self._in_flight.popleft()
-            self._free.append(block)
-            written.result()
+            self._free.append(self._written())
 
     def close(self) -> None:
-        """What was not begun is not written."""
-        self._thread.shutdown(cancel_futures=True)
+        """What was not begun is not written; what was is waited for, but no longer than for a block."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        wait([written for written, *_ in self._in_flight], WRITE_TIMEOUT_S)
+
+    def _written(self) -> torch.Tensor:
+        """The oldest block, when it is written. Raises OSError, also where the drive does not take it in time."""
+        written, block, path = self._in_flight.popleft()
+        try:
+            written.result(WRITE_TIMEOUT_S)
+        except TimeoutError as error:  # which a server's is, too
+            if written.done():
+                raise
+            raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT), str(path)) from error
+        return block
 
 
 def _done(work: Callable[[], None]) -> Future[None]:

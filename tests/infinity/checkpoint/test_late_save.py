@@ -246,6 +246,30 @@ def test_a_writer_that_hangs_does_not_hang_the_training(tmp_path: Path, monkeypa
     engine.destroy()
 
 
+def test_who_waits_for_a_drive_that_takes_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The former checkpoint is whole, and training goes on."""
+    engine = started(config_of())
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path, tag="former")
+    released, add = threading.Event(), PieceWriter.add
+
+    def hang(writer: PieceWriter, *arguments: Any) -> None:
+        released.wait(WAIT_S)
+        add(writer, *arguments)
+
+    monkeypatch.setattr("infinity.engine.late_save.STALL_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("infinity.engine.late_save.ABANDON_TIMEOUT_S", 0.1)
+    with monkeypatch.context() as patched:
+        patched.setattr(PieceWriter, "add", hang)
+        engine.save_checkpoint(tmp_path, tag="late", asynchronous=True)
+        with pytest.raises(CheckpointError, match="is not written: its drive took nothing for"):
+            engine.wait_for_checkpoint()
+        released.set()
+    train(engine, 1)
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "former")
+    engine.destroy()
+
+
 def test_kills_leave_the_former_checkpoint_whole(tmp_path: Path) -> None:
     for outcome in killed_late_saves(tmp_path, num_kills=4, seed=2):
         assert outcome.problem == "", outcome

@@ -6,6 +6,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -51,6 +52,39 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     return tmp_path / "some.pieces"
+
+
+@pytest.mark.parametrize("num_blocks", [1, NUM_BLOCKS + 1])
+def test_a_drive_that_takes_nothing_is_given_up_and_named(
+    num_blocks: int, stored: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever comes to the descriptor's number afterwards gets none of what it takes at last."""
+    released, written = threading.Event(), threading.Event()
+    write = direct.write
+
+    def hang(path: Path, descriptor: int, data: torch.Tensor, offset: int) -> None:
+        released.wait(60)
+        write(path, descriptor, data, offset)
+        written.set()
+
+    monkeypatch.setattr(direct, "WRITE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(direct, "write", hang)
+
+    def fill() -> None:
+        with PieceWriter(stored) as writer:
+            writer.add_all("tensor", "weight", torch.ones(num_blocks * BLOCK_BYTES, dtype=torch.uint8))
+            writer.finish()
+
+    with pytest.raises(
+        CheckpointError, match=rf"{stored}: cannot be written: .*errno {errno.ETIMEDOUT}.*takes nothing"
+    ):
+        fill()
+    another = os.open(stored.with_name("another"), os.O_RDWR | os.O_CREAT)
+    released.set()
+    assert written.wait(60)
+    assert os.fstat(another).st_size == 0
+    assert stored.stat().st_size == BLOCK_BYTES
+    os.close(another)
 
 
 def test_pieces_of_any_size_and_dtype_come_back_alone_and_ahead(stored: Path) -> None:
