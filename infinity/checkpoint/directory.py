@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -22,14 +21,15 @@ from infinity.checkpoint.beside import NEW_LATEST, Beside
 from infinity.checkpoint.disk import disk_errors, sync_directory, write_whole
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.errors import CheckpointError, ConfigError
-from infinity.files.aside import held, remove, remove_left
+from infinity.files.aside import Left, held, remove, remove_left
 from infinity.files.place import bytes_of_name
+from infinity.files.writers import new_writer
 
 LATEST: Final = "latest"
 ASIDE: Final = ".infinity-saving-"
 REPLACED: Final = ".infinity-replaced-"
 """Names beginning so are a writer's own: what it has not finished, and what it is about to replace."""
-TAG_BYTES_MAX: Final = 255 - len(ASIDE) - 9
+TAG_BYTES_MAX: Final = 255 - len(ASIDE) - len(new_writer()) - 1
 """Filesystems have names of 255 bytes, and a tag has more before it while it is written, or replaced."""
 
 _AT_FDCWD: Final = -100
@@ -111,7 +111,7 @@ def written_aside(directory: Path, tag: str) -> Iterator[Path]:
     """A new directory to write into, which goes unless it was published. For one process; others may write into it."""
 
     def made() -> Path:
-        aside = directory / f"{ASIDE}{secrets.token_hex(4)}-{tag}"
+        aside = directory / f"{ASIDE}{new_writer()}-{tag}"
         aside.mkdir()
         return aside
 
@@ -184,8 +184,8 @@ def _refuse_foreign(final: Path) -> None:
 
 
 def remove_leftovers(directory: Path, tag: str) -> None:
-    """What writers that are dead have left: nobody holds its lock. Raises CheckpointError if one that lives writes the
-    same tag."""
+    """What dead writers of this host have left goes: nobody holds its lock. Raises CheckpointError if one that lives
+    writes the same tag."""
     for path in directory.glob(f"{REPLACED}*"):
         final = directory / path.name.removeprefix(REPLACED)
         if (final / MANIFEST).is_file():
@@ -193,7 +193,8 @@ def remove_leftovers(directory: Path, tag: str) -> None:
         else:
             path.rename(final)  # its successor never came
     for path in directory.glob(f"{ASIDE}*"):
-        if not remove_left(path) and path.name.removeprefix(ASIDE).partition("-")[2] == tag:
+        writer, _, theirs = path.name.removeprefix(ASIDE).partition("-")
+        if remove_left(path, writer) is Left.LIVES and theirs == tag:
             raise CheckpointError(
                 directory / tag,
                 "is being saved by another process, or by another engine of this one",

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import logging
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from enum import Enum
 from pathlib import Path
+
+from infinity.files.writers import is_of_former_boot, shares_kernel
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -36,7 +42,7 @@ def _lock(path: Path) -> int | None:
     except OSError:
         remove(path)
         raise
-    if _is_free(lock):
+    if _is_free(lock) is not False:
         with suppress(OSError):
             if os.stat(path).st_ino == os.fstat(lock).st_ino:
                 return lock
@@ -53,23 +59,35 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def remove_left(path: Path) -> bool:
-    """``remove`` what a writer that is dead has left. False, and nothing is removed, where it lives, and so has locked
-    its directory. Raises OSError."""
+class Left(Enum):
+    """What became of a directory that some writer has made."""
+
+    REMOVED = "its writer is dead"
+    LIVES = "its writer has locked it"
+    UNKNOWN = "another host's writer may live, or there are no locks"
+
+
+def remove_left(path: Path, writer: str) -> Left:
+    """``remove`` what a writer that is dead has left, and nothing where that is not sure. ``writer``: what the name
+    says of it, see ``writers``. Raises OSError."""
     try:
         lock = _open(path)
     except FileNotFoundError:
-        return True
+        return Left.REMOVED
     except OSError as error:
         if error.errno not in (errno.ENOTDIR, errno.ELOOP):  # a file, a link
             raise
         remove(path)
-        return True
+        return Left.REMOVED
     try:
         is_free = _is_free(lock)
-        if is_free:
+        if is_free is False:
+            return Left.LIVES
+        if (is_free and shares_kernel(writer)) or is_of_former_boot(writer):
             remove(path)  # still locked: who has just made it sees that it is gone
-        return is_free
+            return Left.REMOVED
+        _log.warning("%s is left: %s; remove it if nothing writes there", path, Left.UNKNOWN.value)
+        return Left.UNKNOWN
     finally:
         os.close(lock)
 
@@ -78,14 +96,14 @@ def _open(path: Path) -> int:
     return os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
 
 
-def _is_free(descriptor: int) -> bool:
-    """Lock it, if nobody else has. On a filesystem without locks nobody can know, and everything is free."""
+def _is_free(descriptor: int) -> bool | None:
+    """Lock it, if nobody else has. None on a filesystem without locks, where nobody can know."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
-        return error.errno != errno.EACCES
+        return False if error.errno == errno.EACCES else None
     return True
 
 

@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
@@ -26,6 +27,7 @@ from infinity.files.place import local_path
 from infinity.files.replacing import Replacing
 from infinity.files.safetensors_file import NAMES as DTYPE_NAMES
 from infinity.files.shards import cut, index_of, is_part_of
+from infinity.files.writers import new_writer
 from infinity.files.writing import NewFile, NewSafetensorsFile, NewTorchFile
 
 ASIDE: Final = ".infinity-export-"
@@ -154,8 +156,9 @@ def _aside(directory: Path) -> Iterator[Path]:
             directory.mkdir(parents=True, exist_ok=True)
             for name in os.listdir(directory):
                 if name.startswith(ASIDE):
-                    remove_left(directory / name)
-            path = stack.enter_context(held(lambda: Path(tempfile.mkdtemp(prefix=ASIDE, dir=directory))))
+                    remove_left(directory / name, name.removeprefix(ASIDE).partition("-")[0])
+            made = partial(tempfile.mkdtemp, prefix=f"{ASIDE}{new_writer()}-", dir=directory)
+            path = stack.enter_context(held(lambda: Path(made())))
         except OSError as error:
             raise WeightsFileError.of(error, str(directory), "written") from error
         yield path

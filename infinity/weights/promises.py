@@ -41,7 +41,7 @@ def promise(param: nn.Parameter, values: Values, source: str) -> None:
 
 
 def samples_of_promises(named: Iterable[tuple[str, nn.Parameter]]) -> Samples:
-    """Of what parameters were promised, by which ranks compare them."""
+    """Samples of what parameters were promised, by which ranks compare them."""
     promised = [(name, param, _promises[param]) for name, param in named if param in _promises]
     return samples_of((name, each.source, param.numel(), each.values) for name, param, each in promised)
 

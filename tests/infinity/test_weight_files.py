@@ -23,6 +23,7 @@ from infinity.files.directory import WeightsDirectory
 from infinity.files.entry import Entry
 from infinity.files.export import ASIDE, Export
 from infinity.files.shards import parse_size
+from infinity.files.writers import new_writer
 from infinity.weights.param_group import ParamGroup
 from io_daemon.shared.protocol import ObjectKind
 from tests.infinity.test_pretrained import TOKENS, config, net
@@ -301,6 +302,25 @@ def test_leftovers_of_dead_writers_go_and_those_of_living_ones_stay(tmp_path: Pa
         Export(tmp_path, ENTRIES, max_shard_bytes=100).__exit__(None, None, None)
         assert [path.name for path in tmp_path.iterdir()] == [living.aside.name]
     assert list(tmp_path.iterdir()) == []
+
+
+def _refuses_locks(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
+
+
+def test_what_another_hosts_writer_may_still_write_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lock that is free says nothing of it, and where there are no locks, of nobody."""
+    own, other = new_writer(), "0123456789abcdef01234567"
+    names = {writer: f"{ASIDE}{writer}-x" for writer in (own, other, own[:8] + other[8:])}
+    for name in names.values():
+        (tmp_path / name).mkdir()
+    with monkeypatch.context() as patched:
+        patched.setattr(fcntl, "flock", _refuses_locks)
+        with Export(tmp_path, ENTRIES, max_shard_bytes=100):
+            assert {names[own], names[other]} < set(os.listdir(tmp_path))
+    with Export(tmp_path, ENTRIES, max_shard_bytes=100):
+        pass
+    assert os.listdir(tmp_path) == [names[other]]
 
 
 @pytest.mark.parametrize(("text", "size"), [("5GB", 5 * 10**9), ("2MiB", 2 << 20), ("1.5kb", 1500), (7, 7), ("7", 7)])

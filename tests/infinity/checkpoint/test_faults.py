@@ -38,6 +38,15 @@ def _stretch(path: Path) -> None:
         file.write(b"x")
 
 
+def test_a_save_of_another_host_is_left_alone(engine: Any, tmp_path: Path) -> None:
+    """Its lock may not be seen from here; each of both is published by a rename."""
+    theirs = tmp_path / f"{directories.ASIDE}0123456789abcdef01234567-same"
+    theirs.mkdir()
+    engine.save_checkpoint(tmp_path, tag="same")
+    assert theirs.is_dir()
+    assert engine.load_checkpoint(tmp_path)[0] == str(tmp_path / "same")
+
+
 @pytest.mark.parametrize("damage", [_flip, _cut, _stretch, Path.unlink], ids=lambda damage: damage.__name__)
 def test_a_damaged_file_is_named_and_the_former_checkpoint_loads(
     engine: Any, damage: Callable[[Path], None], tmp_path: Path
