@@ -116,6 +116,7 @@ class Runtime(owners.Owner):
             reducer=self.reducer,
             gradients=self.gradients,
             check_written=self.written.check,
+            own_written=self.written.own,
             begin_write=self._gathering.begin_write,
             refresh=self._gathering.refresh,
             has_peers=collectives.world_size > 1,

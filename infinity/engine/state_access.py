@@ -34,8 +34,9 @@ class Together(Protocol):
 
 class StateAccess:
     """``check_written``: has the store follow what a user wrote to a parameter's weights on the device, or raises
-    WeightsError. ``refresh``: has the weights of a parameter that are on the device follow the store; collective.
-    ``has_peers``: other ranks share the model."""
+    WeightsError; collective. ``own_written``: this rank's part of that alone, which the next step has the store follow;
+    None if nothing was written. ``refresh``: has the weights of a parameter that are on the device follow the store;
+    collective. ``has_peers``: other ranks share the model."""
 
     def __init__(
         self,
@@ -46,6 +47,7 @@ class StateAccess:
         reducer: Reducer,
         gradients: GradientChunks,
         check_written: Callable[[Sequence[ShardedParam]], None],
+        own_written: Callable[[ShardedParam], torch.Tensor | None],
         begin_write: Callable[[ShardedParam], None],
         refresh: Callable[[ShardedParam], None],
         has_peers: bool,
@@ -60,7 +62,7 @@ class StateAccess:
         """Raises where the store has gradients that the step will clip; the update knows."""
         self._io, self._phases = io, phases
         self._reducer, self._gradients = reducer, gradients
-        self._check_written = check_written
+        self._check_written, self._own_written = check_written, own_written
         self._begin_write, self._refresh = begin_write, refresh
         self._has_peers, self._together = has_peers, together
 
@@ -76,7 +78,11 @@ class StateAccess:
         """The state in fp32 on the CPU: ``whole`` in the parameter's shape (collective), or this rank's part, 1-D. None
         where there is none: a frozen parameter has weights only, and a gradient lives from backward to step."""
         self.check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
-        self._check_written([param])
+        if whole:
+            self._check_written([param])
+        elif (written := self._own_written(param)) is not None and self._is_weights(kind):
+            rounded = written if kind is self._stepped else written.to(param.dtype)
+            return rounded.to("cpu", torch.float32, copy=True)
         if kind is ObjectKind.GRAD:
             self.refuse_clipped(f"reading the gradient of {param.name}")
             self._settle(param, together=whole)
@@ -115,7 +121,7 @@ class StateAccess:
         if kind is ObjectKind.GRAD:
             self._refuse_away(kind.mask)
             self.refuse_clipped(f"writing the gradient of {param.name}")
-        elif kind is self._stepped or kind is ObjectKind.WEIGHT:
+        elif self._is_weights(kind):
             self._begin_write(param)
         elif not self.keeps_states(param.index):
             raise EngineStateError(
@@ -135,7 +141,7 @@ class StateAccess:
             self._settle(param, together=True)
             by_all(lambda: self._gradients.replace(param.index, self._io.own_range(param)[0], own))
             self._reducer.note(param.index)
-        elif kind is self._stepped or kind is ObjectKind.WEIGHT:
+        elif self._is_weights(kind):
             by_all(lambda: self._io.write_own(param, list(dict.fromkeys([kind, ObjectKind.WEIGHT])), own))
             self._refresh(param)
         else:
@@ -198,6 +204,9 @@ class StateAccess:
                 f"the gradient of {param.name} is not reduced before the last micro-batch of a step: ask for the whole "
                 "gradient, on every rank, or after that"
             )
+
+    def _is_weights(self, kind: ObjectKind) -> bool:
+        return kind is self._stepped or kind is ObjectKind.WEIGHT
 
     def _of_frozen(self, param: ShardedParam, kind: ObjectKind) -> ObjectKind:
         return ObjectKind.WEIGHT if kind is self._stepped and not self._io.has(param, kind) else kind

@@ -47,17 +47,33 @@ class Written:
         for param in written:
             self.settle(param)
 
+    def own(self, param: ShardedParam) -> torch.Tensor | None:
+        """This rank's part of what was written, as the store will have it when all ranks agree that they wrote it; None
+        if nothing was. For one rank alone. Raises as ``check``."""
+        shard_copies.check(self._owner)
+        if not param.is_written():
+            return None
+        if self._owner.shards_weights:
+            self.refuse(param)
+        return self._kept(param, param.allocate())
+
     def keep(self, param: ShardedParam, flat: torch.Tensor) -> None:
-        """This rank's part of ``flat``, the whole weights in memory order, is what the store has. Of weights that are
-        still their masters' rounding the masters stay."""
+        """This rank's part of ``flat``, the whole weights in memory order, is what the store has."""
+        kinds = [ObjectKind.MASTER, ObjectKind.WEIGHT] if self._has_master(param) else [ObjectKind.WEIGHT]
+        self._io.write_own(param, kinds, self._kept(param, flat))
+
+    def _kept(self, param: ShardedParam, flat: torch.Tensor) -> torch.Tensor:
+        """This rank's part of ``flat``. Of weights that are still their masters' rounding the masters stay."""
         first, numel = self._io.own_range(param)
-        values, kinds = flat[first : first + numel].detach(), [ObjectKind.WEIGHT]
-        if self._group_of[param.index].placement.trainable and self._sharded.precision.master:
-            kinds = [ObjectKind.MASTER, ObjectKind.WEIGHT]
-            masters = self._io.read_own(param, ObjectKind.MASTER).to(values.device)
-            as_before = masters.to(values.dtype).view(torch.int16) == values.view(torch.int16)
-            values = torch.where(as_before, masters, values.float())
-        self._io.write_own(param, kinds, values)
+        values = flat[first : first + numel].detach()
+        if not self._has_master(param):
+            return values
+        masters = self._io.read_own(param, ObjectKind.MASTER).to(values.device)
+        as_before = masters.to(values.dtype).view(torch.int16) == values.view(torch.int16)
+        return torch.where(as_before, masters, values.float())
+
+    def _has_master(self, param: ShardedParam) -> bool:
+        return self._group_of[param.index].placement.trainable and bool(self._sharded.precision.master)
 
     def refuse(self, param: ShardedParam) -> NoReturn:
         """What was written goes with the weights that are here, at once or when nobody uses them; the store has what it

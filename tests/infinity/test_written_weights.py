@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch import nn
 
 import infinity
 from infinity.errors import WeightsError
+from tests.support.ranks import run_ranks
 
 
 def test_one_refusal_undoes_everything_that_was_written() -> None:
@@ -129,3 +131,61 @@ def test_what_was_written_is_named_up_to_a_number(num_written: int, told: str) -
     with pytest.raises(WeightsError, match=told):
         engine.full_state_dict()
     engine.destroy()
+
+
+READ_BY_ONE = """
+import json, os
+import torch
+from torch import nn
+import infinity
+
+rank = int(os.environ["RANK"])
+
+def start(stage, bf16):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": bf16},
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+    }
+    return infinity.initialize(model=nn.Sequential(nn.Linear(24, 24), nn.Linear(24, 2)), config=config)[0]
+
+def train(engine):
+    engine.backward(engine(torch.ones(1, 24, dtype=engine.module[0].weight.dtype)).float().square().mean())
+    engine.step()
+
+def written(engine):
+    train(engine)
+    with torch.no_grad():
+        engine.module[0].weight[:, ::2] *= 0.5
+
+found = []
+for stage in (0, 1, 2):
+    for bf16 in (False, True):
+        alone, together = start(stage, bf16), start(stage, bf16)
+        read = lambda engine: infinity.utils.safe_get_local_fp32_param(engine.module[0].weight)
+        written(alone)
+        written(together)
+        if rank == 0:  # which saves what it has, say
+            states, mine = alone.optimizer.state_dict(), read(alone)
+        infinity.utils.safe_get_full_fp32_param(together.module[0].weight)
+        if rank == 0:
+            found.append(torch.equal(mine, read(together)))
+            if bf16:
+                found.append(torch.equal(states["fp32_weights"][0].reshape(-1), mine))
+        train(alone)
+        train(together)
+        masters = alone.full_master_state_dict(), together.full_master_state_dict()
+        found.append(all(torch.equal(masters[0][name], masters[1][name]) for name in masters[0]))
+        for engine in (alone, together):
+            engine.destroy()
+print(json.dumps(found))
+"""
+
+
+def test_one_rank_alone_reads_its_part_of_what_was_written(tmp_path: Path) -> None:
+    """``if rank == 0: torch.save(optimizer.state_dict(), file)`` asks no other rank: the next step does."""
+    for rank in run_ranks(READ_BY_ONE, tmp_path, num_ranks=2, variables={"INFINITY_TIMEOUT_S": "60"}):
+        assert rank.answer
+        assert all(rank.answer)
