@@ -26,6 +26,7 @@ from infinity.observe.observer import Observers, StepFacts
 from infinity.report import IoReport
 from infinity.states import StepPhase
 from infinity.tiers.base import HostTier
+from infinity.tiers.collectives import EVALUATING
 from infinity.tiers.spinning import spinning
 from infinity.update.in_backward import InBackward, refuse_before_step, refuse_norm
 from infinity.update.optimizer import ShardedOptimizer
@@ -103,7 +104,7 @@ class TrainingLoop:
         self.refuse_before_step("forward")
         with self._phase_of(StepPhase.FORWARD):
             with transforms.outside():
-                self.runtime.collectives.agree(f"begin {'a training' if training else 'an evaluating'} forward").wait()
+                self.runtime.collectives.agree("begin a training forward" if training else EVALUATING).wait()
                 self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
             with self.observers.around_forward(self.global_steps + 1):
                 return self._called(module, args, kwargs)

@@ -29,6 +29,8 @@ _log = logging.getLogger(__name__)
 PARTING_TIMEOUT_S: Final = 60.0
 """How long a rank that ends waits for those that do not; then it ends alone."""
 
+EVALUATING: Final = "begin an evaluating forward"
+_ALONE: Final = ". Below stage 3, where weights are whole, one rank alone may evaluate by engine.module(...)"
 _REDUCE: Final = "reduce gradients"
 
 Result = TypeVar("Result")
@@ -364,6 +366,7 @@ def _diverged(told: Sequence[tuple[str, str, str]]) -> str:
         "calls in the same order, of modules too, and train with the same options. Where the data decides which "
         "modules are called (a mixture of experts), mark the one that decides, before infinity.initialize(): "
         "infinity.zero.set_leaf_modules(model, [its class])"
+        f"{_ALONE if any(what == EVALUATING for what, *_ in told) else ''}"
     )
 
 

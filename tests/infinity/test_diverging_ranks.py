@@ -261,6 +261,7 @@ def test_every_rank_names_what_each_was_about_to_do(
         assert found[case].startswith("the ranks diverge"), found[case]
         assert f"rank 0: {first}" in found[case]
         assert f"rank 1: {second}" in found[case]
+        assert ("by engine.module(...)" in found[case]) == (case == "an evaluation on one rank only")
         if "expert" in case:
             assert "called by Choosing" in found[case]
             assert "infinity.zero.set_leaf_modules(model, [" in found[case]
@@ -296,6 +297,30 @@ def test_a_save_outlives_ranks_that_diverge(diverged: list[dict[str, str]]) -> N
     for found in diverged:
         assert "rank 0: begin a training forward; rank 1: see how far a save is" in found["within a save"]
         assert found["saved"].endswith("late")
+
+
+ALONE = """
+def trained(evaluates):
+    engine = start(build(), zero_optimization={"stage": STAGE})
+    for step in range(3):
+        engine.backward(engine(batch(step), [0]))
+        engine.step()
+        if evaluates and rank == 0:
+            with torch.no_grad():
+                engine.eval().module(batch(step), [0])
+            engine.train()
+    return engine.full_state_dict()
+
+mine, others = trained(True), trained(False)
+print(json.dumps([torch.equal(mine[name], others[name]) for name in mine]))
+"""
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_below_stage_3_one_rank_alone_evaluates_by_the_module(stage: int, tmp_path: Path) -> None:
+    code = PRELUDE + ALONE.replace("STAGE", str(stage))
+    for rank in run_ranks(code, tmp_path, num_ranks=2, variables={"INFINITY_TIMEOUT_S": "60"}):
+        assert all(rank.answer)
 
 
 TWO_IN_ANOTHER_ORDER = """
