@@ -14,6 +14,7 @@ import errno
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from hashlib import blake2b
 from pathlib import Path
 from typing import Final
 
@@ -29,7 +30,7 @@ LATEST: Final = "latest"
 ASIDE: Final = ".infinity-saving-"
 REPLACED: Final = ".infinity-replaced-"
 """Names beginning so are a writer's own: what it has not finished, and what it is about to replace."""
-TAG_BYTES_MAX: Final = 255 - len(ASIDE) - len(new_writer()) - 1
+TAG_BYTES_MAX: Final = 255 - len(ASIDE) - 9
 """Filesystems have names of 255 bytes, and a tag has more before it while it is written, or replaced."""
 
 _AT_FDCWD: Final = -100
@@ -111,7 +112,7 @@ def written_aside(directory: Path, tag: str) -> Iterator[Path]:
     """A new directory to write into, which goes unless it was published. For one process; others may write into it."""
 
     def made() -> Path:
-        aside = directory / f"{ASIDE}{new_writer()}-{tag}"
+        aside = directory / f"{ASIDE}{new_writer()}-{_short(tag)}"
         aside.mkdir()
         return aside
 
@@ -194,12 +195,18 @@ def remove_leftovers(directory: Path, tag: str) -> None:
             path.rename(final)  # its successor never came
     for path in directory.glob(f"{ASIDE}*"):
         writer, _, theirs = path.name.removeprefix(ASIDE).partition("-")
-        if remove_left(path, writer) is Left.LIVES and theirs == tag:
+        if remove_left(path, writer) is Left.LIVES and theirs == _short(tag):
             raise CheckpointError(
                 directory / tag,
                 "is being saved by another process, or by another engine of this one",
                 "wait for it, or name another tag or directory",
             )
+
+
+def _short(tag: str) -> str:
+    """The tag, or where a name has no room for it beside its writer's, what stands for it."""
+    fits = len(f"{ASIDE}{new_writer()}-".encode() + os.fsencode(tag)) <= 255
+    return tag if fits else blake2b(os.fsencode(tag), digest_size=16).hexdigest()
 
 
 def _exchange(one: Path, other: Path) -> bool:

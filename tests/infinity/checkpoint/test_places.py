@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from infinity.errors import CheckpointError, ConfigError, EngineStateError
-from infinity.files.aside import held, remove_left
+from infinity.files.aside import Left, held, remove_left
 from infinity.files.place import local_path
 from tests.support.resumed import config_of, differing, everything_of, started, train
 
@@ -136,12 +136,12 @@ def test_a_directory_that_is_removed_before_it_is_locked_is_made_anew(tmp_path: 
         made.append(tmp_path / str(len(made)))
         made[-1].mkdir()
         if len(made) == 1:
-            assert remove_left(made[-1]), "somebody sweeps just then"
+            assert remove_left(made[-1], "") is Left.REMOVED, "somebody sweeps just then"
         return made[-1]
 
     with held(make) as path:
         assert path == made[1]
-        assert not remove_left(path)
+        assert remove_left(path, "") is Left.LIVES
         assert path.is_dir()
     assert not os.listdir(tmp_path)
 
