@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+from weakref import WeakSet
+
 from infinity.deepspeed.callers import locals_of
 from infinity.errors import ConfigError
+
+_asked: WeakSet[Any] = WeakSet()
+"""Trainers that had none of their users': what they have later they have made."""
 
 
 def refuse_dropped() -> None:
@@ -17,6 +23,8 @@ def refuse_dropped() -> None:
     if not found or found["inference"]:
         return
     trainer = found["trainer"]
+    if trainer in _asked:
+        return
     for name, method in (("optimizer", "create_optimizer()"), ("lr_scheduler", "create_scheduler()")):
         kind = type(getattr(trainer, name, None))
         if kind is not type(None) and not kind.__module__.startswith("accelerate."):
@@ -26,3 +34,4 @@ def refuse_dropped() -> None:
                 "under a DeepSpeed configuration the Trainer drops it and makes one of its arguments: leave it out of "
                 f"Trainer(optimizers=...), and set self.{name} in a subclass whose {method} returns it",
             )
+    _asked.add(trainer)

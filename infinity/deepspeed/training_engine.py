@@ -240,7 +240,7 @@ class DeepSpeedEngine(Engine):
         layout, update, ours = self._runtime.sharded.layout, self._loop.update, self.gradient_clipping()
         trained = [] if update is None else update.grouped([param.requires_grad for param in layout.params])
         for name, param, is_trained in zip(layout.names, layout.params, trained, strict=False):
-            if is_trained and id(param) not in given:
+            if given and is_trained and id(param) not in given:  # behind the step nobody has a gradient to choose by
                 remedy = "step() clips to the norm of all gradients: pass model.parameters()"
                 raise ConfigError("parameters", f"without {name}", remedy)
         if norm_type != 2.0:
@@ -251,8 +251,7 @@ class DeepSpeedEngine(Engine):
                 "gradient_clipping",
                 ours,
                 f"clip_grad_norm_() asks for {max_norm:g}, which Accelerate tells nobody, and step() clips to the "
-                f'configuration: write "gradient_clipping": {wanted:g} into it, or '
-                f"DeepSpeedPlugin(gradient_clipping={wanted:g})",
+                f'configuration: write "gradient_clipping": {wanted:g} into it, DeepSpeedPlugin(hf_ds_config=...)',
             )
 
     # The loop

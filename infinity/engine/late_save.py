@@ -27,6 +27,8 @@ from io_daemon.shared.protocol import ObjectKind
 
 STALL_TIMEOUT_S: Final = 300.0
 """Who waits for a save ends it where nothing of it was written for so long."""
+FLUSH_TIMEOUT_S: Final = 1800.0
+"""Behind its last byte: what the page cache holds goes to the drive, and a former checkpoint from it."""
 ABANDON_TIMEOUT_S: Final = 10.0
 """A thread whose save nobody wants any more has so long to see it."""
 
@@ -95,6 +97,7 @@ class LateSave:
         self._histories: Histories = []
         self._num_bytes = 0
         """This rank's pieces that were written."""
+        self._is_scanned = False
         self._cleanup = ExitStack()
         self._aside = saving.make_aside(self._cleanup)
         masks = self._runtime.io.lasting_chunks(saving.params)
@@ -145,14 +148,18 @@ class LateSave:
         before = -1
         while not self._job.is_done and self._num_bytes > before:
             before = self._num_bytes
-            self._job.wait(STALL_TIMEOUT_S)
+            self._job.wait(self._timeout_s)
 
     def _result(self) -> Any:
         """What this rank's part gave. Raises its error, or CheckpointError where it has come to no end."""
         if not self._job.is_done:
-            problem = f"is not written: its drive took nothing for {STALL_TIMEOUT_S:.0f} s"
+            problem = f"is not written: its drive took nothing for {self._timeout_s:.0f} s"
             raise CheckpointError(self._aside, problem, "see to the drive, or save to another one")
         return self._job.result()
+
+    @property
+    def _timeout_s(self) -> float:
+        return FLUSH_TIMEOUT_S if self._is_scanned else STALL_TIMEOUT_S
 
     @property
     def held_up_s(self) -> float:
@@ -206,3 +213,4 @@ class LateSave:
                 problem = f"was not finished: {error}"
                 raise CheckpointError(self._aside, problem, "save again, or to another disk") from error
             raise
+        self._is_scanned = True

@@ -10,11 +10,13 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, Final
 
 import torch
@@ -43,10 +45,12 @@ def open_direct(path: Path, flags: int) -> int:
 
 
 class WriteBehind:
-    """Blocks of aligned memory to be filled, and a thread that writes them to wherever they belong."""
+    """Blocks of aligned memory to be filled, and a thread that writes them to wherever they belong. It ends with the
+    process, which waits for no drive that takes nothing."""
 
     def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "infinity-write")
+        self._works: SimpleQueue[tuple[Future[None], Callable[[], None]] | None] = SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._free: list[torch.Tensor] = []
         self._num_made = 0
         self._in_flight: deque[tuple[Future[None], torch.Tensor, Path]] = deque()
@@ -63,13 +67,18 @@ class WriteBehind:
     def write(self, path: Path, descriptor: int, block: torch.Tensor, num_bytes: int, offset: int) -> None:
         """Have the first ``num_bytes`` of a block written to a file of ``open_direct``; it may be taken again then."""
         own = os.dup(descriptor)  # of a drive that hangs, a thread may still be within this when the caller's is closed
-        work = partial(write, path, own, block[:num_bytes], offset)
-        try:
-            written = self._thread.submit(work)
-        except RuntimeError:  # the interpreter ends: its pools take no more work, and a late save is still to be done
-            written = _done(work)
+        written: Future[None] = Future()
         written.add_done_callback(lambda _written: os.close(own))
         self._in_flight.append((written, block, path))
+        self._works.put((written, partial(write, path, own, block[:num_bytes], offset)))
+        if self._thread is None:
+            thread = threading.Thread(target=_work_off, args=(self._works,), name="infinity-write", daemon=True)
+            try:
+                thread.start()
+                self._thread = thread
+            except RuntimeError:  # the interpreter ends, and has no new threads: a late save is still to be done
+                self._works.put(None)
+                _work_off(self._works)
 
     def drain(self) -> None:
         """All are written. Raises OSError."""
@@ -78,8 +87,8 @@ class WriteBehind:
 
     def close(self) -> None:
         """What was not begun is not written; what was is waited for, but no longer than for a block."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
-        wait([written for written, *_ in self._in_flight], WRITE_TIMEOUT_S)
+        self._works.put(None)
+        wait([written for written, *_ in self._in_flight if not written.cancel()], WRITE_TIMEOUT_S)
 
     def _written(self) -> torch.Tensor:
         """The oldest block, when it is written. Raises OSError, also where the drive does not take it in time."""
@@ -93,14 +102,17 @@ class WriteBehind:
         return block
 
 
-def _done(work: Callable[[], None]) -> Future[None]:
-    future: Future[None] = Future()
-    try:
-        work()
-        future.set_result(None)
-    except BaseException as error:  # noqa: BLE001 (raised where somebody asks)
-        future.set_exception(error)
-    return future
+def _work_off(works: SimpleQueue[tuple[Future[None], Callable[[], None]] | None]) -> None:
+    """One work after the other, until there is None."""
+    while (next_one := works.get()) is not None:
+        future, work = next_one
+        if future.set_running_or_notify_cancel():
+            try:
+                work()
+            except BaseException as error:  # noqa: BLE001 (raised where somebody asks)
+                future.set_exception(error)
+            else:
+                future.set_result(None)
 
 
 class BlockWriter:

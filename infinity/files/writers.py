@@ -1,7 +1,8 @@
 """Who writes a directory aside, as a part of its name: the host, its boot, and a number of its own.
 
 A lock says whether a writer lives, but not on every filesystem to every host. So it is asked by those alone who share a
-kernel with the writer; where the same host has another boot by now, the writer is dead.
+kernel with the writer, as containers of one host do, whatever they are called; where the same host has another boot by
+now, the writer is dead.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ def new_writer() -> str:
 
 def shares_kernel(writer: str) -> bool:
     """Whether locks tell if the writer lives. What is named otherwise is of a version that asked locks alone."""
-    return not _is_named(writer) or writer[: 2 * _LETTERS] == _host() + _boot()
+    return not _is_named(writer) or writer[_LETTERS : 2 * _LETTERS] == _boot()
 
 
 def is_of_former_boot(writer: str) -> bool:

@@ -309,9 +309,13 @@ def _used_device() -> torch.device:
 
 
 def _timeout_s_of(group: dist.ProcessGroup) -> float:
-    """How long whoever made the group has its ranks wait, as by Accelerate's InitProcessGroupKwargs."""
-    options: Any = group._get_backend(_used_device()).options
-    timeout: timedelta = options._timeout
+    """How long whoever made the group has its ranks wait, as by Accelerate's InitProcessGroupKwargs; 0 where its
+    backend does not say."""
+    try:
+        options: Any = group._get_backend(_used_device()).options
+        timeout: timedelta = options._timeout
+    except (AttributeError, RuntimeError):
+        return 0.0
     return timeout.total_seconds()
 
 

@@ -191,14 +191,18 @@ class BlockNorms:
                 "norms of gradients are summed in fp64 here, since torch's own order on this device is not known: what "
                 "is clipped by them differs in the last bits from torch.nn.utils.clip_grad_norm_"
             )
-        for number in range(len(groups)):
-            take_lacking(number)
-        counted, total = {param for group in groups for param in group}, 0.0
-        for (param, _), squares in sorted(self._squares.items()):
-            if param in counted:
-                for square in squares:
-                    total += square
-        square_sum = torch.tensor(total, dtype=torch.float64)
+
+        def own() -> torch.Tensor:
+            for number in range(len(groups)):
+                take_lacking(number)
+            counted, total = {param for group in groups for param in group}, 0.0
+            for (param, _), squares in sorted(self._squares.items()):
+                if param in counted:
+                    for square in squares:
+                        total += square
+            return torch.tensor(total, dtype=torch.float64)
+
+        square_sum = self._collectives.prepared(own, "take the norm of the gradients")
         self._collectives.sum(square_sum, "sum the norm of the gradients")
         return Norm(square_sum.sqrt().float(), bool(square_sum.isfinite()))
 

@@ -26,6 +26,10 @@ from io_daemon.shared.protocol import PAGE_BYTES
 log = logging.getLogger(__name__)
 
 LOCK_POLL_S: Final = 0.005
+LOCAL_FILESYSTEMS: Final = frozenset(
+    {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "overlay", "tmpfs"}
+)
+"""Of one machine alone: whoever wrote there before it was booted is dead, whatever its name was (a container's)."""
 THIN_FILESYSTEMS: Final = frozenset({"btrfs", "zfs", "overlay", "bcachefs", "nfs", "nfs4", "fuse"})
 """Here a successful fallocate does not promise that a later write finds space."""
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
@@ -167,7 +171,7 @@ def find_stale(directory: Path) -> list[StaleFile]:
 
 
 def _is_elsewhere(path: Path, header: SwapHeader) -> bool:
-    if not header.owner.is_elsewhere():
+    if not header.owner.is_elsewhere() or filesystem_of(path) in LOCAL_FILESYSTEMS:
         return False
     log.warning(
         "%s: of daemon %d on another machine (%s), which shares this directory: left alone; if that daemon is dead, "

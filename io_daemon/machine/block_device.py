@@ -74,6 +74,7 @@ class BlockDevice(Record):
         that depends on what is written (parity) or on what the kernel does not tell here (copies, LVM's volumes)."""
         if not self.below:
             yield self, 1.0
+            return
         share = self._share_of_each_below()
         for device in self.below:
             for disk, part in device.write_shares():

@@ -27,13 +27,19 @@ class Controller(NamedTuple):
     """The file with the limit, in every directory of the tree."""
     used: str
     """The file with what is charged, page cache included."""
-    cached: str
-    """The line of memory.stat with the page cache that nobody has used lately: it is given up first."""
+    cached: tuple[str, str]
+    """The lines of memory.stat with the page cache, which is given up for whoever asks."""
 
 
 CONTROLLERS: Final = (
-    Controller("", "", "memory.max", "memory.current", "inactive_file"),
-    Controller("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    Controller("", "", "memory.max", "memory.current", ("inactive_file", "active_file")),
+    Controller(
+        "memory",
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        ("total_inactive_file", "total_active_file"),
+    ),
 )
 """Versions 2 and 1."""
 UNLIMITED_FROM_BYTES: Final = 1 << 60
@@ -87,7 +93,7 @@ def available_bytes(sys: Path = SYS, proc: Path = PROC) -> int:
 def _left_bytes(controller: Controller, directory: Path, limit_bytes: int) -> int:
     """What may still be charged there."""
     lines = (line.partition(" ") for line in (read_text(directory / "memory.stat") or "").splitlines())
-    cached_bytes = next((int(value) for name, _, value in lines if name == controller.cached), 0)
+    cached_bytes = sum(int(value) for name, _, value in lines if name in controller.cached)
     used_bytes = (read_integer(directory / controller.used) or 0) - cached_bytes
     return max(0, limit_bytes - max(0, used_bytes))
 

@@ -1,7 +1,8 @@
 """The door for ranks: connect, attach, register, acquire, wait, release, close.
 
 Any thread may call anything. Submissions go through one producer lock (in the ring); completions are reaped by
-whichever thread waits first, which also files those that others wait for. Nothing here polls.
+whichever thread waits first, which also files those that others wait for. A wait wakes once a second, to count the time
+in which this process ran.
 """
 
 from __future__ import annotations

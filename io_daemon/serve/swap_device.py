@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -73,7 +75,7 @@ class SwapDevice:
         self._on_broken = on_broken
         self._free_bytes = swap_dir.free_bytes()
         """What its filesystem said last."""
-        self._asking: asyncio.Future[int] | None = None
+        self._asking: asyncio.Future[None] | None = None
         """It has been asked again and has not answered."""
         self.looked_for: dict[object, int] = {}
         """By tenant, the bytes that it found room for and has not reserved yet, less what it will give back."""
@@ -139,14 +141,23 @@ class SwapDevice:
 
     async def ask_free_bytes(self) -> None:
         """Ask the filesystem how much is free. In a thread, and not for long: a mount whose server is gone answers
-        nobody, and all ranks would wait with whoever wanted the figure. Then the last one stands."""
+        nobody, and all ranks would wait with whoever wanted the figure. Then the last one stands. No executor has the
+        thread: the interpreter would wait for it at its end."""
         if self._asking is None:
-            self._asking = self._loop.run_in_executor(None, self.swap_dir.free_bytes)
-            self._asking.add_done_callback(self._note_free_bytes)
+            threading.Thread(target=self._look_for_space, daemon=True).start()
+            self._asking = self._loop.create_future()
         await asyncio.wait({self._asking}, timeout=FREE_BYTES_TIMEOUT_S)
 
-    def _note_free_bytes(self, asking: asyncio.Future[int]) -> None:
-        self._free_bytes, self._asking = asking.result(), None
+    def _look_for_space(self) -> None:
+        free_bytes = self.swap_dir.free_bytes()
+        with suppress(RuntimeError):  # the loop has ended meanwhile
+            self._loop.call_soon_threadsafe(self._note_free_bytes, free_bytes)
+
+    def _note_free_bytes(self, free_bytes: int) -> None:
+        self._free_bytes = free_bytes
+        if self._asking is not None:
+            self._asking.set_result(None)
+            self._asking = None
 
     def status(self) -> DeviceStatus:
         stats = self.reactor.stats()

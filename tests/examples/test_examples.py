@@ -63,11 +63,13 @@ def run(
     return answer
 
 
-def launched(num_ranks: int) -> list[str]:
-    """One rank needs no launcher."""
-    if num_ranks == 1:
-        return ["python"]
+def torchrun(num_ranks: int) -> list[str]:
     return ["torchrun", "--nproc-per-node", str(num_ranks), "--master-port", str(free_port())]
+
+
+def plainly(num_ranks: int) -> list[str]:
+    """One rank needs no launcher."""
+    return torchrun(num_ranks) if num_ranks > 1 else ["python"]
 
 
 def assert_close(mine: Sequence[float], theirs: Sequence[float]) -> None:
@@ -80,9 +82,9 @@ def test_the_trainer_with_everything_on_nvme_equals_memory_and_resumes(
     num_ranks: int, model: Path, tmp_path: Path
 ) -> None:
     words = [EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--save_steps", 3]
-    sharded = [*launched(num_ranks), *words, "--output_dir", "out", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
+    sharded = [*torchrun(num_ranks), *words, "--output_dir", "out", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
     whole = run(tmp_path, sharded)
-    in_memory = run(tmp_path, [*launched(num_ranks), *words, "--output_dir", "plain"], unmodified=False)
+    in_memory = run(tmp_path, [*plainly(num_ranks), *words, "--output_dir", "plain"], unmodified=False)
     assert_close(whole["losses"], in_memory["losses"])
     assert_close([whole["eval_loss"]], [in_memory["eval_loss"]])
     resumed = run(tmp_path, [*sharded, "--resume_from_checkpoint", "out/checkpoint-3"])
@@ -97,7 +99,7 @@ def test_the_trainer_with_everything_on_nvme_equals_memory_and_resumes(
 @BOTH
 def test_the_trainer_goes_back_to_its_best_model(num_ranks: int, model: Path, tmp_path: Path) -> None:
     """At a learning rate that ruins the model after its first evaluation."""
-    words = [*launched(num_ranks), EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--learning_rate", 0.1]
+    words = [*torchrun(num_ranks), EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--learning_rate", 0.1]
     words += ["--eval_strategy", "steps", "--eval_steps", 2, "--save_steps", 2, "--output_dir", "out"]
     words += ["--load_best_model_at_end", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
     answer = run(tmp_path, words)
@@ -112,7 +114,7 @@ def test_the_trainer_goes_back_to_its_best_model(num_ranks: int, model: Path, tm
 @pytest.mark.slow
 @BOTH
 def test_the_trainer_in_fp16_with_its_optimizer_on_the_host(num_ranks: int, model: Path, tmp_path: Path) -> None:
-    words = [*launched(num_ranks), EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--output_dir", "out"]
+    words = [*torchrun(num_ranks), EXAMPLES / "trainer.py", "--model", model, *TRAINING, "--output_dir", "out"]
     words += ["--save_steps", 3, "--fp16", "--deepspeed", EXAMPLES / "zero2_fp16_cpu.json"]
     whole = run(tmp_path, words)
     assert whole["losses"][-1] < whole["losses"][0] - 0.2
@@ -124,7 +126,7 @@ def test_the_trainer_in_fp16_with_its_optimizer_on_the_host(num_ranks: int, mode
 def test_accelerate_by_its_plugin_and_by_its_launcher(num_ranks: int, model: Path, tmp_path: Path) -> None:
     words = [EXAMPLES / "accelerate_loop.py", "--model", model, "--output", "out"]
     launch = ["accelerate", "launch", "--num_processes", num_ranks, "--main_process_port", free_port()]
-    by_plugin = run(tmp_path, [*launched(num_ranks), *words, "--plugin", EXAMPLES / "accelerate_nvme.json"])
+    by_plugin = run(tmp_path, [*torchrun(num_ranks), *words, "--plugin", EXAMPLES / "accelerate_nvme.json"])
     by_launcher = run(tmp_path, [*launch, "--config_file", EXAMPLES / "accelerate.yaml", *words], variables=ENVIRONMENT)
     assert by_plugin["by"] == "DEEPSPEED", "Accelerate leaves the plugin out without a word where cpu=True"
     assert by_plugin == by_launcher
@@ -139,9 +141,9 @@ def test_accelerate_by_its_plugin_and_by_its_launcher(num_ranks: int, model: Pat
 @TWO_SLOWLY
 def test_lora_by_peft_and_the_trainer(num_ranks: int, model: Path, tmp_path: Path) -> None:
     words = [EXAMPLES / "peft_lora.py", "--model", model, *TRAINING, "--save_steps", 3]
-    sharded = [*launched(num_ranks), *words, "--output_dir", "out", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
+    sharded = [*torchrun(num_ranks), *words, "--output_dir", "out", "--deepspeed", EXAMPLES / "zero3_nvme.json"]
     whole = run(tmp_path, sharded)
-    in_memory = run(tmp_path, [*launched(num_ranks), *words, "--output_dir", "plain"], unmodified=False)
+    in_memory = run(tmp_path, [*plainly(num_ranks), *words, "--output_dir", "plain"], unmodified=False)
     assert_close(whole["losses"], in_memory["losses"])
     assert run(tmp_path, [*sharded, "--resume_from_checkpoint", "out/checkpoint-3"]) == whole
     mine, theirs = (load_file(tmp_path / out / "adapter_model.safetensors") for out in ("out", "plain"))
@@ -154,7 +156,7 @@ def test_lora_by_peft_and_the_trainer(num_ranks: int, model: Path, tmp_path: Pat
 @TWO_SLOWLY
 def test_text_is_generated_from_nvme(num_ranks: int, model: Path, tmp_path: Path) -> None:
     words = [EXAMPLES / "generate.py", "--model", model]
-    sharded = run(tmp_path, [*launched(num_ranks), *words, "--deepspeed", EXAMPLES / "zero3_nvme.json"])
+    sharded = run(tmp_path, [*torchrun(num_ranks), *words, "--deepspeed", EXAMPLES / "zero3_nvme.json"])
     assert sharded == run(tmp_path, ["python", *words], unmodified=False)
 
 

@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, overload
+from zlib import crc32
 
 import pytest
 
@@ -103,12 +104,13 @@ class Cases:
     def parametrized(self) -> pytest.MarkDecorator:
         """The decorator of the module's one test function, which takes ``case`` and ``judged``.
 
-        Every case is judged under one of its settings, the next case under the next, so that each is met in every file;
-        the others are slow tests of their own.
+        Every case is judged under one of its settings in which weights come and go, if it has any: which one, its name
+        decides, so that a file meets each. The others are slow tests of their own.
         """
         parameters = []
-        for number, case in enumerate(self.by_name.values()):
-            at = number % len(case.settings)
+        for case in self.by_name.values():
+            chosen_from = [each for each in case.settings if each.reshards] or case.settings
+            at = case.settings.index(chosen_from[crc32(case.name.encode()) % len(chosen_from)])
             first, others = (case.settings[at],), (*case.settings[:at], *case.settings[at + 1 :])
             marks = [pytest.mark.slow] if case.slow else []
             parameters.append(pytest.param(replace(case, settings=first), id=case.name, marks=marks))

@@ -64,6 +64,11 @@ class Setting:
     """Whether the store has masters in halves, where there are some."""
 
     @property
+    def reshards(self) -> bool:
+        """Whether weights of small models come and go; at the default thresholds they are too few, and stay."""
+        return self.stage == 3 and self.thresholds != "default"
+
+    @property
     def zero(self) -> dict[str, int]:
         """The keys of ``zero_optimization``."""
         if self.thresholds in THRESHOLDS:

@@ -87,6 +87,32 @@ def test_a_drive_that_takes_nothing_is_given_up_and_named(
     os.close(another)
 
 
+def test_who_fails_waits_for_no_block_that_was_not_begun(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only for the one that the drive has, and that is taken here."""
+    begun, cancelled, released = threading.Event(), threading.Event(), threading.Event()
+    written: list[int] = []
+
+    def write(_path: Path, _descriptor: int, _data: torch.Tensor, offset: int) -> None:
+        written.append(offset)
+        begun.set()
+        released.wait(60)
+
+    monkeypatch.setattr(direct, "write", write)
+    behind, descriptor = direct.WriteBehind(), os.open(stored, os.O_RDWR | os.O_CREAT)
+    for offset in (0, BLOCK_BYTES):
+        behind.write(stored, descriptor, behind.take(), BLOCK_BYTES, offset)
+    assert begun.wait(60)
+    behind._in_flight[1][0].add_done_callback(lambda _: cancelled.set())
+    closing = threading.Thread(target=behind.close)
+    closing.start()
+    assert cancelled.wait(60)
+    released.set()
+    closing.join(direct.WRITE_TIMEOUT_S / 2)
+    assert not closing.is_alive()
+    assert written == [0]
+    os.close(descriptor)
+
+
 def test_pieces_of_any_size_and_dtype_come_back_alone_and_ahead(stored: Path) -> None:
     values = _values()
     pieces = _written(stored, values)

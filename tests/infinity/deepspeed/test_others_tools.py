@@ -16,6 +16,7 @@ from torch import nn
 
 import infinity.deepspeed as deepspeed
 from infinity.deepspeed import collectives, optimizer_kinds, questions
+from infinity.deepspeed.logs import logger
 from infinity.deepspeed.monitors import MonitorMaster
 from infinity.deepspeed.optimizer_kinds import ABSENT
 from infinity.errors import ConfigError, WeightsError
@@ -184,3 +185,21 @@ def test_what_was_frozen_may_require_a_gradient_where_nothing_is_differentiated(
     model[0].weight.requires_grad_(False)
     _step(engine)
     engine.destroy()
+
+
+def test_what_the_trainer_made_itself_is_not_taken_for_its_users() -> None:
+    """A ``train()`` that failed after it leaves it there for the next one."""
+
+    class Trainer:
+        optimizer: object = None
+        lr_scheduler: object = None
+
+    names: dict[str, Any] = {"__name__": "transformers.integrations.deepspeed", "logger": logger}
+    exec("def deepspeed_init(trainer, inference=False): logger.setLevel('WARNING')", names)
+    trainer, given = Trainer(), Trainer()
+    names["deepspeed_init"](trainer)
+    trainer.optimizer = torch.optim.AdamW([torch.zeros(1)])
+    names["deepspeed_init"](trainer)
+    given.optimizer = trainer.optimizer
+    with pytest.raises(ConfigError, match=r"trainer\.optimizer.*leave it out of Trainer\(optimizers="):
+        names["deepspeed_init"](given)

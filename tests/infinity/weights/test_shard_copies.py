@@ -49,9 +49,10 @@ def rows(engine: Engine) -> torch.Tensor:
     return torch.ones(3, 24, dtype=next(engine.module.parameters()).dtype)
 
 
-@pytest.fixture(params=[False, True], ids=["fp32", "bf16"])
+@pytest.fixture(params=[("none", False), ("cpu", True)], ids=["none-fp32", "cpu-bf16"])
 def engine(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Engine]:
-    made = infinity.initialize(model=build(), config=config("none", str(tmp_path), bf16=request.param))[0]
+    tier, bf16 = request.param
+    made = infinity.initialize(model=build(), config=config(tier, str(tmp_path), bf16=bf16))[0]
     yield made
     made.destroy()
 

@@ -94,6 +94,7 @@ def test_the_limits_of_the_cgroups_above(tree: KernelTree, own: str, limits: dic
         ("0::/", {"memory.max": "8192", "memory.current": "5000"}, 3192),
         ("0::/", {"memory.max": "8192", "memory.current": "5000", "memory.stat": "file 9\ninactive_file 1000"}, 4192),
         ("0::/", {"memory.max": "8192", "memory.current": "10", "memory.stat": "inactive_file 1000"}, 8192),
+        ("0::/", {"memory.max": "8192", "memory.current": "8000", "memory.stat": "active_file 5000\nanon 9"}, 5192),
         ("0::/", {"memory.max": "8192", "memory.current": "9000"}, 0),
         ("0::/", {"memory.max": "max", "memory.current": "5000"}, 1 << 29),
         ("0::/job", {"memory.max": "9000", "memory.current": "8000", "job/memory.max": "5000"}, 1000),

@@ -53,18 +53,26 @@ OTHER_BOOT = "00000000-0000-0000-0000-000000000000"
 
 
 @pytest.mark.parametrize(
-    ("boot", "machine", "goes"),
+    ("filesystem", "boot", "machine", "goes"),
     [
-        (OTHER_BOOT, "another", False),
-        (OTHER_BOOT, machine_id(), True),  # it was booted since
-        (OTHER_BOOT, "", True),  # a file of old
-        (boot_id(), "a container of another name", True),
+        ("nfs4", OTHER_BOOT, "another", False),
+        ("ext4", OTHER_BOOT, "a container of another name", True),  # nobody else writes there
+        ("nfs4", OTHER_BOOT, machine_id(), True),  # it was booted since
+        ("nfs4", OTHER_BOOT, "", True),  # a file of old
+        ("nfs4", boot_id(), "a container of another name", True),
     ],
 )
 def test_files_of_other_machines_are_left_to_them(
-    swap_dir: Path, caplog: pytest.LogCaptureFixture, boot: str, machine: str, goes: bool
+    swap_dir: Path,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    filesystem: str,
+    boot: str,
+    machine: str,
+    goes: bool,
 ) -> None:
     """What their daemons write into is not to be had here: not their pids, nor, on some filesystems, their locks."""
+    monkeypatch.setattr("io_daemon.disk.swap_dir.filesystem_of", lambda _: filesystem)
     path = leave(swap_dir, replace(dead_owner(), boot_id=boot, machine=machine))
     assert run_reclaim(swap_dir) == ([path] if goes else [])
     assert path.exists() is not goes
