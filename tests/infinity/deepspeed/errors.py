@@ -93,8 +93,9 @@ SCRIPTS: dict[str, str] = {
     "The tool of universal checkpoints": "from deepspeed.checkpoint.ds_to_universal import main",
     "An accelerator of one's own": "from deepspeed.accelerator import set_accelerator",
     "SGD whose states Accelerate offloads": (
+        "from accelerate.utils.deepspeed import map_pytorch_optim_to_deepspeed\n\n"
         "sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
-        "deepspeed.ops.adam.DeepSpeedCPUAdam(sgd.param_groups)  # as Accelerate does, without a word"
+        "map_pytorch_optim_to_deepspeed(sgd)  # prepare() does so, without a word"
     ),
     "A misspelt key": 'start(zero_optimization={"stage": 3, "stage3_max_live_parameter": 1})',
     "A misspelt name": "from deepspeed.utils import safe_get_full_grads",
