@@ -29,7 +29,7 @@ LOCK_POLL_S: Final = 0.005
 LOCAL_FILESYSTEMS: Final = frozenset(
     {"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "bcachefs", "zfs", "overlay", "tmpfs"}
 )
-"""Of one machine alone: whoever wrote there before it was booted is dead, whatever its name was (a container's)."""
+"""One machine alone has them: whoever wrote there before its boot is dead, whatever its name was (a container's)."""
 THIN_FILESYSTEMS: Final = frozenset({"btrfs", "zfs", "overlay", "bcachefs", "nfs", "nfs4", "fuse"})
 """Here a successful fallocate does not promise that a later write finds space."""
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
