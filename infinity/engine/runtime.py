@@ -347,6 +347,9 @@ class Runtime(owners.Owner):
             return
         self._refusals.refuse_data(param)
 
+    def set_to_itself(self, param: nn.Parameter) -> None:
+        self._param_of[id(param)].count_set()
+
     def copy(self, param: nn.Parameter) -> nn.Parameter:
         if self.shards_weights or self._phases.is_over:
             self._refusals.refuse_copy(param)

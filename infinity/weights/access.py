@@ -377,6 +377,7 @@ def _set(tensor: torch.Tensor, *source: Any, **kwargs: Any) -> torch.Tensor:
     if not isinstance(value, torch.Tensor):
         refuse_memory(owner, param, "set_")
     if _param_of(value) is param:  # so a parametrization sets what it replaces, when it is registered
+        owner.set_to_itself(param)
         return tensor
     if not owner.keeps_writes:
         refuse_memory(owner, param, "set_")

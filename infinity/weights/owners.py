@@ -71,6 +71,10 @@ class Owner(ABC):
     def set_data(self, param: nn.Parameter, data: torch.Tensor) -> None:
         """``param.data = data``."""
 
+    def set_to_itself(self, param: nn.Parameter) -> None:
+        """``param.set_(param)``: nothing changes, and to torch's graphs of before it is a write."""
+        return
+
     @abstractmethod
     def copy(self, param: nn.Parameter) -> nn.Parameter:
         """``copy.deepcopy(param)``."""

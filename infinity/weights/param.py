@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import increment_version
 from torch.multiprocessing import reductions
 
 from infinity.errors import EngineStateError
@@ -78,6 +79,8 @@ class ShardedParam:
         self.full: torch.Tensor | None = None
         self.generation = 0
         """Updates and writes that the weights have had: what was saved for backward is of one of them."""
+        self._num_set = 0
+        """How often they were set to themselves, which changes nothing and ends graphs of before."""
         self._saved: int | None = None
         """The generation that was saved for backward last, since the last update."""
         self.order = memory_order(param)
@@ -263,10 +266,23 @@ class ShardedParam:
         if self._lent is not None:
             self._lent = self.checksum()
 
-    def note_saved(self) -> int:
-        """Autograd saves the weights, of the generation that is returned."""
+    def note_saved(self) -> tuple[int, int]:
+        """Autograd saves the weights, of the age that is returned."""
         self._saved = self.generation
-        return self.generation
+        return self.age
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """What graphs have of the weights, if it is still that."""
+        return self.generation, self._num_set
+
+    def count_set(self) -> None:
+        """The weights were set to themselves. What was written before is still to be found."""
+        self._num_set += 1
+        if self._num_shown and not self.is_changed:
+            with access.raw():
+                increment_version(self.param)
+            self.overlook_change()
 
     def take_stale(self) -> bool:
         """Whether the weights were written after a forward saved them, and by no update. That is told once."""

@@ -25,10 +25,10 @@ Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 class SavedWeights(NamedTuple):
-    """A view of a parameter's weights as they were after ``generation`` updates."""
+    """A view of a parameter's weights as they were at that age."""
 
     param: ShardedParam
-    generation: int
+    age: tuple[int, int]
     size: torch.Size
     stride: tuple[int, ...]
     offset: Any
@@ -112,7 +112,7 @@ class SavedTensors:
     def _view(self, saved: SavedWeights) -> torch.Tensor:
         param = saved.param
         self._bring(param)
-        if param.generation != saved.generation:
+        if param.age != saved.age:
             raise stale_weights(param.name)
         if param.full is None:
             raise AssertionError(f"{param.name} was brought and is not there")

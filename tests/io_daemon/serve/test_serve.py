@@ -60,7 +60,7 @@ def test_the_ready_line_says_what_is_served(daemon: ServedDaemon, swap_dir: Path
         (["--swap-dir", "{dir}", "--swap-dir", "{dir}/."], "the same directory is named twice"),
         (["--swap-dir", "{dir}", "--engine", "aio"], "engine"),
         (["--swap-dir", "{dir}", "--block-size", "5000"], "must be a multiple of 4096"),
-        (["--swap-dir", "{dir}", "--block-size", "huge"], "write 4096, 512K, 1M or 2G"),
+        (["--swap-dir", "{dir}", "--block-size", "huge"], "write 4096, 512K, 2G or 64e9"),
         (["--swap-dir", "{dir}", "--queue-depth", "0"], "greater than or equal to 1"),
         (["--swap-dir", "{dir}", "--socket", "/proc/none/s"], "its directory cannot be made"),
         (["--swap-dir", "{dir}", "--socket", "/tmp/" + "x" * SOCKET_PATH_BYTES_MAX], "name a shorter one"),
