@@ -74,6 +74,7 @@ class Shadow:
         self.schedule = None if schedule is None else schedule(self.optimizer)
         self.scale = PlainScale(power=SCALE_POWER, window=SCALE_WINDOW, hysteresis=1, consecutive=False)
         self.global_steps = self.skipped_steps = self.micro_steps = 0
+        self.has_stepped = False
         self.norm: float | None = None
         self.asked = self.clipped = False
         self.losses: list[Tensor] = []
@@ -154,6 +155,7 @@ class Shadow:
     @torch.no_grad()
     def step(self, **scheduled: Any) -> None:
         self.micro_steps += 1
+        self.has_stepped = True
         if self.micro_steps < self.accumulation:
             return
         gradients = self._gradients()
@@ -350,7 +352,8 @@ class Shadow:
         if self.schedule is not None and only != "no schedule":
             self.schedule.load_state_dict(found["schedule"])
         self.global_steps, self.skipped_steps = found["counters"]
-        torch.set_rng_state(found["random"])
+        if not self.setting.deepspeed or not (only or self.has_stepped):
+            torch.set_rng_state(found["random"])
 
     def export(self, tag: str) -> None:
         self.files[tag] = self.weights()
