@@ -143,7 +143,6 @@ def _passes(key: Key, value: Any, complaints: Complaints) -> bool:
     if key.standing is Standing.REFUSED:
         if not _is_accepted(key, value):
             complaints.take(_refusal(key, value))
-            return False
         return False
     if key.standing is Standing.SUBSUMED and not _fits(key.shape, value):
         complaints.add(key.path, value, f"must be a {key.shape}{without_quotes(value)}")

@@ -16,6 +16,8 @@ from functools import cache
 from hashlib import blake2b
 from pathlib import Path
 
+from io_daemon.disk.swap_file import boot_id
+
 _LETTERS = 8
 
 
@@ -49,7 +51,7 @@ def _host() -> str:
 @cache
 def _boot() -> str:
     with suppress(OSError):
-        return _short(Path("/proc/sys/kernel/random/boot_id").read_text())
+        return _short(boot_id())
     return _short(str(os.stat("/proc/1").st_ctime_ns))
 
 
