@@ -44,13 +44,10 @@ class CudaMemory:
         address = _POINTER()
         self._call("cuInit", 0)
         self._call("cuDeviceGet", ctypes.byref(self._device), 0)
+        # for good: libraries know a context's streams and buffers by its address, and crash in one made anew there
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(self._context), self._device)
-        try:
-            self._enter()
-            self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
-        except RuntimeError:
-            self._call("cuDevicePrimaryCtxRelease_v2", self._device)
-            raise
+        self._enter()
+        self._call("cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(num_bytes))
         self.address = address.value
 
     def close(self) -> None:
@@ -58,7 +55,6 @@ class CudaMemory:
         if self.address:
             self._enter()
             self._call("cuMemFree_v2", _POINTER(self.address))
-            self._call("cuDevicePrimaryCtxRelease_v2", self._device)
             self.address = 0
 
     def view(self, offset: int, num_bytes: int) -> CudaBytes:
