@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
     named = list(model.named_parameters())
     if not named:
         raise ConfigError("model", type(model).__name__, "has no parameters: there is nothing to shard")
+    _admit_lasting(named, model)
     for name, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
@@ -94,6 +95,19 @@ def _overlaps_itself(param: nn.Parameter) -> bool:
                 return True
             reach += stride * (size - 1)
     return False
+
+
+def _admit_lasting(named: Sequence[tuple[str, nn.Parameter]], model: nn.Module) -> None:
+    """A module may make its parameters anew whenever somebody looks: none of them is the one that it uses."""
+    looked_again = dict(model.named_parameters())
+    for name, param in named:
+        if looked_again.get(name) is not param:
+            raise ConfigError(
+                f"model.{name}",
+                "made anew",
+                "its module makes another parameter of it each time that parameters are listed (as LoRA by PEFT does "
+                "over nn.MultiheadAttention): leave that module out of target_modules, or build attention of nn.Linear",
+            )
 
 
 def _admit_dtypes(named: Iterable[tuple[str, nn.Parameter]], weight_dtype: torch.dtype) -> None:

@@ -3,7 +3,7 @@ none."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import pytest
@@ -44,6 +44,19 @@ def test_a_plain_model_is_taken_and_left_alone() -> None:
 def test_without_parameters_there_is_nothing_to_shard() -> None:
     with pytest.raises(ConfigError, match="nothing to shard"):
         admit(nn.ReLU(), torch.float32)
+
+
+class Restless(nn.Linear):
+    """Its weight is another one at each look."""
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        self.weight = nn.Parameter(self.weight.detach())
+        return super().named_parameters(*args, **kwargs)
+
+
+def test_a_parameter_that_is_made_anew_at_each_look_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"model\.weight = 'made anew': .* target_modules"):
+        admit(Restless(2, 2), torch.float32)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
