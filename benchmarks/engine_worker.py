@@ -96,7 +96,7 @@ def main() -> None:
     engine, *_ = infinity.initialize(model=model, model_parameters=model.parameters(), config=config)
 
     def step(index: int) -> float:
-        loss = engine(token_batch(shape, step=index, batch=arguments.batch, seed=arguments.seed))
+        loss = engine(token_batch(shape, step=index, batch=arguments.batch, seed=arguments.seed).to(engine.device))
         engine.backward(loss)
         engine.step()
         return float(loss.detach())

@@ -1,4 +1,5 @@
-"""The plain torch loop of ``benchmarks.compare``: everything in memory, mixed precision by hand, or all in fp32."""
+"""The plain torch loop of ``benchmarks.compare``: everything in memory, mixed precision by hand, or all in fp32; on an
+accelerator, if there is one, as the engine is."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     shape = GPTShape(d_model=arguments.d_model, num_layers=arguments.num_layers, sequence=arguments.sequence)
-    model = GPT(shape)
+    device = (torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None) or "cpu"
+    model = GPT(shape).to(device)
     mixed = arguments.dtype == "bf16"
     masters = [param.detach().clone() if mixed else param for param in model.parameters()]
     if mixed:
@@ -25,7 +27,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(masters, lr=arguments.learning_rate, weight_decay=0.0, fused=True)
 
     def step(index: int) -> float:
-        loss = model(token_batch(shape, step=index, batch=arguments.batch, seed=arguments.seed))
+        loss = model(token_batch(shape, step=index, batch=arguments.batch, seed=arguments.seed).to(device))
         loss.backward()
         for param, master in zip(params, masters, strict=True) if mixed else ():
             master.grad = None if param.grad is None else param.grad.float()

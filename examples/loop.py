@@ -20,7 +20,7 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1, help="given by the launcher")
     parser.add_argument("--save", default="checkpoints", help="where checkpoints are saved")
     options = deepspeed.add_config_arguments(parser).parse_args()
-    deepspeed.init_distributed("gloo")
+    deepspeed.init_distributed()
     torch.manual_seed(0)
     with deepspeed.zero.Init(config_dict_or_path=options.deepspeed_config):
         model = LlamaForCausalLM(tiny_config())
@@ -32,7 +32,7 @@ def main() -> None:
     def train(batches: list[dict[str, torch.Tensor]]) -> list[float]:
         losses = []
         for batch in batches:
-            loss = engine(**batch).loss
+            loss = engine(**{name: values.to(engine.device) for name, values in batch.items()}).loss
             engine.backward(loss)
             engine.step()
             losses.append(loss.item())

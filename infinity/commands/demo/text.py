@@ -40,7 +40,7 @@ def unigram_entropy_nats(text: Tensor) -> float:
 def windows(text: Tensor, *, batch: int, sequence: int, seed: int) -> Iterator[Tensor]:
     """Endless random ``(batch, sequence + 1)`` int64 windows of the text, the same for the same seed."""
     generator = torch.Generator().manual_seed(seed)
-    offsets = torch.arange(sequence + 1)
+    offsets = torch.arange(sequence + 1, device="cpu")
     while True:
-        starts = torch.randint(len(text) - sequence, (batch, 1), generator=generator)
+        starts = torch.randint(len(text) - sequence, (batch, 1), generator=generator, device="cpu")
         yield text[starts + offsets].long()

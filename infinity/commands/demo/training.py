@@ -69,9 +69,14 @@ class StepRecord:
 
 def faster_dtype() -> torch.dtype:
     """bf16 or fp32, whichever multiplies this model's matrices faster here: many CPUs have no bf16 arithmetic."""
+    if torch.accelerator.is_available():
+        return torch.bfloat16
     seconds = {}
     for dtype in (torch.float32, torch.bfloat16):
-        rows, matrix = torch.ones(PROBE_ROWS, 1024, dtype=dtype), torch.ones(4096, 1024, dtype=dtype)
+        rows, matrix = (
+            torch.ones(PROBE_ROWS, 1024, dtype=dtype, device="cpu"),
+            torch.ones(4096, 1024, dtype=dtype, device="cpu"),
+        )
         F.linear(rows, matrix)
         started = time.perf_counter()
         for _ in range(PROBE_REPEATS):
@@ -144,7 +149,7 @@ def train(
         before = engine.io_report()
         for index in range(settings.num_steps):
             started = time.perf_counter()
-            loss = engine(next(batches))
+            loss = engine(next(batches).to(engine.device))
             engine.backward(loss)
             engine.step()
             value, seconds = float(loss.detach()), time.perf_counter() - started
