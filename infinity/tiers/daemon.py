@@ -5,7 +5,7 @@ The tier ``cpu`` is the same store with its kinds pinned resident. Views are of 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,9 +62,10 @@ class DaemonStore(HostStore):
         self._spare_bytes = spare_bytes
         self._pinned_mask = pinned_mask
         self._arena = torch.from_numpy(client.arena.array())
+        self._relieve: Callable[[], None] | None = None
         self._layouts: dict[int, ChunkLayout] = {}
         self._frames: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-        self._registration = CudaRegistration(self._arena) if device.type == "cuda" else None
+        self._registration = CudaRegistration(self._arena, client.frame_bytes) if device.type == "cuda" else None
 
     def register(self, layouts: Sequence[ChunkLayout]) -> range:
         specs = [chunk_spec(layout, self._pinned_mask) for layout in layouts]
@@ -82,11 +83,16 @@ class DaemonStore(HostStore):
         for chunk in chunks:
             del self._layouts[chunk]
 
+    def relieve_by(self, relieve: Callable[[], None]) -> None:
+        self._relieve = relieve
+
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         return DaemonLease(self, chunk, self.client.acquire(chunk, read=read, write=write))
 
     def granted(self, seq: int) -> Grant:
         """Wait for a lease."""
+        if self._relieve is not None and not self.client.has_answer(seq):
+            self._relieve()
         stalled_s = self.client.stall_s
         grant = self.client.wait(seq)
         if self._cuts_spinning:
@@ -119,7 +125,9 @@ class DaemonStore(HostStore):
         if self._registration is not None:
             self._registration.end()
         self._frames.clear()
-        self._arena = torch.empty(0, dtype=torch.uint8)  # whoever keeps the engine does not keep its memory
+        self._arena = torch.empty(
+            0, dtype=torch.uint8, device="cpu"
+        )  # whoever keeps the engine does not keep its memory
         self.client.close()
 
     def _frame(self, frame: int, dtype: torch.dtype) -> torch.Tensor:
@@ -140,15 +148,21 @@ def chunk_spec(layout: ChunkLayout, pinned_mask: int) -> ChunkSpec:
     return ChunkSpec(object_bytes=tuple(kind_bytes), pinned_mask=pinned)
 
 
-class CudaRegistration:
-    """The arena registered with CUDA, in pieces, so that copies to and from it are asynchronous DMA."""
+def pieces_of_frames(arena_bytes: int, frame_bytes: int) -> list[tuple[int, int]]:
+    """(begin, end) of pieces of an arena that hold all of its frames, each whole."""
+    step = max(1, CUDA_REGISTER_BYTES_MAX // frame_bytes) * frame_bytes
+    return [(start, min(start + step, arena_bytes)) for start in range(frame_offset(0, frame_bytes), arena_bytes, step)]
 
-    def __init__(self, arena: torch.Tensor) -> None:
+
+class CudaRegistration:
+    """The arena registered with CUDA, so that copies to and from it are asynchronous DMA: in pieces of whole frames,
+    since CUDA refuses a copy that goes beyond one."""
+
+    def __init__(self, arena: torch.Tensor, frame_bytes: int) -> None:
         self._pieces: list[int] = []
         self._runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-        for start in range(0, arena.numel(), CUDA_REGISTER_BYTES_MAX):
-            address = arena.data_ptr() + start
-            piece_bytes = min(CUDA_REGISTER_BYTES_MAX, arena.numel() - start)
+        for start, end in pieces_of_frames(arena.numel(), frame_bytes):
+            address, piece_bytes = arena.data_ptr() + start, end - start
             status = self._runtime.cudaHostRegister(address, piece_bytes, 0)
             if int(status) != 0:
                 self.end()

@@ -1,9 +1,9 @@
 """The norm of a step's gradients, as ``torch.nn.utils.clip_grad_norm_`` takes it, bit for bit.
 
-That is the norm of each parameter's gradient, in fp32 and in torch's order, from the first element to the last, and
-then the norm of these. Where ranks have a part of each parameter, the sums go from rank to rank, group by group, so
-that all ranks work at the same time, each on another group. Where torch's order is not known, squares are summed in
-fp64.
+That is the norm of each parameter's gradient, in fp32 and in torch's order, and then the norm of these. On a CPU the
+order is from the first element to the last: where ranks have a part of each parameter, the sums go from rank to rank,
+group by group, so that all ranks work at the same time, each on another group. An accelerator's order is its kernel's,
+which is called with each gradient once it is whole. Where neither can be, squares are summed in fp64.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Final, NamedTuple, Protocol
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils._foreach_utils import _device_has_foreach_support
 
 from infinity.plan.sharding import NORM_BLOCK, Segment
 from infinity.tiers.base import spans
@@ -69,16 +70,22 @@ class Norms(Protocol):
         """
 
 
-def norms_of(numels: Sequence[int], collectives: Collectives, *, on_cpu: bool) -> Norms:
-    """Those with torch's own bits, on a CPU whose torch is understood; else those in fp64. Collective.
+def norms_of(numels: Sequence[int], collectives: Collectives, *, device: torch.device | None) -> Norms:
+    """Those with torch's own bits, on a CPU whose torch is understood, and on an accelerator where this rank has all
+    of each parameter; else those in fp64. Collective.
 
     Args:
         numels: of each parameter, unsharded.
         collectives: of the ranks that have a part of each parameter.
+        device: where the optimizer steps; None: some here, some there.
     """
-    unknown = torch.tensor([not (on_cpu and torch_sums_in_lanes())], dtype=torch.uint8)
+    kind = "" if device is None else device.type
+    is_known = torch_sums_in_lanes() if kind == "cpu" else kind not in ("", "meta") and collectives.world_size == 1
+    unknown = torch.tensor([not is_known], dtype=torch.uint8, device="cpu")
     collectives.max(unknown, "agree on how norms are taken")
-    return BlockNorms(collectives) if unknown else ParamNorms(numels, collectives)
+    if unknown:
+        return BlockNorms(collectives)
+    return ParamNorms(numels, collectives) if kind == "cpu" else WholeNorms(numels)
 
 
 class ParamNorms:
@@ -103,7 +110,7 @@ class ParamNorms:
         elif segment.param_offset != self._taken[param]:
             return  # what lies before it is still to come, and this once more
         for done, part in spans(pieces, segment.chunk_offset, segment.numel):
-            _add_squares(part, state, segment.param_offset + done, self._numels[param])
+            _add_squares(part.cpu(), state, segment.param_offset + done, self._numels[param])
         self._taken[param] = segment.param_offset + segment.numel
 
     def lacks(self, segment: Segment) -> bool:
@@ -115,7 +122,7 @@ class ParamNorms:
         failures: list[Exception] = []
         for number, params in enumerate(groups):
             if rank > 0:
-                passed = torch.empty(len(params), _STATE + 1, dtype=torch.float64)
+                passed = torch.empty(len(params), _STATE + 1, dtype=torch.float64, device="cpu")
                 self._collectives.receive_from_previous(passed)
                 self._accept(params, passed)
             try:
@@ -148,12 +155,73 @@ class ParamNorms:
         """[parameters, states and how much is in them] in fp64, which has both."""
         taken = [[float(self._taken[param])] for param in params]
         states = torch.from_numpy(self._states[list(params)]).double()
-        return torch.cat([states, torch.tensor(taken, dtype=torch.float64).view(-1, 1)], dim=1)
+        return torch.cat([states, torch.tensor(taken, dtype=torch.float64, device="cpu").view(-1, 1)], dim=1)
 
     def _accept(self, params: Sequence[int], passed: torch.Tensor) -> None:
         self._states[list(params)] = passed[:, :_STATE].float().numpy()
         for param, taken in zip(params, passed[:, _STATE].tolist(), strict=True):
             self._taken[param] = int(taken)
+
+
+class WholeNorms:
+    """Norms by the device's own kernel, with the bits that it gives gradients in memory of their own. Nothing here
+    waits for the device before ``total``."""
+
+    def __init__(self, numels: Sequence[int]) -> None:
+        self._numels = numels
+        self._parts: dict[int, list[torch.Tensor]] = {}
+        """Copies of what is here of gradients that are not whole yet, in their order."""
+        self._taken: dict[int, int] = {}
+        """By parameter its elements that are known, from the first on."""
+        self._found: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """By parameter its norm, and its smallest and largest element."""
+
+    def clear(self) -> None:
+        self._parts.clear()
+        self._taken.clear()
+        self._found.clear()
+
+    def drop(self, segment: Segment) -> None:
+        for known in (self._parts, self._taken, self._found):
+            known.pop(segment.param, None)
+
+    def take(self, segment: Segment, pieces: Sequence[torch.Tensor]) -> None:
+        param = segment.param
+        if segment.param_offset == 0:
+            self.drop(segment)
+        elif segment.param_offset != self._taken.get(param, 0):
+            return  # what lies before it is still to come, and this once more
+        parts = [part for _, part in spans(pieces, segment.chunk_offset, segment.numel)]
+        self._taken[param] = segment.param_offset + segment.numel
+        if self._taken[param] < self._numels[param]:
+            self._parts.setdefault(param, []).extend(part.clone() for part in parts)
+            return
+        parts = [*self._parts.pop(param, ()), *parts]
+        # the kernel sums in another order what begins at an odd address
+        whole = (parts[0].clone() if len(parts) == 1 else torch.cat(parts)).float()
+        self._found[param] = _norm_on_device(whole), torch.stack(torch.aminmax(whole))
+
+    def lacks(self, segment: Segment) -> bool:
+        return self._taken.get(segment.param, 0) < segment.param_offset + segment.numel
+
+    def total(self, groups: Sequence[Sequence[int]], take_lacking: Callable[[int], None]) -> Norm:
+        for number in range(len(groups)):
+            take_lacking(number)
+        found = [self._found[param] for param in sorted(param for group in groups for param in group)]
+        if not found:
+            return Norm(torch.zeros((), device="cpu"), is_finite=True)
+        norm = torch.linalg.vector_norm(torch.stack([norm for norm, _ in found]))
+        are_finite = torch.stack([extremes for _, extremes in found]).isfinite().all()
+        return Norm(norm.cpu(), bool(are_finite))
+
+
+def _norm_on_device(values: torch.Tensor) -> torch.Tensor:
+    """0-D, as ``torch.nn.utils.get_total_norm`` takes those of single gradients."""
+    if _device_has_foreach_support(values.device):
+        norms: tuple[torch.Tensor, ...] = torch._foreach_norm([values])
+        return norms[0]
+    norm: torch.Tensor = torch.linalg.vector_norm(values)
+    return norm
 
 
 class BlockNorms:
@@ -188,8 +256,8 @@ class BlockNorms:
         if not self._is_told:
             self._is_told = True
             _log.warning(
-                "norms of gradients are summed in fp64 here, since torch's own order on this device is not known: what "
-                "is clipped by them differs in the last bits from torch.nn.utils.clip_grad_norm_"
+                "norms of gradients are summed in fp64 here, since torch's own order is not known where parameters "
+                "are stepped: what is clipped by them differs in the last bits from torch.nn.utils.clip_grad_norm_"
             )
 
         def own() -> torch.Tensor:
@@ -200,7 +268,7 @@ class BlockNorms:
                 if param in counted:
                     for square in squares:
                         total += square
-            return torch.tensor(total, dtype=torch.float64)
+            return torch.tensor(total, dtype=torch.float64, device="cpu")
 
         square_sum = self._collectives.prepared(own, "take the norm of the gradients")
         self._collectives.sum(square_sum, "sum the norm of the gradients")
@@ -213,7 +281,7 @@ def torch_sums_in_lanes() -> bool:
     generator = torch.Generator().manual_seed(0)
 
     def agrees(numel: int) -> bool:
-        values, state = torch.randn(numel, generator=generator), np.zeros(_STATE, dtype=np.float32)
+        values, state = torch.randn(numel, generator=generator, device="cpu"), np.zeros(_STATE, dtype=np.float32)
         _add_squares(values, state, 0, numel)
         return float(_norms_of(state, [numel])[0]) == float(torch.linalg.vector_norm(values))
 

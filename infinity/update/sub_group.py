@@ -100,7 +100,7 @@ class SubGroup:
         leased = self.read | self.dirty if gradient_of is None else (self.read | self.dirty) & ~ObjectKind.GRAD.mask
         pieces = {kind: lease.pieces(kind) for kind in kinds_of(leased)}
         if gradient_of is not None:
-            pieces[ObjectKind.GRAD] = [self._collected(gradient_of, pieces[self._stepped][0].device)]
+            pieces[ObjectKind.GRAD] = [self._collected(gradient_of, self._device_of(pieces))]
         apart = pieces[ObjectKind.WEIGHT] if self._gathers else ()
         if apart:
             whole = self._scratch.take(self.placement.numel, apart[0].dtype, apart[0].device, of="weights")
@@ -120,6 +120,11 @@ class SubGroup:
             self._cast_weights(pieces)
         self._round_states(pieces, histories)
         return histories
+
+    def _device_of(self, pieces: _Pieces) -> torch.device:
+        """Where the chunk is stepped: where its states are, be they beside what is stepped or not."""
+        kinds = (*self._rule.state_kinds, ObjectKind.GRAD, self._stepped)
+        return next(pieces[kind][0].device for kind in kinds if kind in pieces)
 
     def _put_back(self, apart: Sequence[torch.Tensor], whole: torch.Tensor, present: Sequence[bool]) -> None:
         targets, sources = [], []
@@ -152,6 +157,7 @@ class SubGroup:
     def _batches(self, pieces: _Pieces, terms: Terms) -> dict[tuple[int, History], _Batch]:
         """What is stepped by one call each: pieces of one optimizer group and one history."""
         batches: dict[tuple[int, History], _Batch] = {}
+        device = self._device_of(pieces)
         # where frames cut the elements of one kind they cut those of all that have as many pieces or more
         finest = max(self._cut_by_frames, key=lambda kind: len(pieces[kind]))
         for params, offset, numel in self._ranges(terms):
@@ -160,7 +166,7 @@ class SubGroup:
             for start, piece in spans(pieces[finest], offset, numel):
                 at, length = offset + start, piece.numel()
                 target = _view(pieces[self._stepped], at, length)
-                param = target.to(self._rule.dtype)
+                param = target.to(device, self._rule.dtype)
                 batch.targets.append(target)
                 batch.call.params.append(param)
                 batch.call.grads.append(self._gradient_for(param, pieces, at, terms.factor))
@@ -180,7 +186,7 @@ class SubGroup:
         ]
         if not is_alike:
             grad = values.copy_(grad)
-        return grad if factor is None else torch.mul(grad, factor.to(param.device), out=values)
+        return grad if factor is None else torch.mul(grad, factor, out=values)
 
     def _ranges(self, terms: Terms) -> Iterator[tuple[list[int], int, int]]:
         """(parameters, chunk offset, numel) of what is stepped alike: whole runs, where all of one are to be stepped

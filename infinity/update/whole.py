@@ -43,7 +43,7 @@ class WholeParams:
         dtypes = rule.states.values()
         return Call(
             params=[self._read(param, self._stepped, rule.dtype)],
-            grads=[gradient if factor is None else gradient * factor.to(gradient.device)],
+            grads=[gradient if factor is None else gradient * factor],
             states=[tuple(self._read(param, kind, d) for kind, d in zip(rule.state_kinds, dtypes, strict=True))],
             whole=True,
         )

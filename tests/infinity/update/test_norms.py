@@ -10,7 +10,15 @@ import torch
 from infinity.plan.sharding import NORM_BLOCK, Segment
 from infinity.tiers.collectives import Collectives
 from infinity.update import norms
-from infinity.update.norms import BlockNorms, Norm, Norms, ParamNorms, norms_of, torch_sums_in_lanes
+from infinity.update.norms import (
+    BlockNorms,
+    Norm,
+    Norms,
+    ParamNorms,
+    WholeNorms,
+    norms_of,
+    torch_sums_in_lanes,
+)
 from io_daemon.shared.protocol import align_up
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
 
@@ -25,18 +33,19 @@ def asked_anew() -> Iterator[None]:
 
 
 ALONE = Collectives(None)
+CPU = torch.device("cpu")
 
 
 def test_norms_are_torchs_own_where_its_order_is_known() -> None:
-    assert isinstance(norms_of([3], ALONE, on_cpu=True), ParamNorms)
-    assert isinstance(norms_of([3], ALONE, on_cpu=False), BlockNorms)
+    assert isinstance(norms_of([3], ALONE, device=CPU), ParamNorms)
+    assert isinstance(norms_of([3], ALONE, device=None), BlockNorms)
 
 
 def test_all_ranks_take_them_alike() -> None:
     """Nodes may differ in their processors."""
 
     def of_rank(collectives: ThreadedCollectives) -> Norms:
-        return norms_of([3], collectives, on_cpu=collectives.rank != 1)
+        return norms_of([3], collectives, device=CPU if collectives.rank != 1 else None)
 
     assert [type(found) for found in on_ranks(3, of_rank)] == [BlockNorms] * 3
 
@@ -47,7 +56,7 @@ def test_where_torch_sums_in_another_order_it_is_not_imitated_and_that_is_told_o
     """It is asked of torch, not of its version or the processor's name."""
     norm_of = torch.linalg.vector_norm
     monkeypatch.setattr(torch.linalg, "vector_norm", lambda values: norm_of(values.double()).float())
-    found = norms_of([3], ALONE, on_cpu=True)
+    found = norms_of([3], ALONE, device=CPU)
     assert isinstance(found, BlockNorms)
     assert caplog.messages == []
     for _ in range(2):
@@ -194,3 +203,49 @@ def test_fp16_is_cast_a_little_at_a_time(monkeypatch: pytest.MonkeyPatch) -> Non
     found = ParamNorms([1003], ALONE)
     found.take(segment, [values[:500], values[500:]])
     assert norm_of(found, [0]) == values.float().norm()
+
+
+def test_an_accelerator_that_has_all_of_a_parameter_takes_its_norm_by_its_own_kernel() -> None:
+    cuda = torch.device("cuda")
+    assert isinstance(norms_of([3], ALONE, device=cuda), WholeNorms)
+    assert isinstance(norms_of([3], ALONE, device=torch.device("meta")), BlockNorms)
+    assert on_ranks(2, lambda ranks: type(norms_of([3], ranks, device=cuda))) == [BlockNorms] * 2
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_gradient_is_whole_once_its_last_chunk_is_there(dtype: torch.dtype) -> None:
+    """Held against torch's kernel for a CPU, which gets the same tensors as another device's."""
+    numels, generator = [100_003, 5, 40_000], torch.Generator().manual_seed(0)
+    values = [torch.randn(numel, generator=generator).to(dtype) for numel in numels]
+    found = WholeNorms(numels)
+    for _ in range(2):
+        for param, gradient in enumerate(values):
+            for first in range(0, gradient.numel(), 30_000):
+                part = gradient[first : first + 30_000]
+                segment = Segment(param=param, param_offset=first, chunk_offset=7, numel=part.numel())
+                chunk = torch.cat([torch.full((7,), torch.nan, dtype=dtype), part])
+                assert found.lacks(segment)
+                found.take(segment, list(torch.split(chunk, 11_000)))
+                chunk.fill_(torch.nan)  # another has the lease
+        expected = torch.nn.utils.get_total_norm([gradient.float() for gradient in values])
+        total = found.total([[2, 1], [0]], lambda group: None)
+        assert (float(total.value), total.is_finite) == (float(expected), True)
+        for param in range(len(numels)):
+            found.drop(Segment(param=param, param_offset=0, chunk_offset=0, numel=1))
+    found.clear()
+    assert found.total([[]], lambda group: None) == Norm(torch.zeros(()), is_finite=True)
+
+
+def test_a_norm_that_is_too_large_is_of_finite_gradients() -> None:
+    found = WholeNorms([2, 2])
+    for param, value in enumerate((3e38, 1.0)):
+        found.take(Segment(param=param, param_offset=0, chunk_offset=0, numel=2), [torch.tensor([value, value])])
+    assert found.total([[0, 1]], lambda group: None) == Norm(torch.tensor(torch.inf), is_finite=True)
+    found.take(Segment(param=1, param_offset=0, chunk_offset=0, numel=2), [torch.tensor([1.0, -torch.inf])])
+    assert not found.total([[0, 1]], lambda group: None).is_finite
+
+
+def test_a_part_that_comes_before_what_lies_before_it_is_still_lacking() -> None:
+    found, second = WholeNorms([4]), Segment(param=0, param_offset=2, chunk_offset=0, numel=2)
+    found.take(second, [torch.ones(2)])
+    assert found.lacks(second)
