@@ -42,6 +42,7 @@ from infinity.weights.saved_tensors import SavedTensors, hooks_are_allowed
 from infinity.weights.sharded_model import ShardedModel
 from infinity.weights.state_dicts import StateDictHook
 from infinity.weights.state_io import StateIO
+from infinity.weights.streams import CopyStream
 from infinity.weights.structure import Structure
 from io_daemon.shared.protocol import ObjectKind
 
@@ -72,6 +73,7 @@ class Runtime(owners.Owner):
             live_numel_max=zero.stage3_max_live_parameters,
             reuse_distance_max=zero.stage3_max_reuse_distance,
             prefetch_numel_max=zero.stage3_prefetch_bucket_size,
+            copies=sharded.copies,
             makes_each=sharded.makes_each,
         )
         num_params = len(sharded.params)
@@ -84,7 +86,9 @@ class Runtime(owners.Owner):
                 for group in sharded.groups
                 if group.placement.trainable
             ],
-            norms_of([param.numel for param in sharded.params], sharded.sharers, on_cpu=self.device.type == "cpu"),
+            norms_of([param.numel for param in sharded.params], sharded.sharers, device=sharded.stepped_on),
+            CopyStream(self.device),
+            sharded.under_way,
         )
         self.reducer = Reducer(
             sharded.groups,

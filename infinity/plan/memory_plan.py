@@ -30,6 +30,9 @@ LARGE_NUMEL: Final = 1 << 22
 """A chunk is no larger where the arena holds everything, so that nothing is streamed and fewer leases are all that
 counts: of 135 leases on 1.3M elements each a step took 1.1 ms to find its way, whose code the data had driven out of
 the caches."""
+DEVICE_LARGE_NUMEL: Final = 1 << 26
+"""The same where another device computes: its kernels have no use for small pieces, and what the host says to it of
+each takes a millisecond."""
 AUTO_STREAMED_BYTES_MAX: Final = 2 << 30
 """Without a stated budget, the arena takes what is pinned plus at most this much for streaming."""
 
@@ -81,7 +84,13 @@ class StateShape:
 
 
 def plan_memory(
-    shape: StateShape, *, budget_bytes: int | None, chunk_numel_max: int, local_world_size: int, budget_key: str
+    shape: StateShape,
+    *,
+    budget_bytes: int | None,
+    chunk_numel_max: int,
+    local_world_size: int,
+    budget_key: str,
+    large_numel: int = LARGE_NUMEL,
 ) -> MemoryPlan:
     """Choose chunk size and frames for one rank.
 
@@ -89,6 +98,7 @@ def plan_memory(
         budget_bytes: for the arenas of all ``local_world_size`` ranks of the job on the node; None: what is pinned
             plus the streamed state, the latter up to ``AUTO_STREAMED_BYTES_MAX``.
         chunk_numel_max: ``sub_group_size``; a chunk never exceeds it.
+        large_numel: nor this, where the arena holds everything.
 
     Raises:
         BudgetError: with the smallest ``budget_bytes`` that works.
@@ -99,7 +109,7 @@ def plan_memory(
     while 2 * chunk_numel <= min(chunk_numel_max, LEASE_NUMEL) and _waste(shape, 2 * chunk_numel) <= WASTE_MAX:
         chunk_numel *= 2
     if chunk_numel >= LEASE_NUMEL:
-        for numel in _equal_parts(largest_group, chunk_numel, min(chunk_numel_max, LARGE_NUMEL)):
+        for numel in _equal_parts(largest_group, chunk_numel, min(chunk_numel_max, large_numel)):
             candidate = _plan_for_chunk(shape, numel, budget_bytes, local_world_size)
             if candidate.holds_all and _is_sparing(candidate) and _waste(shape, numel) <= WASTE_MAX:
                 return candidate

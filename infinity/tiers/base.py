@@ -115,6 +115,10 @@ class HostStore(ShardStore, Protocol):
     def tenant_stats(self) -> TenantStats | None:
         """None where there is no daemon."""
 
+    def relieve_by(self, relieve: Callable[[], None]) -> None:
+        """``relieve`` gives back leases that are held for no more than the end of a copy: it is called before anybody
+        blocks, who may wait for their frames."""
+
     def reserve(self) -> None:
         """The spare space that the store was opened with is free now: what was registered has its own from here on.
         Raises SwapSpaceError."""

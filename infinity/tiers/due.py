@@ -7,15 +7,17 @@ the chunk's next use, and nobody can see a chunk without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from infinity.errors import EngineStateError
+from infinity.errors import EngineStateError, WorldError
 from infinity.tiers.base import Lease, StoreLayer, stream
 from infinity.tiers.layers import TracedStore
 from infinity.tiers.snapshot import Snapshot, SnapshotStore
+from infinity.tiers.under_way import UnderWay
 
 DUE_TRACES: Final = 2
 """A pass that begins with work due, or after chunks were ahead of others, has an id greater by this: it asks for more,
@@ -39,11 +41,14 @@ class Work:
 
 class DueStore(StoreLayer):
     """``num_ahead``: leases that ``settle`` issues beside the one at work. ``snapshots``: what keeps what these
-    chunks were, somewhere below ``inner``."""
+    chunks were, somewhere below ``inner``. ``under_way``: leases on them that copies hold."""
 
-    def __init__(self, inner: TracedStore, snapshots: SnapshotStore, *, num_ahead: int) -> None:
+    def __init__(
+        self, inner: TracedStore, snapshots: SnapshotStore, *, num_ahead: int, under_way: UnderWay | None = None
+    ) -> None:
         super().__init__(inner)
         self._traced, self._snapshots, self._num_ahead = inner, snapshots, num_ahead
+        self._under_way = under_way if under_way is not None else UnderWay()
         self._due: dict[int, Work] = {}
         self._leases: dict[int, DueLease] = {}
         """By chunk, the lease that was acquired to do what is due and was not waited for yet."""
@@ -89,6 +94,7 @@ class DueStore(StoreLayer):
         return self._snapshots.take(masks, masks.keys() & self._due.keys(), when_made)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
+        self._under_way.settle_chunk(chunk)
         if self.is_torn:
             raise EngineStateError(
                 "an update of weights was interrupted, and they belong to no step: call destroy(), build the model "
@@ -136,16 +142,25 @@ class DueStore(StoreLayer):
         del self._leases[chunk]
 
     def mark(self, trace_id: int) -> None:
+        self._under_way.settle()
         super().mark(trace_id + DUE_TRACES if self._due or self._was_barred else trace_id)
 
     def complete(self) -> None:
+        self._under_way.settle()
         self._traced.complete()
 
     def abandon(self) -> None:
+        self._under_way.settle()
         self._traced.abandon()
+
+    def unregister(self, chunks: range) -> None:
+        self._under_way.settle()
+        super().unregister(chunks)
 
     def close(self) -> None:
         self._due.clear()
+        with suppress(WorldError, RuntimeError):  # with the daemon or the device that was lost goes what they held
+            self._under_way.settle()
         super().close()
 
 

@@ -133,6 +133,9 @@ class RecordingStore(MemoryStore):
     def tenant_stats(self) -> TenantStats | None:
         return None
 
+    def relieve_by(self, relieve: Callable[[], None]) -> None:
+        """Nobody waits for frames here."""
+
     def reserve(self) -> None:
         """There is no disk."""
 

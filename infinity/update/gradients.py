@@ -2,22 +2,32 @@
 
 The first micro-batch that yields a gradient for a parameter copies it, later ones add (fp32): as ``p.grad`` does in
 torch, adding to zeros would turn -0.0 into 0.0. Norms are taken while the bytes are warm.
+
+From a device to the host gradients go beside the computation, and what the CPU does with them is done by threads of its
+own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Final
 
 import torch
 
 from infinity.plan.sharding import ChunkPlacement, Segment, runs_of
 from infinity.tiers.base import Lease, ShardStore, spans, stream
+from infinity.tiers.under_way import Copying, UnderWay
 from infinity.update.norms import Norm, Norms
 from infinity.weights.param_group import GradientOf
+from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 
 LEASES_AHEAD: Final = 2
+SERIAL_NUMEL: Final = 1 << 14
+"""So few elements torch adds by the thread that it is called in: each of ours would have OpenMP's for itself."""
+NUM_WORKERS: Final = 4
+"""Threads that add gradients that have arrived, and take their norms: one goes through 8 GB a second."""
 TOGETHER_NUMEL: Final = 1 << 15
 """Gradients that are smaller on average are put together first: that costs less than a call for each."""
 
@@ -30,9 +40,19 @@ class GradientChunks:
         num_params: int,
         groups: Sequence[tuple[Sequence[int], Sequence[int]]],
         norms: Norms,
+        copies: CopyStream,
+        under_way: UnderWay,
     ) -> None:
-        """``groups``: parameters and chunks of each param group that is trained, the same on every rank."""
+        """
+        Args:
+            groups: parameters and chunks of each param group that is trained, the same on every rank.
+            copies: of gradients from the device to the host.
+            under_way: the leases of those.
+        """
         self._store, self._groups, self._norms = store, groups, norms
+        self._copies, self._under_way = copies, under_way
+        self._workers: list[ThreadPoolExecutor] = []
+        """One thread each, so that what is done with a parameter is done in order."""
         self._chunks = chunks
         self._runs = [runs_of(chunk.segments) for chunk in chunks]
         self._written = [False] * num_params
@@ -44,6 +64,7 @@ class GradientChunks:
 
     def clear(self) -> None:
         """Forget the step's gradients; what the chunks hold is no longer read."""
+        self.settle()
         self._written = [False] * len(self._written)
         self._norms.clear()
 
@@ -55,6 +76,12 @@ class GradientChunks:
             norms: this is the last micro-batch and a norm will be asked for.
         """
         touched = (c for c in chunk_ids if any(s.param in params for s in self._chunks[c].segments))
+        if self._copies.is_beside:
+            for chunk in touched:
+                self._send(chunk, gradient_of, norms=norms)
+            for param in params:
+                self._written[param] = True
+            return
 
         def add(lease: Lease, chunk: int) -> tuple[int, int]:
             self._add_chunk(chunk, lease, gradient_of, norms=norms)
@@ -63,6 +90,87 @@ class GradientChunks:
         stream(((self._acquire(chunk), chunk) for chunk in touched), add, num_held_max=LEASES_AHEAD)
         for param in params:
             self._written[param] = True
+
+    def _send(self, chunk: int, gradient_of: GradientOf, *, norms: bool) -> None:
+        """Add to a chunk, be it on the device or on the host, without waiting for the device."""
+        lease = self._acquire(chunk)
+        copying = None
+        try:
+            lease.wait()
+            pieces = lease.pieces(ObjectKind.GRAD)
+            if pieces[0].device.type != "cpu":
+                self._add_chunk(chunk, lease, gradient_of, norms=norms)
+            else:
+                with self._copies.issue(after_current=True):
+                    added = self._copy(chunk, pieces, gradient_of)
+                copied = self._copies.mark()
+                works = self._issue_works(chunk, pieces, gradient_of, copied, added, norms=norms)
+                copying = Copying(lease, copied, works, keeps=gradient_of, dirty=ObjectKind.GRAD.mask)
+        except BaseException:
+            lease.release()
+            raise
+        if copying is None:
+            lease.release(dirty=ObjectKind.GRAD.mask)
+        else:
+            self._under_way.add(copying)
+
+    def _issue_works(
+        self,
+        chunk: int,
+        pieces: Sequence[torch.Tensor],
+        gradient_of: GradientOf,
+        copied: torch.Event,
+        added: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        *,
+        norms: bool,
+    ) -> list[Future[None]]:
+        """What is to be done once all is copied: ``added`` goes where it belongs, then norms are taken."""
+        segments = [segment for segment in self._chunks[chunk].segments if gradient_of(segment) is not None]
+        if not norms:
+            for segment in segments:
+                self._norms.drop(segment)
+        if not (norms or added):
+            return []
+        if not self._workers:
+            self._workers = [ThreadPoolExecutor(1, "infinity-gradients") for _ in range(NUM_WORKERS)]
+
+        def add() -> None:
+            copied.synchronize()
+            with torch.inference_mode(mode=False), torch.no_grad():
+                for target, gradient in added:
+                    for first in range(0, target.numel(), SERIAL_NUMEL):
+                        target[first : first + SERIAL_NUMEL].add_(gradient[first : first + SERIAL_NUMEL])
+
+        def count(counted: Sequence[Segment]) -> None:
+            adding.result()
+            for segment in counted:
+                self._norms.take(segment, pieces)
+
+        adding = self._workers[chunk % NUM_WORKERS].submit(add)
+        works = [adding]
+        for number, worker in enumerate(self._workers):
+            counted = [segment for segment in segments if segment.param % NUM_WORKERS == number]
+            if norms and counted:
+                works.append(worker.submit(count, counted))
+        return works
+
+    def _copy(
+        self, chunk: int, pieces: Sequence[torch.Tensor], gradient_of: GradientOf
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Issue copies of a chunk's gradients. What is to be added to earlier ones comes into memory of its own: where
+        it belongs, and what."""
+        added = []
+        for offset, gradient, adds in self._given(chunk, gradient_of):
+            for start, target in spans(pieces, offset, gradient.numel()):
+                here = self._copies.host_memory(target.numel(), gradient.dtype) if adds else target
+                here.copy_(gradient[start : start + target.numel()], non_blocking=True)
+                if adds:
+                    added.append((target, here))
+        return added
+
+    def settle(self) -> None:
+        """Wait until all gradients that are under way are there."""
+        self._under_way.settle()
 
     def replace(self, param: int, first: int, values: torch.Tensor) -> None:
         """The parameter's gradient becomes ``values``: this rank's part, which begins at element ``first``."""
@@ -74,23 +182,32 @@ class GradientChunks:
         self.add(range(len(self._chunks)), gradient_of, [param], norms=False)
 
     def _acquire(self, chunk: int) -> Lease:
+        self._under_way.settle_chunk(chunk)
         grad = ObjectKind.GRAD.mask
         held = any(self._written[s.param] for s in self._chunks[chunk].segments)
         return self._store.acquire(chunk, read=grad if held else 0, write=grad)
 
     def _add_chunk(self, chunk: int, lease: Lease, gradient_of: GradientOf, *, norms: bool) -> None:
         pieces = lease.pieces(ObjectKind.GRAD)
+        for offset, gradient, adds in self._given(chunk, gradient_of):
+            _store(pieces, offset, gradient, add=adds)
+        self._take_norms(chunk, pieces, gradient_of, norms=norms)
+
+    def _given(self, chunk: int, gradient_of: GradientOf) -> Iterator[tuple[int, torch.Tensor, bool]]:
+        """(offset in the chunk, gradient, whether it is added to an earlier one)."""
         for run in self._runs[chunk]:
             given = [gradient_of(segment) for segment in run.segments]
             written = {self._written[segment.param] for segment in run.segments}
             whole = [gradient for gradient in given if gradient is not None]
             is_whole = 1 < len(whole) == len(given) and len(written) == 1
             if is_whole and run.numel <= len(whole) * TOGETHER_NUMEL:
-                _store(pieces, run.chunk_offset, torch.cat(whole), add=written.pop())
+                yield run.chunk_offset, torch.cat(whole), written.pop()
                 continue
             for segment, gradient in zip(run.segments, given, strict=True):
                 if gradient is not None:
-                    _store(pieces, segment.chunk_offset, gradient, add=self._written[segment.param])
+                    yield segment.chunk_offset, gradient, self._written[segment.param]
+
+    def _take_norms(self, chunk: int, pieces: Sequence[torch.Tensor], gradient_of: GradientOf, *, norms: bool) -> None:
         for segment in self._chunks[chunk].segments:
             if gradient_of(segment) is None:
                 continue
@@ -105,6 +222,7 @@ class GradientChunks:
         Args:
             present: for each parameter, whether any rank has a gradient for it.
         """
+        self.settle()
         counted = [[param for param in params if present[param]] for params, _ in self._groups]
         return self._norms.total(counted, lambda group: self._take_lacking(self._groups[group][1], present))
 

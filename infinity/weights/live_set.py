@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from infinity.plan.trace import GroupTrace
 from infinity.states import ShardedState
 from infinity.weights.param_group import ParamGroup
+from infinity.weights.streams import CopyStream
 
 
 class LiveSet:
@@ -24,11 +25,12 @@ class LiveSet:
         live_numel_max: int,
         reuse_distance_max: int,
         prefetch_numel_max: int,
+        copies: CopyStream,
         makes_each: bool = False,
     ) -> None:
         """``makes_each``: of each read of a training step the store may give up the weights, and make them of their
         masters for the next."""
-        self._groups = groups
+        self._groups, self._copies = groups, copies
         self._live_numel_max = live_numel_max
         self._reuse_distance_max = reuse_distance_max
         self._prefetch_numel_max = prefetch_numel_max
@@ -71,10 +73,13 @@ class LiveSet:
         if group.state is not ShardedState.UNSHARDED:
             self._settle_lingering()
             self._make_room(group.numel)
+            self._copies.limit(self._live_numel_max - self.live_numel - group.numel)
             group.wait_for_unshard(gives_up=in_pass and self._gives_up(group))
             self._live[group.index] = group
             self.live_numel += group.numel
             self.live_numel_peak = max(self.live_numel_peak, self.live_numel)
+        elif self._copies.is_beside:
+            group.note_use()
         if in_pass:
             self._gather_ahead()
 

@@ -53,7 +53,7 @@ def _holders_of(tensor: torch.Tensor) -> tuple[int, int]:
 @cache
 def _holders_of_a_tensor() -> tuple[int, int]:
     """... of a tensor that nobody else has."""
-    return _holders_of(torch.empty(1))
+    return _holders_of(torch.empty(1, device="cpu"))
 
 
 class ShardedParam:
@@ -131,6 +131,11 @@ class ShardedParam:
     def own_values(self, first: int, numel: int) -> torch.Tensor:
         """A part of what the user's parameter itself holds, flattened in memory order."""
         return flattened(self.param.detach(), self.order)[first : first + numel]
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the weights are in memory, or come back to some that somebody keeps."""
+        return self.full is not None or self._left is not None
 
     def allocate(self) -> torch.Tensor:
         """Memory for the full weights, contents undefined; flat view of it. What is there already is taken again."""

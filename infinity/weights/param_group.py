@@ -22,6 +22,7 @@ from infinity.tiers.collectives import Collectives
 from infinity.tiers.memory import MemoryStore, Views
 from infinity.tiers.pool import MemoryPool
 from infinity.tiers.reductions import Reducing
+from infinity.tiers.under_way import Copying, UnderWay
 from infinity.weights import access
 from infinity.weights.param import ShardedParam
 from infinity.weights.streams import CopyStream
@@ -68,6 +69,7 @@ class ParamGroup:
         collectives: Collectives,
         allowance: LeaseAllowance,
         copies: CopyStream,
+        under_way: UnderWay | None = None,
         dtype: torch.dtype,
         reduce_dtype: torch.dtype,
         persistent: bool,
@@ -83,6 +85,7 @@ class ParamGroup:
         """A group of the ranks of ``collectives``, which have a shard each.
 
         Args:
+            under_way: leases whose bytes are being copied beside the computation.
             pool: where memory for gathering and reducing comes from; None: torch.
             home: the kind that the store has the weights in.
             updated_in_place: that are masters, and an update puts what it rounds of them into the parameters.
@@ -109,6 +112,7 @@ class ParamGroup:
         self._kept: dict[int, torch.Tensor] = {}
         """Flat sums of backwards whose reduction was put off."""
         self._store, self._collectives, self._allowance, self._copies = store, collectives, allowance, copies
+        self._under_way = under_way if under_way is not None else UnderWay()
         self._reductions = collectives if reductions is None else reductions
         self._all_reduces = all_reduces
         self._dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
@@ -161,10 +165,12 @@ class ParamGroup:
                 else:
                     self.unshard()
             with torch.inference_mode(mode=False), torch.no_grad():
-                flats = {param.index: param.allocate() for param in self.params}
                 if own_is_here:
-                    self._share(flats)
+                    self._share({param.index: param.allocate() for param in self.params})
                 else:
+                    # what is computed now may read memory that was there before
+                    with self._copies.issue(after_current=any(param.has_memory for param in self.params)):
+                        flats = {param.index: param.allocate() for param in self.params}
                     self._gather_into(flats, self._home, self._dtype, gives_up=gives_up)
         except BaseException:  # whoever comes next begins anew, be the weights to stay or not
             with suppress(WorldError):  # the first error says what is wrong
@@ -209,7 +215,8 @@ class ParamGroup:
         if self.state is ShardedState.UNSHARDING:
             self.reshard()  # what is leased ahead are weights, perhaps not the kind asked for
         device = self.params[0].device
-        flats = {param.index: torch.empty(param.numel, dtype=dtype, device=device) for param in self.params}
+        with self._copies.issue(after_current=False):
+            flats = {param.index: torch.empty(param.numel, dtype=dtype, device=device) for param in self.params}
         self._gather_into(flats, kind, dtype)
         return {index: flat.cpu() for index, flat in flats.items()}
 
@@ -223,7 +230,12 @@ class ParamGroup:
         elif not self.persistent:
             for param in self.params:
                 param.drop()
+            self._copies.note_given_up(self.numel)
         self._go(ShardedState.SHARDED)
+
+    def note_use(self) -> None:
+        """The weights that are here are used now, perhaps by another stream than the one that they came for."""
+        self._copies.join(param.full for param in self.params if param.full is not None)
 
     def _drop_leases(self) -> None:
         while self._leases:  # one whose release fails is over, too
@@ -234,14 +246,15 @@ class ParamGroup:
     def _gather_into(
         self, flats: dict[int, torch.Tensor], kind: ObjectKind, dtype: torch.dtype, *, gives_up: bool = False
     ) -> None:
-        with self._copies.issue():
+        try:
             if self._collectives.world_size == 1:
                 self._read_chunks(
                     kind, lambda s: flats[s.param][s.param_offset : s.param_offset + s.numel], gives_up=gives_up
                 )
             else:
                 self._all_gather(flats, kind, dtype, gives_up=gives_up)
-        self._copies.join()
+        finally:
+            self._copies.join(flats.values())
 
     def _share(self, flats: dict[int, torch.Tensor]) -> None:
         """Every rank has its own part in ``flats``: the others' come in."""
@@ -250,13 +263,15 @@ class ParamGroup:
         rank = self._collectives.rank
 
         def fill(shard: torch.Tensor) -> None:
-            for param in self.placement.params:
-                valid, start = param.valid_numel(rank), rank * param.shard_numel
-                shard[param.offset : param.offset + valid].copy_(flats[param.param][start : start + valid])
+            with self._copies.issue(after_current=True):
+                for param in self.placement.params:
+                    valid, start = param.valid_numel(rank), rank * param.shard_numel
+                    shard[param.offset : param.offset + valid].copy_(flats[param.param][start : start + valid])
 
-        with self._copies.issue():
+        try:
             self._exchange(flats, fill, "weight", self._dtype)
-        self._copies.join()
+        finally:
+            self._copies.join(flats.values())
 
     def _read_chunks(self, kind: ObjectKind, target_of: Target, *, gives_up: bool) -> None:
         """Copy every segment to its target, holding few leases at a time."""
@@ -269,9 +284,16 @@ class ParamGroup:
                     leases.append(self._store.acquire(self.chunks[num_issued][0], read=kind.mask))
                     num_issued += 1
                 leases[0].wait()
-                _copy_segments(leases[0].pieces(kind), placement.segments, target_of)
-                self._copies.finish()
-                leases.popleft().release(dead=kind.mask if gives_up and chunk in self._remade else 0)
+                pieces = leases[0].pieces(kind)
+                is_on_host = pieces[0].device.type == "cpu"
+                with self._copies.issue(after_current=not is_on_host):
+                    _copy_segments(pieces, placement.segments, target_of)
+                dead = kind.mask if gives_up and chunk in self._remade else 0
+                if is_on_host and self._copies.is_beside:
+                    self._under_way.add(Copying(leases.popleft(), self._copies.mark(), dead=dead))
+                else:
+                    self._copies.join()  # an update that follows may write there
+                    leases.popleft().release(dead=dead)
         finally:
             self._leases = list(leases)
             self._drop_leases()
@@ -295,19 +317,22 @@ class ParamGroup:
         world_size, shard_numel = self._collectives.world_size, self.placement.shard_numel
 
         def own() -> tuple[torch.Tensor, torch.Tensor]:
-            full = self._pool.empty(world_size * shard_numel, dtype)
-            shard = self._pool.empty(shard_numel, dtype).zero_()
+            with self._copies.issue(after_current=False):
+                full = self._pool.empty(world_size * shard_numel, dtype)
+                shard = self._pool.empty(shard_numel, dtype).zero_()
             fill(shard)
             return full, shard
 
         full, shard = self._collectives.prepared(own, f"gather the {what} of {self.name}")
-        self._collectives.all_gather(full, shard)
-        by_rank = full.view(world_size, shard_numel)
-        for param in self.placement.params:
-            for source in range(world_size):
-                valid = param.valid_numel(source)
-                start = source * param.shard_numel
-                flats[param.param][start : start + valid].copy_(by_rank[source, param.offset : param.offset + valid])
+        with self._copies.issue(after_current=False):
+            self._collectives.all_gather(full, shard)
+            by_rank = full.view(world_size, shard_numel)
+            for param in self.placement.params:
+                for source in range(world_size):
+                    valid = param.valid_numel(source)
+                    start = source * param.shard_numel
+                    part = by_rank[source, param.offset : param.offset + valid]
+                    flats[param.param][start : start + valid].copy_(part)
 
     # Gradients
 

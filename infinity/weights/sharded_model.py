@@ -20,9 +20,9 @@ from infinity.errors import BudgetError
 from infinity.files.pieces import pieces
 from infinity.plan.grouping import GroupMembers, group_params
 from infinity.plan.leaves import is_leaf
-from infinity.plan.memory_plan import MemoryPlan, StateShape, plan_memory
-from infinity.plan.precision import FP32, Precision, Tiers
-from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
+from infinity.plan.memory_plan import DEVICE_LARGE_NUMEL, LARGE_NUMEL, MemoryPlan, StateShape, plan_memory
+from infinity.plan.precision import FP32, STATES_MASK, Precision, Tiers
+from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
 from infinity.plan.stage import Reduction, StagePolicy
 from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, leased, spans
 from infinity.tiers.collectives import Collectives
@@ -35,12 +35,13 @@ from infinity.tiers.narrowed import NarrowedStore
 from infinity.tiers.pool import ALIGNMENT_BYTES, MemoryPool
 from infinity.tiers.remade import RemadeStore
 from infinity.tiers.snapshot import SnapshotStore
+from infinity.tiers.under_way import UnderWay
 from infinity.weights import access
 from infinity.weights.admission import admit
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import LeaseAllowance, ParamGroup
 from infinity.weights.streams import CopyStream
-from io_daemon.shared.protocol import ObjectKind
+from io_daemon.shared.protocol import ObjectKind, align_up
 
 ValuesOf = Callable[[ShardedParam, int, int], torch.Tensor]
 """(parameter, first element, numel) -> initial values of that part of the parameter, flattened in memory order, 1-D."""
@@ -125,6 +126,11 @@ class Layout:
         """Elements of this rank's gradients."""
         return sum(placement.shard_numel for placement in self.placements if placement.trainable)
 
+    def largest_chunk(self, *numels_max: int) -> int:
+        """The numel of a chunk that holds this rank's shard of any group, if none of these limits is less."""
+        largest = max((placement.shard_numel for placement in self.placements), default=0)
+        return max(NORM_BLOCK, min(align_up(largest, NORM_BLOCK), *numels_max) // NORM_BLOCK * NORM_BLOCK)
+
     def gradients_stay(self, config: Config, precision: Precision) -> bool:
         """Whether gradients wait for their update on the device although states stream: where all weights and this
         rank's gradients are within what may be live, and kept until backward. That gives gradients as it lets go of
@@ -165,15 +171,18 @@ def _planned(
 
     def plan_of(precision: Precision) -> MemoryPlan:
         numel_max = config.zero_optimization.sub_group_size
+        is_here = device.type in ("cpu", "meta")
         if not tiers.host_mask:
             shape = layout.state_shape(precision, Tiers(device_mask=0, pinned_mask=~0, nvme_mask=0))
-            return plan_memory(shape, budget_bytes=None, chunk_numel_max=numel_max, local_world_size=1, budget_key="")
+            plan = plan_memory(shape, budget_bytes=None, chunk_numel_max=numel_max, local_world_size=1, budget_key="")
+            return plan if is_here else replace(plan, chunk_numel=layout.largest_chunk(numel_max, DEVICE_LARGE_NUMEL))
         return plan_memory(
             layout.state_shape(precision, tiers),
             budget_bytes=budget_bytes,
             chunk_numel_max=numel_max,
             local_world_size=local_world_size,
             budget_key="io_daemon.host_budget_bytes",
+            large_numel=LARGE_NUMEL if is_here else DEVICE_LARGE_NUMEL,
         )
 
     # of one gather a step; and another device is to be sent no more than what it computes with
@@ -246,6 +255,7 @@ class ShardedModel:
         if self.plan is not None:
             masks = tiers.device_masks((chunk.numel, self._is_trained(chunk)) for chunk in self.chunks)
         self._device_mask = reduce(or_, masks, 0)
+        self.stepped_on = self._stepped_on(tiers)
         take_turns = ObjectKind.GRAD.mask if gradients_stay else 0  # with weights, when these go
         turns_bytes = self._store_bytes([mask & take_turns for mask in masks])
         kept_bytes = self._store_bytes([mask & ~take_turns for mask in masks])
@@ -255,6 +265,7 @@ class ShardedModel:
             MemoryPool(kept_bytes, device),
             pools={ObjectKind.GRAD: self.pool} if gradients_stay else {},
         )
+        self.copies, self.under_way = CopyStream(device), UnderWay()
         self.store = collectives.together(
             lambda: self._open_store(tiers, masks, tier, poison, spare_bytes), "open the store of shards"
         )
@@ -273,6 +284,14 @@ class ShardedModel:
         """By the parameter's index what was in ``param.grad`` before: torch's next backward would add to it."""
         self.units = frozenset(module for module in layout.modules if isinstance(module, UNITS))
         self.leaves = {anchor: groups for anchor, groups in self.anchors.items() if is_leaf(anchor)}
+
+    def _stepped_on(self, tiers: Tiers) -> torch.device | None:
+        """Where the optimizer steps; None: some chunks on the device, and others on the CPU."""
+        kinds = (tiers.device_mask | tiers.host_mask) & STATES_MASK
+        states = kinds & ~ObjectKind.GRAD.mask or kinds
+        if self._device.type in ("cpu", "meta") or not tiers.host_mask & states:
+            return self._device
+        return torch.device("cpu") if tiers.ratio == 1 else None
 
     def reserve(self) -> None:
         """Reserve the disk space that was only looked for. Raises SwapSpaceError."""
@@ -352,6 +371,8 @@ class ShardedModel:
                 device=self._device,
                 spare_bytes=spare_bytes,
             )
+            if self.copies.is_beside:
+                host.relieve_by(self.under_way.settle)
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
         if self.precision.narrows:
@@ -363,7 +384,7 @@ class ShardedModel:
             store = made = RemadeStore(snapshots, self.remade)
             self._makes_weights = made.is_given_up
         traced = PoisonStore(store) if poison else TracedStore(store)
-        stacked = DueStore(traced, snapshots, num_ahead=self.sub_groups_ahead)
+        stacked = DueStore(traced, snapshots, num_ahead=self.sub_groups_ahead, under_way=self.under_way)
         try:
             chunks = stacked.register([self._chunk_layout(chunk) for chunk in self.chunks])
         except BaseException:
@@ -400,7 +421,6 @@ class ShardedModel:
             return 1 + master_frames if self._makes_weights(chunk) else 1
 
         allowance = LeaseAllowance(max(0, streamed // LEASE_SHARE), frames_of)
-        copies = CopyStream(self._device)
         chunks_of: list[list[tuple[int, ChunkPlacement]]] = [[] for _ in self.layout.placements]
         for chunk_id, chunk in enumerate(self.chunks):
             chunks_of[chunk.group].append((chunk_id, chunk))
@@ -414,7 +434,8 @@ class ShardedModel:
                 reductions=self._collectives,
                 all_reduces=self.policy.reduction is Reduction.ALL_REDUCE,
                 allowance=allowance,
-                copies=copies,
+                copies=self.copies,
+                under_way=self.under_way,
                 dtype=self.precision.weight,
                 reduce_dtype=self.precision.reduce,
                 home=self.precision.home(trainable=placement.trainable),

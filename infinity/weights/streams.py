@@ -2,37 +2,72 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
 
 class CopyStream:
-    """A stream for host-to-device copies and collectives, ordered against the computing stream.
+    """A stream for copies and collectives, ordered against the computing stream.
 
-    Memory is allocated on the computing stream, so a copy may start only after what was queued there before.
+    Memory that is allocated while it is current belongs to it: copies there wait for nothing that is computed, and
+    whoever computes with it says so by ``join``. The host may then be far ahead of what the device does, and what it
+    gives up is still in use: ``limit`` holds it back.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.Stream(device) if device.type not in ("cpu", "meta") else None
+        self._given_up: deque[tuple[int, torch.Event]] = deque()
+        """Elements of weights that were given up, and when the device is done with them."""
+
+    @property
+    def is_beside(self) -> bool:
+        """Whether there is another timeline."""
+        return self._stream is not None
 
     @contextmanager
-    def issue(self) -> Iterator[None]:
-        """Queue work on the copy stream, after all that the current stream holds now."""
+    def issue(self, *, after_current: bool) -> Iterator[None]:
+        """Queue work on the copy stream; ``after_current``: once all is done that the current stream holds now."""
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.accelerator.current_stream())
+        if after_current:
+            self._stream.wait_stream(torch.accelerator.current_stream())
         with self._stream:
             yield
 
-    def finish(self) -> None:
-        """Block until the copies are done: their host memory may be given back."""
-        if self._stream is not None:
-            self._stream.synchronize()
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        """[numel] on the host, of undefined contents, to which a copy from the device needs nobody's help."""
+        return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self.is_beside)
 
-    def join(self) -> None:
-        """The current stream waits for the copies; the host does not."""
+    def mark(self) -> torch.Event:
+        """What is reached once all is done that was issued."""
+        if self._stream is None:
+            raise AssertionError("nothing is issued beside the computation")
+        return self._stream.record_event()
+
+    def join(self, used: Iterable[torch.Tensor] = ()) -> None:
+        """The current stream waits for the copies, and the host does not; it goes on with ``used``, whose memory is
+        nobody else's before it is done."""
+        if self._stream is None:
+            return
+        current = torch.accelerator.current_stream()
+        current.wait_stream(self._stream)
+        for tensor in used:
+            tensor.record_stream(current)
+
+    def note_given_up(self, numel: int) -> None:
+        """The host has given up so many elements of weights; what the current stream holds may still read them."""
         if self._stream is not None:
-            torch.accelerator.current_stream().wait_stream(self._stream)
+            self._given_up.append((numel, torch.accelerator.current_stream().record_event()))
+
+    def limit(self, numel_max: int) -> None:
+        """Block while the device holds more than ``numel_max`` elements that were given up, but for those of the last
+        time: it computes with them while the next ones come."""
+        numel = sum(numel for numel, _ in self._given_up)
+        while len(self._given_up) > 1 and (numel > numel_max or self._given_up[0][1].query()):
+            given_up, event = self._given_up.popleft()
+            event.synchronize()
+            numel -= given_up

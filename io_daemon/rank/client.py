@@ -196,6 +196,13 @@ class Client:
         """Ask for a lease on the kinds in ``read | write``; its seq, at once."""
         return self._push(Opcode.ACQUIRE, Lease(chunk, read, write), read=read, write=write, chunk=chunk)
 
+    def has_answer(self, seq: int) -> bool:
+        """Whether ``wait`` would not block."""
+        with self._arrival:
+            if not self._reaping:
+                self._file_arrivals()
+            return seq in self._arrived
+
     def wait(self, seq: int, timeout_s: float | None = None) -> Grant:
         """Block until the lease is granted. Kinds acquired for read that were never written are zero-filled.
 

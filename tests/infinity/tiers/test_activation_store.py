@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -28,6 +28,9 @@ class SmallStore(StrictStore, HostStore):
 
     def tenant_stats(self) -> TenantStats | None:
         return None
+
+    def relieve_by(self, relieve: Callable[[], None]) -> None:
+        """Nobody waits for frames here."""
 
     def reserve(self) -> None:
         raise AssertionError("it was opened with all of its space")

@@ -2,31 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, Segment
+from infinity.tiers import under_way
 from infinity.tiers.collectives import Collectives
+from infinity.tiers.under_way import UnderWay
 from infinity.update.gradients import LEASES_AHEAD, GradientChunks
 from infinity.update.norms import BlockNorms, Norm, Norms, ParamNorms
 from infinity.weights.param_group import GradientOf
+from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import SmallShards
 from tests.support.strict_store import StrictLease
 
+CPU = torch.device("cpu")
 GRAD = ObjectKind.GRAD.mask
 SHAPES = [(30_000,), (64,), (40_000,), (100,)]
 """A group of five chunks: [0] lies in two, [1] and [2] share one with it, [3] ends the last."""
 
 
 class Fixture:
-    def __init__(self, chunk_numel: int = NORM_BLOCK, piece_numel: int = 5000, norms: Norms | None = None) -> None:
+    def __init__(
+        self,
+        chunk_numel: int = NORM_BLOCK,
+        piece_numel: int = 5000,
+        norms: Norms | None = None,
+        copies: CopyStream | None = None,
+    ) -> None:
         self.shards = SmallShards([SHAPES], chunk_numel=chunk_numel, piece_numel=piece_numel)
-        self.store = self.shards.store
+        self.store, self.under_way = self.shards.store, UnderWay()
         self.gradients = GradientChunks(
-            self.store, self.shards.chunks, len(SHAPES), self.shards.trained, norms or of_blocks()
+            self.store,
+            self.shards.chunks,
+            len(SHAPES),
+            self.shards.trained,
+            norms or of_blocks(),
+            copies or CopyStream(CPU),
+            self.under_way,
         )
         self.ids = [chunk for chunk, _ in self.shards.groups[0].chunks]
 
@@ -127,7 +146,7 @@ def test_a_gradient_is_replaced_by_given_values_and_added_to_from_there() -> Non
     (chunk, placement) = next((i, each) for i, each in enumerate(fixture.shards.chunks) if i == 1)
     begin = next(segment.param_offset for segment in placement.segments if segment.param == 0)
     nothing = ChunkPlacement(group=0, start=0, numel=0, segments=())
-    gradients = GradientChunks(fixture.store, [nothing, placement], 4, [], of_blocks())
+    gradients = GradientChunks(fixture.store, [nothing, placement], 4, [], of_blocks(), CopyStream(CPU), UnderWay())
     gradients.replace(0, begin, torch.full((30_000 - begin,), 7.0))
     assert torch.equal(fixture.held(0)[begin:], torch.full((30_000 - begin,), 7.0)), f"of chunk {chunk} alone"
 
@@ -243,3 +262,115 @@ def test_norms_of_a_step_that_was_dropped_or_a_gradient_that_was_replaced_count_
     fixture.add(again)
     twice = {param: 2 * flat for param, flat in again.items()}
     assert float(fixture.norm([0, 3]).value) == pytest.approx(float(torch_norm(twice)), rel=1e-6)
+
+
+# From a device to the host
+
+
+class Device(CopyStream):
+    """A device whose copies are done when the host waits for them, and not before."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.under_way: list[Callable[[], object]] = []
+        self._lock = threading.Lock()
+
+    @property
+    def is_beside(self) -> bool:
+        return True
+
+    def host_memory(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.full((numel,), torch.nan, dtype=dtype)
+
+    def mark(self) -> Any:
+        return self
+
+    def synchronize(self) -> None:
+        with self._lock:
+            while self.under_way:
+                self.under_way.pop(0)()
+
+
+class _LateCopies(TorchFunctionMode):
+    """What is copied without blocking comes when the device is waited for."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.copy_ and (kwargs or {}).get("non_blocking"):
+            target, source = args
+            self._device.under_way.append(lambda: target.copy_(source))
+            return target
+        return function(*args, **(kwargs or {}))
+
+
+FEW = 2
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[Device]:
+    monkeypatch.setattr(under_way, "UNDER_WAY_MAX", FEW)
+    device = Device()
+    with _LateCopies(device):
+        yield device
+
+
+def flats_of(seed: int, params: Sequence[int]) -> dict[int, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {param: torch.randn(SHAPES[param], generator=generator) for param in params}
+
+
+@pytest.mark.parametrize("norms", [of_blocks, of_params])
+def test_gradients_that_come_late_are_those_that_come_at_once(norms: Callable[[], Norms], device: Device) -> None:
+    late, at_once = Fixture(norms=norms(), copies=device), Fixture(norms=norms())
+    for number, params in enumerate(([0, 1, 2, 3], [1, 3], [0, 1, 2, 3])):
+        for fixture in (late, at_once):
+            fixture.add(flats_of(number, params), norms=number == 2)
+    assert late.norm([0, 1, 2, 3]) == at_once.norm([0, 1, 2, 3])
+    for param in range(len(SHAPES)):
+        assert torch.equal(late.held(param), at_once.held(param))
+    assert late.store.num_held == 0
+
+
+def test_leases_are_held_until_gradients_have_arrived_and_few_at_a_time(device: Device) -> None:
+    fixture = Fixture(copies=device)
+    fixture.add(flats_of(0, [0, 1, 2, 3]))
+    assert fixture.store.num_held == FEW < len(fixture.ids)
+    assert fixture.store.num_held_max == FEW + 1
+    assert len(fixture.store.released()) == len(fixture.ids) - FEW
+    fixture.gradients.settle()
+    assert fixture.store.released() == [(chunk, GRAD, 0) for chunk in fixture.ids]
+    for param, flat in flats_of(0, [0, 1, 2, 3]).items():
+        assert torch.equal(fixture.held(param), flat)
+
+
+def test_who_asks_for_a_chunk_waits_for_what_is_on_its_way_there(device: Device) -> None:
+    fixture = Fixture(copies=device)
+    fixture.add(flats_of(0, [0, 1, 2, 3]))
+    fixture.under_way.settle_chunk(fixture.ids[0])  # has arrived
+    assert fixture.store.num_held == FEW
+    fixture.under_way.settle_chunk(fixture.ids[-1])
+    assert fixture.store.num_held == 0
+
+
+def test_what_is_forgotten_on_its_way_gives_its_leases_back(device: Device) -> None:
+    fixture = Fixture(copies=device)
+    fixture.add(flats_of(0, [0, 1, 2, 3]))
+    fixture.gradients.clear()
+    assert fixture.store.num_held == 0
+    assert not fixture.gradients.holds_any([0, 1, 2, 3])
+
+
+def test_a_gradient_that_does_not_arrive_gives_its_lease_back_and_is_not_written(device: Device) -> None:
+    fixture = Fixture(copies=device)
+    fixture.add(flats_of(0, [3]))
+
+    def lost() -> None:
+        raise RuntimeError("the device is gone")
+
+    device.under_way.append(lost)
+    with pytest.raises(RuntimeError, match="the device is gone"):
+        fixture.gradients.settle()
+    assert fixture.store.released() == [(fixture.ids[-1], 0, 0)]

@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from infinity.tiers.collectives import Collectives
+from infinity.tiers.under_way import UnderWay
 from infinity.update.gradients import GradientChunks
 from infinity.update.in_backward import InBackward
 from infinity.update.norms import BlockNorms
 from infinity.update.reducer import Reducer
+from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import SmallShards
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
@@ -20,6 +22,7 @@ from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
 SHAPES = [[(100,), (130,)], [(64,)], [(1000,)], [(10,)]]
 FROZEN = (3,)
 NUM_PARAMS = 5
+CPU = torch.device("cpu")
 
 
 class OneRank:
@@ -29,7 +32,9 @@ class OneRank:
         self.added: list[tuple[int, list[int], bool]] = []
         self.noted = ""
         norms = BlockNorms(self.shards.collectives)
-        self.gradients = GradientChunks(self.shards.store, self.shards.chunks, NUM_PARAMS, self.shards.trained, norms)
+        self.gradients = GradientChunks(
+            self.shards.store, self.shards.chunks, NUM_PARAMS, self.shards.trained, norms, CopyStream(CPU), UnderWay()
+        )
         add = self.gradients.add
 
         def recorded(chunk_ids: Sequence[int], gradient_of: Any, params: Sequence[int], *, norms: bool) -> None:
@@ -343,7 +348,15 @@ def test_nothing_is_stepped_early_once_a_backward_is_over(end: str) -> None:
 @pytest.mark.parametrize(("reduces_each", "rounds_sums"), [(False, False), (True, False), (False, True)])
 def test_a_rank_alone_rounds_where_several_would(reduces_each: bool, rounds_sums: bool) -> None:
     shards = SmallShards(SHAPES, None, frozen=FROZEN)
-    gradients = GradientChunks(shards.store, shards.chunks, NUM_PARAMS, shards.trained, BlockNorms(shards.collectives))
+    gradients = GradientChunks(
+        shards.store,
+        shards.chunks,
+        NUM_PARAMS,
+        shards.trained,
+        BlockNorms(shards.collectives),
+        CopyStream(CPU),
+        UnderWay(),
+    )
     reducer = Reducer(
         shards.groups,
         gradients,

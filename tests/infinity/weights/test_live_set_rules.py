@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 
 from infinity.states import ShardedState
 from infinity.weights.live_set import LiveSet
+from infinity.weights.streams import CopyStream
 
 ENDLESS = 1 << 40
 
@@ -52,7 +54,13 @@ class Fixture:
     ) -> None:
         self.groups = [CountedGroup(i, numel, persistent=i in persistent) for i, numel in enumerate(numels)]
         groups: Any = self.groups
-        self.live_set = LiveSet(groups, live_numel_max=live, reuse_distance_max=reuse, prefetch_numel_max=prefetch)
+        self.live_set = LiveSet(
+            groups,
+            live_numel_max=live,
+            reuse_distance_max=reuse,
+            prefetch_numel_max=prefetch,
+            copies=CopyStream(torch.device("cpu")),
+        )
 
     def call(self, index: int, **options: Any) -> None:
         """A use from its beginning to its end."""

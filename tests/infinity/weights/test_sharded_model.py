@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -38,6 +39,9 @@ class Place(NamedTuple):
 class Host(StrictStore):
     def tenant_stats(self) -> None:
         return None
+
+    def relieve_by(self, relieve: Callable[[], None]) -> None:
+        """Nobody waits for frames here."""
 
     def reserve(self) -> None:
         """There is no disk."""
