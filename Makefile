@@ -19,7 +19,7 @@ BUILD := $(STAMPS)/build
 MODULES := $(STAMPS)/modules
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build check lint types test test-slow demo bench parity-full stress soak mutations sanitize format clean always
+.PHONY: help setup build check lint types test test-slow test-gpu demo bench parity-full stress soak mutations sanitize format clean always
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -75,6 +75,9 @@ test: $(BUILD) ## the tests that CI runs
 
 test-slow: $(BUILD) ## the tests that `make test` leaves out
 	@$(CACHED) $(BIN)/python -m pytest -q -m slow
+
+test-gpu: $(BUILD) ## on a machine with a GPU: bits, streams and copies there
+	@$(CACHED) $(BIN)/python -m pytest -q -n 4 --gpu -m "not slow" tests/gpu tests/infinity/test_parity.py tests/odd tests/io_daemon/bench/test_library_engines.py
 
 demo: $(BUILD) ## train a 100M-parameter GPT from NVMe in a third of its state's memory
 	@$(BIN)/infinity demo

@@ -21,6 +21,13 @@ MountTmpfs = Callable[[int], Path]
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--seeds", type=int, default=200, help="simulated nodes to run")
     parser.addoption("--first-seed", type=int, default=0, help="of the first one")
+    parser.addoption("--gpu", action="store_true", help="train on the GPU, if there is one: it is hidden otherwise")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Before any test is imported, and with it torch."""
+    if not config.getoption("gpu"):
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 @pytest.fixture(scope="session", autouse=True)

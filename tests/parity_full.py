@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from tests.support.device import NUM_RANKS_MAX
 from tests.support.matrix import PAIRWISE_SEED, Cell, crossed, full_matrix, pairwise
 from tests.support.parity import Verdict, in_order, launch
 
@@ -26,9 +27,9 @@ def selection(name: str) -> list[Cell]:
     each optimizer that the matrix has not."""
     match name:
         case "full":
-            return crossed()
+            return [cell for cell in crossed() if cell.num_ranks <= NUM_RANKS_MAX]
         case "pairwise":
-            return pairwise(full_matrix())
+            return pairwise(full_matrix(ranks=[ranks for ranks in (1, 2) if ranks <= NUM_RANKS_MAX]))
         case _:
             return [
                 Cell(3, "nvme", "nvme", dtype, accumulation, False, False, num_ranks, "least", optimizer)
@@ -38,6 +39,7 @@ def selection(name: str) -> list[Cell]:
                     ("fp32", 1, 2, "AdamW"),
                     ("fp16", 1, 2, "Lion"),
                 )
+                if num_ranks <= NUM_RANKS_MAX
             ]
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from infinity.errors import BudgetError, ProtocolError, WorldError
+from tests.support.device import CPU, USED, be_deterministic
 from tests.support.plain_engine import PlainEngine
 from tests.support.reference import differing_bits
 from tests.support.world import InfinityWorld, Observation, PlainWorld, Setting, World
@@ -111,6 +112,9 @@ def _number_nodes_beyond_threads() -> None:
 def _run(script: Script, world: World) -> Run:
     _number_nodes_beyond_threads()
     torch.set_num_threads(1)
+    if USED != CPU:
+        torch.set_default_device(USED)  # scripts name none
+        be_deterministic()
     torch.manual_seed(0)
     random.seed(0)
     try:
@@ -231,6 +235,8 @@ def _tensor_difference(name: str, expected: Any, found: Any, tolerance: float) -
         return f"{name}: {type(found).__name__} instead of {type(expected).__name__}"
     if expected.shape != found.shape or expected.dtype != found.dtype:
         return f"{name}: {found.dtype}{tuple(found.shape)} instead of {expected.dtype}{tuple(expected.shape)}"
+    if not (expected.is_meta or found.is_meta):  # weights of an engine come on the CPU
+        expected, found = expected.cpu(), found.cpu()
     if tolerance:
         return None if torch.allclose(expected, found, rtol=tolerance, atol=0) else f"{name}: beyond {tolerance}"
     left, right = (x.to_dense() if x.layout is not torch.strided else x for x in (expected, found))

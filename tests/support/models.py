@@ -17,6 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.device import USED
+
 WIDTH = 211
 VOCABULARY = 509
 LENGTH = 7
@@ -270,7 +272,7 @@ def batches(num_batches: int, *, rank: int = 0, seed: int = 0) -> list[Batch]:
     generator = torch.Generator().manual_seed(seed * 1_009 + rank)
     made = []
     for index in range(num_batches):
-        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator)
+        tokens = torch.randint(VOCABULARY, (ROWS, LENGTH + 1), generator=generator).to(USED)
         use_gate = index % 4 != 2 and (index + rank) % 3 != 1
         made.append({"tokens": tokens, "use_expert": index % 5 not in (0, 3), "use_gate": use_gate})
     return made

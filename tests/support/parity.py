@@ -29,6 +29,7 @@ from torch import distributed
 import infinity
 from infinity.errors import BudgetError
 from tests.support.daemon import ServedDaemon
+from tests.support.device import CPU, USED, be_deterministic
 from tests.support.matrix import Cell
 from tests.support.models import ROWS, batches, decay_groups, everything, loss_of, seeded
 from tests.support.optimizers import CHOICES
@@ -104,6 +105,7 @@ def recipe_of(cell: Cell, num_steps: int) -> Recipe:
         fp16=cell.dtype == "fp16",
         optimizer=cell.optimizer,
         sums=cell.sums,
+        offloaded=USED != CPU and cell.optimizer_tier != "none",
     )
 
 
@@ -183,8 +185,8 @@ def train_engine(build: Any, recipe: Recipe, config: dict[str, Any], *, rank: in
                 engine.backward(loss)
             if not puts_off:
                 engine.step()
-            run.losses.append(loss.detach().clone())
-        run.weights = engine.full_state_dict()
+            run.losses.append(loss.detach().clone().cpu())
+        run.weights = {name: value.cpu() for name, value in engine.full_state_dict().items()}
         run.masters = engine.full_master_state_dict()
     finally:
         engine.destroy()
@@ -198,7 +200,9 @@ _least_budgets: dict[Cell, int] = {}
 @lru_cache(maxsize=2)  # cells come in the order of their recipes
 def _oracle(recipe: Recipe, rank: int) -> Run:
     stage = STAGE_OF_ORACLE[recipe.sums]
-    config = engine_config(recipe, param_tier="none", optimizer_tier="none", swap_dir="", stage=stage)
+    tier = "cpu" if recipe.offloaded else "none"
+    config = engine_config(recipe, param_tier="none", optimizer_tier=tier, swap_dir="", stage=stage)
+    del config["io_daemon"]  # the daemon of the launch has its own, see DAEMON_OPTIONS
     return train_engine(everything, recipe, config, rank=rank)
 
 
@@ -357,9 +361,10 @@ def main() -> None:
     answers_fd = os.dup(1)
     os.dup2(2, 1)
     torch.set_num_threads(1)
+    be_deterministic()
     rank, num_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     distributed.init_process_group(
-        "gloo",
+        "gloo" if USED == CPU else None,
         init_method=f"file://{arguments.store}",
         rank=rank,
         world_size=num_ranks,

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tests.support.device import CPU, USED
+
 LEARNING_RATE = 3e-3
 BETAS = (0.9, 0.95)
 EPS = 1e-8
@@ -46,9 +48,12 @@ class PlainEngine(nn.Module):
         clipping: float,
         parameters: Iterable[Any] | None,
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
+        offloaded: bool = False,
     ) -> None:
+        """``offloaded``: masters are on the CPU and stepped there, wherever the module is."""
         super().__init__()
         self.module = module
+        self._masters_on = CPU if offloaded else USED
         self.accumulation, self.clipping, self.bf16 = accumulation, clipping, bf16
         self.global_steps = self.micro_steps = 0
         self.optimizer: torch.optim.Optimizer | None = None
@@ -75,9 +80,10 @@ class PlainEngine(nn.Module):
 
     def _stepped(self, param: nn.Parameter) -> Tensor:
         """The tensor that the optimizer steps for ``param``: itself, or its master."""
-        if not self.bf16 and param.dtype is torch.float32 and param.is_contiguous():
+        on_its_own = param.device.type == self._masters_on.type
+        if on_its_own and not self.bf16 and param.dtype is torch.float32 and param.is_contiguous():
             return param
-        master = param.detach().clone(memory_format=torch.contiguous_format).float()
+        master = param.detach().clone(memory_format=torch.contiguous_format).float().to(self._masters_on)
         self._master_of[param] = master
         return master
 
@@ -100,7 +106,8 @@ class PlainEngine(nn.Module):
         if stepped.grad is None:
             raise RuntimeError("what is stepped has a gradient")
         param = next((param for param, master in self._master_of.items() if master is stepped), stepped)
-        return torch.empty_like(param, dtype=stepped.grad.dtype).copy_(stepped.grad.to_dense())
+        like = torch.empty_like(param, dtype=stepped.grad.dtype, device=stepped.device)
+        return like.copy_(stepped.grad.to_dense())
 
     def _collect(self, param: nn.Parameter) -> None:
         """What autograd has accumulated goes to the master: at once where micro-batches of bf16 add up in fp32."""
@@ -108,7 +115,7 @@ class PlainEngine(nn.Module):
         if master is None or param.grad is None:
             return
         gradient = param.grad.detach()
-        gradient = gradient.float().clone(memory_format=torch.contiguous_format)
+        gradient = gradient.float().to(master.device).clone(memory_format=torch.contiguous_format)
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         param.grad = None
 
@@ -120,9 +127,9 @@ class PlainEngine(nn.Module):
             return
         for param, master in self._master_of.items():
             self._collect(param)
-            rounded = master.to(param.dtype)
-            if not torch.equal(param, rounded):
-                master.copy_(torch.where(rounded == param, master, param.to(master.dtype)))
+            rounded, now = master.to(param.dtype), param.to(master.device)
+            if not torch.equal(now, rounded):
+                master.copy_(torch.where(rounded == now, master, now.to(master.dtype)))
         if self.optimizer is not None:
             stepped = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
             norm = nn.utils.get_total_norm([self._as_accumulated(p) for p in stepped])

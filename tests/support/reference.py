@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from tests.support.device import USED
 from tests.support.models import Batch, decay_groups, loss_of
 from tests.support.optimizers import CHOICES
 from tests.support.plain_scale import PlainScale
@@ -33,6 +34,8 @@ class Recipe:
     """With a dynamic loss scale from 2 to ``SCALE_POWER`` on."""
     optimizer: str = "AdamW"
     """One of ``tests.support.optimizers``."""
+    offloaded: bool = False
+    """Whether masters are on the CPU and stepped there, wherever the model is."""
     sums: str = "every"
     """How gradients add up. "every": each micro-batch is averaged over ranks, as DDP does, and averages are added in
     fp32; "once": a rank adds up its own in fp32, and the sums are averaged; "no_sync": that in the model's dtype, by
@@ -68,7 +71,9 @@ class MasterWeights:
     def __init__(self, model: nn.Module, recipe: Recipe) -> None:
         self.recipe = recipe
         self.master_of: dict[nn.Parameter, Tensor] = {
-            parameter: parameter.detach().clone().float() for parameter in model.parameters() if parameter.requires_grad
+            parameter: parameter.detach().clone().float().to("cpu" if recipe.offloaded else USED)
+            for parameter in model.parameters()
+            if parameter.requires_grad
         }
         groups = decay_groups(model)
         for group in groups:
@@ -85,7 +90,7 @@ class MasterWeights:
         for parameter, master in self.master_of.items():
             if parameter.grad is None:
                 continue
-            gradient = parameter.grad.float()
+            gradient = parameter.grad.float().to(master.device)
             master.grad = gradient.clone() if master.grad is None else master.grad.add_(gradient)
             parameter.grad = None
 
@@ -129,7 +134,7 @@ def train_reference(model: nn.Module, batches: Sequence[Batch], recipe: Recipe, 
     which is what an engine does that shards gradients: it has nowhere to keep a whole one.
     """
     master_weights = MasterWeights(model, recipe)
-    cast(model, recipe)
+    cast(model.to(USED), recipe)
     forward: Any = model
     if ddp and recipe.sums != "once":
         forward = DistributedDataParallel(model, find_unused_parameters=True)
@@ -147,13 +152,13 @@ def train_reference(model: nn.Module, batches: Sequence[Batch], recipe: Recipe, 
                 torch.autograd.backward(scaled.float() * master_weights.scale if recipe.fp16 else scaled)
             if is_last or not no_sync:
                 master_weights.accumulate()
-            run.losses.append(loss.detach().clone())
+            run.losses.append(loss.detach().clone().cpu())
         if ddp and recipe.sums == "once":
             master_weights.average()
         master_weights.step()
-    run.weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    run.weights = {name: value.detach().clone().cpu() for name, value in model.state_dict().items()}
     run.masters = {
-        name: master_weights.master_of[parameter].clone()
+        name: master_weights.master_of[parameter].clone().cpu()
         for name, parameter in model.named_parameters(remove_duplicate=False)
         if parameter in master_weights.master_of
     }

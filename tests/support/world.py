@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map_only
 
 import infinity
 from tests.support.averaging_engine import AveragingEngine
+from tests.support.device import USED
 from tests.support.plain_engine import BETAS, EPS, LEARNING_RATE, PlainEngine, cast_weights
 
 THRESHOLD_KEYS = (
@@ -106,10 +107,12 @@ class World:
     def randn(self, *shape: int, seed: int = 0, requires_grad: bool = False) -> Tensor:
         """Input of the setting's dtype."""
         generator = torch.Generator().manual_seed(self._seed(seed))
-        return torch.randn(*shape, generator=generator).to(self.dtype).requires_grad_(requires_grad)
+        made = torch.randn(*shape, generator=generator, device="cpu")
+        return made.to(USED, self.dtype).requires_grad_(requires_grad)
 
     def tokens(self, *shape: int, below: int, seed: int = 0) -> Tensor:
-        return torch.randint(below, shape, generator=torch.Generator().manual_seed(self._seed(seed)))
+        generator = torch.Generator().manual_seed(self._seed(seed))
+        return torch.randint(below, shape, generator=generator, device="cpu").to(USED)
 
     def _seed(self, seed: int) -> int:
         """Every rank has inputs of its own."""
@@ -127,7 +130,7 @@ class World:
 
     def autocast(self) -> AbstractContextManager[Any]:
         """To bf16, on the caller's side of the engine."""
-        return torch.autocast("cpu", dtype=torch.bfloat16)
+        return torch.autocast(USED.type, dtype=torch.bfloat16)
 
     def initialize(
         self,
@@ -200,6 +203,7 @@ class PlainWorld(World):
             clipping=clipping,
             parameters=parameters,
             optimizer=optimizer,
+            offloaded=self.setting.nvme or self.setting.cpu,
             **({"each": self.setting.stage >= 2} if dist.is_initialized() else {}),
         )
         self.engines.append(engine)
