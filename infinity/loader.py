@@ -63,12 +63,12 @@ class _Shuffled(RandomSampler):
 
     def __iter__(self) -> Iterator[int]:
         if not self.is_given:
-            self.seed = int(torch.empty((), dtype=torch.int64).random_().item())
+            self.seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())
         self.is_given = False
         num_passed, self.num_passed = self.num_passed, 0
         generator = torch.Generator()
         generator.manual_seed(self.seed or 0)
-        yield from torch.randperm(self.num_samples, generator=generator).tolist()[num_passed:]
+        yield from torch.randperm(self.num_samples, generator=generator, device="cpu").tolist()[num_passed:]
 
 
 class PlacedLoader(DataLoader[Any]):

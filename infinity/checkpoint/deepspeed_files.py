@@ -210,7 +210,7 @@ class DeepSpeedFiles:
             return weights
         state = (self._optimizer(run.rank).get("state") or {}).get(run.vector, {})
         value = state.get(kind.removeprefix(STATE_PREFIX))
-        return value if torch.is_tensor(value) else torch.empty(0)
+        return value if torch.is_tensor(value) else torch.empty(0, device="cpu")
 
     def _weights(self, rank: int) -> Sequence[Any]:
         state = self._state(rank)

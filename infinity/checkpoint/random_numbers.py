@@ -19,7 +19,7 @@ def random_states(device: torch.device) -> dict[str, Any]:
     states: dict[str, Any] = {
         "torch": torch.get_rng_state(),
         "numpy": _numpys_state(),
-        "python": (version, torch.tensor(words), following),
+        "python": (version, torch.tensor(words, device="cpu"), following),
     }
     if device.type != "cpu":
         states[device.type] = torch.get_device_module(device).get_rng_state(device)

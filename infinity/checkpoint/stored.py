@@ -79,7 +79,7 @@ class StoredCheckpoint:
         with self._replaced_told():
             if len(placed) == 1:
                 return self._load(*placed[0])[first - placed[0][1].first :][:numel]
-            values = torch.empty(numel, dtype=DTYPES[self.entries[name].kinds[kind]])
+            values = torch.empty(numel, dtype=DTYPES[self.entries[name].kinds[kind]], device="cpu")
             for rank, piece in placed:
                 begin, end = max(first, piece.first), min(first + numel, piece.first + piece.numel)
                 values[begin - first : end - first] = self._load(rank, piece)[begin - piece.first : end - piece.first]

@@ -131,7 +131,9 @@ def to_torch_tensor(
         if id(tensor) not in made:
             own = asked if asked is not None and tensor.dtype.is_floating_point else tensor.dtype
             empty = return_empty_tensor
-            made[id(tensor)] = torch.empty(tensor.shape, dtype=own) if empty else tensor.contiguous().to(own)
+            made[id(tensor)] = (
+                torch.empty(tensor.shape, dtype=own, device="cpu") if empty else tensor.contiguous().to(own)
+            )
     return {name: made[id(tensor)] for name, tensor in state_dict.items()}
 
 

@@ -189,7 +189,7 @@ class CheckOverflow:
 
 def _anywhere(found: bool, *, is_shared: bool = True) -> bool:
     """Whether it was found on any rank; not ``is_shared``: on this one."""
-    flag = torch.tensor(float(found))
+    flag = torch.tensor(float(found), device="cpu")
     if is_shared and dist.is_initialized():
         dist.all_reduce(flag, op=dist.ReduceOp.MAX)
     return bool(flag)

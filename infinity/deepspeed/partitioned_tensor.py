@@ -41,7 +41,7 @@ class PartitionedTensor:
         """
         if meta.dtype != torch.long:
             raise AssertionError(f"meta is what to_meta() gives, of torch.long, not {meta.dtype}")
-        made = cls(torch.empty(0), group)
+        made = cls(torch.empty(0, device="cpu"), group)
         num_dims, *numbers = meta.tolist()
         made.orig_size, (num_parts, rank, *made.partition) = numbers[:num_dims], numbers[num_dims:]
         if (num_parts, rank) != (made.num_parts, made.rank):

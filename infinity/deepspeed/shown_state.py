@@ -143,10 +143,10 @@ class ShownState(FixedState):
         """This rank's part of ``state`` of the parameters, of the masters if it is None, in one copy."""
         runtime = self._runtime()
         if not params:
-            return torch.empty(0)
+            return torch.empty(0, device="cpu")
         kind = runtime.states.kind(state)
         parts = [runtime.states.read(runtime.sharded_param(param), kind, whole=False) for param in params]
-        flat = torch.cat([torch.empty(0), *(part for part in parts if part is not None)])
+        flat = torch.cat([torch.empty(0, device="cpu"), *(part for part in parts if part is not None)])
         return shard_copies.hand_out(runtime, params[0], flat, through)
 
 
@@ -154,5 +154,5 @@ def _gradient(runtime: Runtime, param: nn.Parameter) -> torch.Tensor:
     sharded = runtime.sharded_param(param)
     values = runtime.states.read(sharded, ObjectKind.GRAD, whole=False)
     if values is None:
-        values = torch.zeros(runtime.io.own_range(sharded)[1])
+        values = torch.zeros(runtime.io.own_range(sharded)[1], device="cpu")
     return shard_copies.hand_out(runtime, param, values, "optimizer.averaged_gradients")

@@ -132,7 +132,7 @@ class Gathering:
             param.allocate().copy_(flattened(data, param.order))
 
     def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:
-        changed = torch.tensor([param.is_written() for param in params], dtype=torch.uint8)
+        changed = torch.tensor([param.is_written() for param in params], dtype=torch.uint8, device="cpu")
         what = f"agree which of {len(params)} gathered parameters were changed, and take what rank {modifier_rank} has"
         self._collectives.max(changed, what)
         for param in [param for param, flag in zip(params, changed.tolist(), strict=True) if flag]:

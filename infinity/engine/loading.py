@@ -190,7 +190,7 @@ class Loading:
             def values(kind: ObjectKind, segment: Segment) -> torch.Tensor:
                 nonlocal total
                 if is_new(segment.param, kind):
-                    return torch.zeros(segment.numel)
+                    return torch.zeros(segment.numel, device="cpu")
                 found = self._stored.read(entries[segment.param].name, names[kind], segment.param_offset, segment.numel)
                 total += found.nbytes
                 progress.advance(found.nbytes)

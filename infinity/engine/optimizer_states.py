@@ -192,4 +192,4 @@ class OptimizerStates:
 
     def _zeros(self, sharded: ShardedParam, *, whole: bool) -> dict[str, torch.Tensor]:
         shape = sharded.shape if whole else torch.Size([self._runtime.io.own_range(sharded)[1]])
-        return {label: torch.zeros(shape) for label in self._rule.states}
+        return {label: torch.zeros(shape, device="cpu") for label in self._rule.states}

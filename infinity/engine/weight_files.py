@@ -125,7 +125,7 @@ def _stream(runtime: Runtime, tensors: Tensors) -> Iterator[tuple[str, int, torc
             for first, values in runtime.stream(tensor):
                 yield name, first, values
         else:
-            whole = torch.empty(tensor.numel, dtype=tensor.dtype)
+            whole = torch.empty(tensor.numel, dtype=tensor.dtype, device="cpu")
             for first, values in runtime.stream(tensor):
                 whole[first : first + values.numel()] = values
             yield name, 0, tensor.unflattened(whole).reshape(-1)

@@ -143,7 +143,7 @@ class BlockWriter:
     def align(self, num_bytes: int) -> None:
         """Append zeros until the size is a multiple of ``num_bytes``."""
         if missing := -self.num_bytes % num_bytes:
-            self.append(torch.zeros(missing, dtype=torch.uint8))
+            self.append(torch.zeros(missing, dtype=torch.uint8, device="cpu"))
 
     def finish(self) -> None:
         """Have it all on the drive. Raises OSError."""

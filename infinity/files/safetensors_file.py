@@ -80,7 +80,7 @@ class SafetensorsFile(WeightsFile):
 
     def read(self, name: str, first: int, numel: int) -> torch.Tensor:
         self.check_identity()
-        values = torch.empty(numel, dtype=self._entries[name].dtype)
+        values = torch.empty(numel, dtype=self._entries[name].dtype, device="cpu")
         offset = self._offsets[name] + first * values.element_size()
         with open(self.path, "rb", buffering=0) as file:
             _read_into(file.fileno(), self.path, bytes_of(values), offset)

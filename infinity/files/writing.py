@@ -103,7 +103,9 @@ class NewTorchFile(NewFile):
 
     def _lay_out(self) -> tuple[Mapping[str, int], int]:
         # memory that nobody touches takes no page
-        hollow = {name: torch.empty(entry.shape, dtype=entry.dtype) for name, entry in self.entries.items()}
+        hollow = {
+            name: torch.empty(entry.shape, dtype=entry.dtype, device="cpu") for name, entry in self.entries.items()
+        }
         hollow |= {alias: hollow[name] for alias, name in self.aliases.items()}
         try:
             with torch.serialization.skip_data():

@@ -45,8 +45,8 @@ class Agreement:
         self._told, self._peers = (what, whose, failure), peers
         if peers is None:
             return
-        self._mine = torch.tensor([_number(*self._told)])
-        self._all = torch.empty(peers.world_size, dtype=torch.int64)
+        self._mine = torch.tensor([_number(*self._told)], device="cpu")
+        self._all = torch.empty(peers.world_size, dtype=torch.int64, device="cpu")
         with _in_words(what, peers):
             self._work: dist.Work = gather(self._all, self._mine, group=peers.control, async_op=True)
 

@@ -46,7 +46,7 @@ def join(numbers: torch.Tensor, rests: torch.Tensor, markers: torch.Tensor, out:
         The places of the marks, int64.
     """
     if out.device.type == "meta":
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     bits, uppers, signs = out.view(torch.int32), numbers.view(torch.int16), markers.view(torch.int32)
     if _are_here(numbers, out):
         return _places(_native.join_halves(uppers.numpy(), rests.numpy(), signs.numpy(), bits.numpy()))
@@ -75,7 +75,7 @@ def cut(values: torch.Tensor, numbers: torch.Tensor, rests: torch.Tensor, marker
         ValueError: a marker is negative where its sign would be a mark; no marker has changed.
     """
     if values.device.type == "meta":
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device="cpu")
     bits, uppers, signs = values.view(torch.int32), numbers.view(torch.int16), markers.view(torch.int32)
     if _are_here(numbers, values):
         marks = _native.cut_halves(bits.numpy(), uppers.numpy(), rests.numpy(), signs.numpy())

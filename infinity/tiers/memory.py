@@ -111,7 +111,7 @@ class MemoryStore(ShardStore):
             return
         for (chunk, kind), tensor in self._objects.items():
             if mask >> kind & 1 and tensor.device == self._device:
-                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory)
+                host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pin_memory, device="cpu")
                 self._objects[chunk, kind] = host.copy_(tensor, non_blocking=non_blocking)
 
     def bring_back(self, *, non_blocking: bool) -> None:

@@ -92,7 +92,7 @@ def _times(bits: torch.Tensor, factor: int) -> torch.Tensor:
 def _round_by_chance(values: torch.Tensor, dropped: int, seed: int, first: int) -> None:
     bits, cut = _bits(values), (1 << dropped) - 1
     places = torch.arange(values.numel(), device=values.device) + (first & _WORD) & _WORD
-    seed ^= int(_mixed(torch.tensor(first >> 32)))
+    seed ^= int(_mixed(torch.tensor(first >> 32, device="cpu")))
     drawn = _mixed(_times(places, 0x9E37_79B1) ^ seed)
     rounded = bits + (drawn & cut) & ~cut
     _put_bits(torch.where(bits & 0x7FFF_FFFF < _INFINITY, rounded, bits), values)

@@ -78,7 +78,7 @@ class MemoryPool:
                 return torch.empty_strided(shape, strides, dtype=dtype, device=self._device)
         block = _Block(self._memory[offset : offset + num_bytes], (offset, num_bytes), self._returned, self._poison)
         storage = torch.from_numpy(np.asarray(block)).untyped_storage()
-        return torch.empty(0, dtype=dtype).set_(storage, 0, torch.Size(shape), strides)
+        return torch.empty(0, dtype=dtype, device="cpu").set_(storage, 0, torch.Size(shape), strides)
 
     def trim(self) -> None:
         """Give the pages of everything that is free back to the system."""

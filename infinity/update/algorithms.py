@@ -105,4 +105,6 @@ def make_optimizer(config: OptimizerConfig, groups: Sequence[Mapping[str, Any]])
                 del options[name]
         case _:
             kind = getattr(torch.optim, config.type)
-    return kind([{**group, "params": [torch.nn.Parameter(torch.zeros(1))]} for group in groups], **options)
+    return kind(
+        [{**group, "params": [torch.nn.Parameter(torch.zeros(1, device="cpu"))]} for group in groups], **options
+    )

@@ -300,7 +300,7 @@ def _watched_at(
     refuses_idle: bool = False,
 ) -> Kept:
     generator = torch.Generator().manual_seed(NUM_STEPS)
-    matrix = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
+    matrix = torch.randn(ROWS, COLUMNS, generator=generator, device="cpu").to(dtype)
     grads = [_gradient(generator).to(dtype) for _ in range(NUM_STEPS)]
     options = stand_in.chosen(options, matrix.device)
     stand_in.asked.shape = False  # that was at other options
@@ -334,7 +334,7 @@ def _watched_at(
 
 
 def _gradient(generator: torch.Generator) -> torch.Tensor:
-    grad = torch.randn(ROWS, COLUMNS, generator=generator)
+    grad = torch.randn(ROWS, COLUMNS, generator=generator, device="cpu")
     grad.view(-1)[:CUT] *= 1000  # what looks at norms sees two very different parts
     grad.view(-1)[::37], grad.view(-1)[5::41] = -0.0, 0.0  # a sign of zero is a bit, too
     return grad

@@ -54,7 +54,7 @@ class Reducer:
         """Whether what a rank adds by itself is rounded to the dtype of reductions."""
         self._adds_at_once = collectives.world_size == 1 and not rounds_sums
         """Whether a gradient goes to the step's as it comes: nobody waits for it, and it is not rounded with others."""
-        self._used = torch.zeros(num_params, dtype=torch.uint8)
+        self._used = torch.zeros(num_params, dtype=torch.uint8, device="cpu")
         self._order = sorted(self._groups, reverse=True)
         self._completed: dict[int, None] = {}
         self._order_learnt = False
@@ -187,7 +187,7 @@ class Reducer:
     def _reduce_again(self) -> None:
         """Re-entrant checkpointing may accumulate into a group that was reduced already: once more, on every rank."""
         order = sorted(self._groups)
-        again = torch.tensor([self._groups[index].has_gradients for index in order], dtype=torch.uint8)
+        again = torch.tensor([self._groups[index].has_gradients for index in order], dtype=torch.uint8, device="cpu")
         self._collectives.max(again, "agree which groups to reduce again")
         for index, flag in zip(order, again.tolist(), strict=True):
             if flag:

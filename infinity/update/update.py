@@ -195,7 +195,7 @@ class Update:
     def agree(self, collectives: Collectives, number: int, present: Sequence[bool]) -> None:
         """All ranks are about to do the same step, and take its norm if any wants it. Collective. Raises WorldError."""
         if collectives.world_size > 1:
-            asked = torch.tensor([self._norm_asked], dtype=torch.uint8)
+            asked = torch.tensor([self._norm_asked], dtype=torch.uint8, device="cpu")
             clips = "" if self._clip_once is None else f" clipped to {float(self._clip_once)!r}"
             options = in_words(options_of(self._optimizer))
             collectives.max(asked, f"update {sum(present)} parameters{clips} in step {number}, with {options}")
@@ -368,7 +368,9 @@ class Update:
         norm = self._norm(present) if clips or self._norm_asked else None
         if norm is None:
             self.grad_norm = None
-        factor = torch.ones(()) if norm is None or not clips else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        factor = (
+            torch.ones((), device="cpu") if norm is None or not clips else (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        )
         if self.scale.value == 1.0:
             return factor if clips and factor != 1.0 else None
         return factor / self.scale.value

@@ -85,7 +85,7 @@ def take_promises(named: Iterable[tuple[str, nn.Parameter]]) -> dict[int, Values
 
 def _give_memory(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Promise]:
     """(what the parameter was, what it was promised)."""
-    placeholder = torch.full((), torch.nan, dtype=param.dtype).expand(param.shape)
+    placeholder = torch.full((), torch.nan, dtype=param.dtype, device="cpu").expand(param.shape)
     stand_in = nn.Parameter(placeholder, requires_grad=param.requires_grad)
     stand_in.__dict__.update(param.__dict__)
     promised: Promise = _promises[param]

@@ -157,7 +157,7 @@ class StagingArea(owners.Owner):
 
     def _refuse_changes(self, params: Sequence[nn.Parameter], before: Sequence[int]) -> None:
         pairs = zip(params, before, strict=True)
-        changed = torch.tensor([param._version != version for param, version in pairs], dtype=torch.uint8)
+        changed = torch.tensor([param._version != version for param, version in pairs], dtype=torch.uint8, device="cpu")
         self.collectives.max(changed, f"look for changes of {len(params)} gathered parameters")
         for param, flag in zip(params, changed.tolist(), strict=True):
             if flag:
@@ -313,7 +313,7 @@ class StagedParam:
     @property
     def is_aliased(self) -> bool:
         """Whether somebody keeps a view of the parameter's memory, which must go on following it."""
-        return _num_users(self.param) > _num_users(torch.empty(1))
+        return _num_users(self.param) > _num_users(torch.empty(1, device="cpu"))
 
     def stage_out(self) -> None:
         """Rank 0's values become every rank's; each keeps its shard only."""
@@ -352,9 +352,9 @@ class StagedParam:
             if collectives.world_size == 1:
                 self._read_into(flat, 0)
                 return flat, flat
-            shard = torch.empty(self.shard_numel, dtype=memory.dtype)
+            shard = torch.empty(self.shard_numel, dtype=memory.dtype, device="cpu")
             self._read_into(shard, self.start)
-            return torch.empty(collectives.world_size * self.shard_numel, dtype=memory.dtype), shard
+            return torch.empty(collectives.world_size * self.shard_numel, dtype=memory.dtype, device="cpu"), shard
 
         with torch.inference_mode(mode=False), torch.no_grad():
             full, shard = collectives.prepared(own, f"bring back {self.name}")
@@ -371,7 +371,7 @@ class StagedParam:
 
     def read(self, first: int, numel: int) -> torch.Tensor:
         """Elements [first, first + numel) of the parameter flattened in memory order, which this rank's shard holds."""
-        values = torch.empty(numel, dtype=self.param.dtype)
+        values = torch.empty(numel, dtype=self.param.dtype, device="cpu")
         self._read_into(values, first)
         return values
 
