@@ -33,6 +33,7 @@ LOOPS: Final[dict[str, dict[str, Any]]] = {
     "z3 nvme": {"stage": 3, "offload_optimizer": _NVME, "offload_param": _NVME},
 }
 FRESH: Final = "under NVMe offload the real one resumes from fresh weights, without a word"
+KEPT: Final = "under NVMe offload the real one goes on from the weights that it has, not those it loads, without a word"
 LOST: Final = "under Init the real one loses what a constructor writes to its weights (_init_weights), without a word"
 HALVES: Final = "the real one's masters are the rounded weights, and it adds up micro-batches' gradients in fp16"
 BY_FLAGS: Final = (
@@ -120,7 +121,8 @@ def _trainer(name: str, file: str, *more: str, script: str = "trainer.py", **opt
 
 def _accelerate(name: str, *more: str, **options: Any) -> Row:
     words = (str(EXAMPLES / "accelerate_loop.py"), "--model", "model", "--output", OUT)
-    return Row(name, (*words, *more), in_memory=words, **options)
+    kept: dict[str, Any] = {"forgotten": ("again",), "why": KEPT} if "nvme" in name else {}
+    return Row(name, (*words, *more), in_memory=words, **kept, **options)
 
 
 def furnish(directory: Path, model: Path) -> None:
