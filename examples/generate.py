@@ -37,7 +37,7 @@ def main() -> None:
     else:
         model = AutoModelForCausalLM.from_pretrained(options.model)
     model.eval()
-    prompt = torch.tensor([list(PROMPT)])
+    prompt = torch.tensor([list(PROMPT)], device=model.device)
     tokens = model.generate(
         input_ids=prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=16, do_sample=False
     )

@@ -1,7 +1,7 @@
 """LoRA by PEFT and the Trainer, over a base that stays on NVMe, read only:
 
     infinity as-deepspeed torchrun --nproc-per-node 1 examples/peft_lora.py --model DIRECTORY \
-        --deepspeed examples/zero3_nvme.json --output_dir out --use_cpu --max_steps 6
+        --deepspeed examples/zero3_nvme.json --output_dir out --max_steps 6    # without a GPU also: --use_cpu
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Transformers' Trainer. All that is said of DeepSpeed is one argument:
 
     infinity as-deepspeed torchrun --nproc-per-node 1 examples/trainer.py --model DIRECTORY \
-        --deepspeed examples/zero3_nvme.json --output_dir out --use_cpu --max_steps 6 --save_steps 3
+        --deepspeed examples/zero3_nvme.json --output_dir out --max_steps 6 --save_steps 3
 
-Again with ``--resume_from_checkpoint out/checkpoint-3`` it goes on where it was, and without ``--deepspeed`` it trains
-in memory.
+Without a GPU the Trainer needs ``--use_cpu``, too. Again with ``--resume_from_checkpoint out/checkpoint-3`` it goes on
+where it was, and without ``--deepspeed`` it trains in memory.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,9 @@ from infinity.weights.staging import StagingArea, staged_param
 Initialized = tuple[Engine, ShardedOptimizer | None, "DataLoader[Any] | None", LRScheduler | None]
 
 _log = logging.getLogger(__name__)
+
+DEVICE_TORCH: Final = (2, 9)
+"""The first that has what is used of ``torch.Stream`` and ``torch.accelerator``."""
 
 
 def initialize(
@@ -241,6 +244,8 @@ def _device(index: int) -> torch.device:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         return torch.device("cpu")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < DEVICE_TORCH:
+        raise ConfigError("torch", torch.__version__, 'GPUs need 2.9 or later: pip install --upgrade "torch>=2.9"')
     torch.accelerator.set_device_index(index)
     return torch.device(accelerator.type, index)
 

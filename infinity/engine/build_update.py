@@ -34,6 +34,7 @@ def build_update(
             scratch=scratch,
             rounding=rounding,
             weights_of=sharded.weights_of if precision.rounds_in_place else None,
+            device=sharded.stepped_on,
         )
         for chunk_id, chunk in enumerate(sharded.chunks)
         if sharded.layout.placements[chunk.group].trainable

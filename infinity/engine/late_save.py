@@ -201,7 +201,12 @@ class LateSave:
             use(kind, segment, values)
             self._num_bytes += values.nbytes
 
+        device = self._runtime.device
+        beside = device.type not in ("cpu", "meta")
+
         def show(lease: Lease) -> None:
+            if beside:  # this thread's stream waits for nobody's who trains
+                torch.accelerator.synchronize(device)
             copied = self._lent.pop(lease.chunk, None)
             io.show(lease if copied is None else _Copied(lease, copied), params, counted, numel_max=PIECE_NUMEL_MAX)
 

@@ -88,7 +88,7 @@ class TrainingLoop:
         self._in_backward: InBackward | None = None
         if self.update is not None and config.io_daemon.update_in_backward:
             self._in_backward = InBackward(self.update, runtime.gradients, runtime.changes.make_ready)
-        self._record = StepRecord(runtime.sharded)
+        self._record = StepRecord(runtime.sharded, runtime.device if observers.wants_times else None)
         self._stepped: tuple[bool, ...] = ()
         """Whether the last update stepped it, for each parameter."""
         self._to_zero: set[int] = set()

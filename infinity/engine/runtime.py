@@ -399,7 +399,9 @@ class Runtime(owners.Owner):
         what it freed."""
         self.sharded.pool.trim()
         self.sharded.device_store.trim()
-        if self.sharded.host_store is not None and self.device.type == "cpu":
+        if self.device.type not in ("cpu", "meta"):
+            torch.get_device_module(self.device).empty_cache()  # for others on this device
+        elif self.sharded.host_store is not None and self.device.type == "cpu":
             return_freed()
 
     def on_gradient(self, group: ParamGroup, param: ShardedParam) -> None:

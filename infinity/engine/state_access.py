@@ -75,8 +75,9 @@ class StateAccess:
         return self._states[state]
 
     def read(self, param: ShardedParam, kind: ObjectKind, *, whole: bool) -> torch.Tensor | None:
-        """The state in fp32 on the CPU: ``whole`` in the parameter's shape (collective), or this rank's part, 1-D. None
-        where there is none: a frozen parameter has weights only, and a gradient lives from backward to step."""
+        """The state in fp32: ``whole`` in the parameter's shape, on its device (collective), or this rank's part, 1-D
+        on the CPU. None where there is none: a frozen parameter has weights only, and a gradient lives from backward to
+        step."""
         self.check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
         if whole:
             self._check_written([param])

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import Final
 
+import torch
+
 from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
 from infinity.weights.sharded_model import ShardedModel
@@ -20,8 +22,10 @@ _FIELDS: Final = {
 class StepRecord:
     """Bytes count from here on."""
 
-    def __init__(self, sharded: ShardedModel) -> None:
+    def __init__(self, sharded: ShardedModel, waits_for: torch.device | None = None) -> None:
+        """``waits_for``: the device that is to have done what a phase has queued when its time is taken; None: none."""
         self._sharded = sharded
+        self._waits_for = None if waits_for is None or waits_for.type in ("cpu", "meta") else waits_for
         self._labels = kind_labels(sharded.precision.state_kinds)
         self.times = self._last_times = StepTimes()
         """The running step's."""
@@ -32,12 +36,12 @@ class StepRecord:
 
     def begin(self) -> None:
         """A phase begins."""
-        self._began, self._stalled_before = time.perf_counter(), self._stalled()
+        self._began, self._stalled_before = self._clock(), self._stalled()
 
     def end(self, phase: StepPhase, *, update_seconds: float) -> None:
         """It is over. ``update_seconds``: the part of it that the update of weights took, which counts as the
         update's: the use of what was due is late, its time is not forward's."""
-        seconds = time.perf_counter() - self._began - update_seconds
+        seconds = self._clock() - self._began - update_seconds
         stalled = self._stalled() - self._stalled_before
         self.times = self.times.plus(**{_FIELDS[phase]: seconds}, stall_seconds=stalled)
         self.times = self.times.plus(update_seconds=update_seconds)
@@ -46,6 +50,11 @@ class StepRecord:
         """The step is over."""
         self._last_times, self.times = self.times, StepTimes()
         self._close_traffic()
+
+    def _clock(self) -> float:
+        if self._waits_for is not None:
+            torch.accelerator.synchronize(self._waits_for)
+        return time.perf_counter()
 
     def _stalled(self) -> float:
         return self._sharded.store.stats().get("stall_seconds", 0.0)

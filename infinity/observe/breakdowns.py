@@ -42,7 +42,9 @@ class Progress(Periodic):
 
     def note(self, facts: StepFacts) -> None:
         rates = list(facts.learning_rates)
-        _log.info("step %d, lr %s, %.3f s%s", facts.step, rates, facts.step_s, self._throughput(facts.samples))
+        # what the host took to queue a step is no time of the device's
+        seconds = f", {facts.step_s:.3f} s" if self._waits_for is None else ""
+        _log.info("step %d, lr %s%s%s", facts.step, rates, seconds, self._throughput(facts.samples))
 
     def _throughput(self, samples: int) -> str:
         if self._period is None:
@@ -59,6 +61,8 @@ class Progress(Periodic):
 
 class WallClock(Periodic):
     """``wall_clock_breakdown``: times of forward, backward and update."""
+
+    wants_times = True
 
     def note(self, facts: StepFacts) -> None:
         _log.info(

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -17,6 +18,13 @@ from infinity.observe.observer import Observer
 
 UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3))
 _log = logging.getLogger(__name__)
+
+
+def _clock() -> float:
+    """Where the device has done what was queued."""
+    if torch.accelerator.is_available():
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 class FlopsOfAStep(Observer):
@@ -36,10 +44,10 @@ class FlopsOfAStep(Observer):
     @contextmanager
     def _counting(self) -> Iterator[None]:
         counter = FlopCounterMode(display=False)
-        start_s = time.perf_counter()
+        start_s = _clock()
         with counter:
             yield
-        text = self._table(counter.get_flop_counts(), time.perf_counter() - start_s)
+        text = self._table(counter.get_flop_counts(), _clock() - start_s)
         if self._section.output_file is None:
             _log.info("%s", text)
         else:

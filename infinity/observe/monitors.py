@@ -35,7 +35,7 @@ def figures_of(facts: StepFacts) -> Figures:
 class Monitor(Periodic):
     """Writes figures over the number of samples."""
 
-    wants_loss = True
+    wants_loss = wants_times = True
 
     def note(self, facts: StepFacts) -> None:
         self.write(facts.samples, figures_of(facts))

@@ -39,6 +39,8 @@ class Observer:
 
     wants_loss = False
     """Whether losses are to be kept for ``StepFacts``: reading one waits for the device."""
+    wants_times = False
+    """Whether a phase is to end where the device has done it, and not where the host has queued it."""
 
     def around_forward(self, step: int) -> AbstractContextManager[object]:
         """Entered for every forward of the engine; ``step`` is the one it belongs to, counted from 1."""
@@ -75,6 +77,7 @@ class Observers(Observer):
     def __init__(self, observers: Sequence[Observer] = ()) -> None:
         self._observers = list(observers)
         self.wants_loss = any(observer.wants_loss for observer in observers)
+        self.wants_times = any(observer.wants_times for observer in observers)
         self._losses: list[torch.Tensor] = []
 
     def around_forward(self, step: int) -> AbstractContextManager[object]:

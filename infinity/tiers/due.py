@@ -7,13 +7,12 @@ the chunk's next use, and nobody can see a chunk without it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from infinity.errors import EngineStateError, WorldError
+from infinity.errors import EngineStateError
 from infinity.tiers.base import Lease, StoreLayer, stream
 from infinity.tiers.layers import TracedStore
 from infinity.tiers.snapshot import Snapshot, SnapshotStore
@@ -83,6 +82,7 @@ class DueStore(StoreLayer):
 
         Where it raises, what was not done stays due.
         """
+        self._under_way.settle()  # of these the store below has not everything yet
         for held in list(self._leases.values()):
             held.do_now()
         waiting = list(self._due) if chunks is None else [chunk for chunk in chunks if chunk in self._due]
@@ -91,6 +91,7 @@ class DueStore(StoreLayer):
 
     def snapshot(self, masks: Mapping[int, int], when_made: Callable[[], None]) -> Snapshot:
         """Keep these kinds (a mask) of these chunks as they are, after what is due of them; see ``Snapshot``."""
+        self._under_way.settle()
         return self._snapshots.take(masks, masks.keys() & self._due.keys(), when_made)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
@@ -150,7 +151,7 @@ class DueStore(StoreLayer):
         self._traced.complete()
 
     def abandon(self) -> None:
-        self._under_way.settle()
+        self._under_way.end_all()
         self._traced.abandon()
 
     def unregister(self, chunks: range) -> None:
@@ -159,8 +160,7 @@ class DueStore(StoreLayer):
 
     def close(self) -> None:
         self._due.clear()
-        with suppress(WorldError, RuntimeError):  # with the daemon or the device that was lost goes what they held
-            self._under_way.settle()
+        self._under_way.forget()
         super().close()
 
 

@@ -102,7 +102,9 @@ class MemoryStore(ShardStore):
         return [tensor]
 
     def discard(self, chunk: int, kind: int) -> None:
-        self._objects.pop((chunk, kind), None)
+        tensor = self._objects.pop((chunk, kind), None)
+        if tensor is not None and tensor.device.type not in ("cpu", "meta"):  # what the stream holds may still use it
+            tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
     def move_out(self, mask: int, *, pin_memory: bool, non_blocking: bool) -> None:
         """Objects of these kinds wait in host memory, until ``bring_back``."""

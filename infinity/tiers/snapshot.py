@@ -139,11 +139,12 @@ class Snapshot:
 class _WriteLease(Lease):
     """A lease that changes a chunk: the snapshot's is granted before it."""
 
-    def __init__(self, inner: Lease, snapshot: Snapshot, chunk: int) -> None:
+    def __init__(self, inner: Lease, snapshot: Snapshot, chunk: int, relieve: Callable[[], None]) -> None:
         self.chunk = chunk
-        self._inner, self._snapshot = inner, snapshot
+        self._inner, self._snapshot, self._relieve = inner, snapshot, relieve
 
     def wait(self) -> None:
+        self._relieve()
         self._snapshot.wait_read(self.chunk)
         self._inner.wait()
 
@@ -155,10 +156,12 @@ class _WriteLease(Lease):
 
 
 class SnapshotStore(StoreLayer):
-    """A store of whose chunks there may be a snapshot."""
+    """A store of whose chunks there may be a snapshot. ``relieve``: as of ``HostStore.relieve_by``, since who reads the
+    snapshot waits for frames, too."""
 
-    def __init__(self, inner: ShardStore) -> None:
+    def __init__(self, inner: ShardStore, relieve: Callable[[], None] = lambda: None) -> None:
         super().__init__(inner)
+        self._relieve = relieve
         self.snapshot: Snapshot | None = None
 
     def take(self, masks: Mapping[int, int], unmade: Set[int], when_made: Callable[[], None]) -> Snapshot:
@@ -169,4 +172,4 @@ class SnapshotStore(StoreLayer):
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         waits = self.snapshot is not None and self.snapshot.keeps(chunk, write)
         lease = super().acquire(chunk, read=read, write=write)
-        return _WriteLease(lease, self.snapshot, chunk) if waits and self.snapshot is not None else lease
+        return _WriteLease(lease, self.snapshot, chunk, self._relieve) if waits and self.snapshot is not None else lease

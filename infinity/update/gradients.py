@@ -10,7 +10,8 @@ own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Final
 
 import torch
@@ -64,7 +65,7 @@ class GradientChunks:
 
     def clear(self) -> None:
         """Forget the step's gradients; what the chunks hold is no longer read."""
-        self.settle()
+        self._under_way.forget()
         self._written = [False] * len(self._written)
         self._norms.clear()
 
@@ -94,7 +95,7 @@ class GradientChunks:
     def _send(self, chunk: int, gradient_of: GradientOf, *, norms: bool) -> None:
         """Add to a chunk, be it on the device or on the host, without waiting for the device."""
         lease = self._acquire(chunk)
-        copying = None
+        copying, works = None, list[Future[None]]()
         try:
             lease.wait()
             pieces = lease.pieces(ObjectKind.GRAD)
@@ -104,9 +105,12 @@ class GradientChunks:
                 with self._copies.issue(after_current=True):
                     added = self._copy(chunk, pieces, gradient_of)
                 copied = self._copies.mark()
-                works = self._issue_works(chunk, pieces, gradient_of, copied, added, norms=norms)
+                self._issue_works(works, chunk, pieces, gradient_of, copied, added, norms=norms)
                 copying = Copying(lease, copied, works, keeps=gradient_of, dirty=ObjectKind.GRAD.mask)
         except BaseException:
+            wait(works)
+            with suppress(Exception):  # the first error says what is wrong
+                self._copies.mark().synchronize()  # what was issued still writes there
             lease.release()
             raise
         if copying is None:
@@ -116,6 +120,7 @@ class GradientChunks:
 
     def _issue_works(
         self,
+        works: list[Future[None]],
         chunk: int,
         pieces: Sequence[torch.Tensor],
         gradient_of: GradientOf,
@@ -123,14 +128,15 @@ class GradientChunks:
         added: Sequence[tuple[torch.Tensor, torch.Tensor]],
         *,
         norms: bool,
-    ) -> list[Future[None]]:
-        """What is to be done once all is copied: ``added`` goes where it belongs, then norms are taken."""
+    ) -> None:
+        """Into ``works``: what is to be done once all is copied. ``added`` goes where it belongs, then norms are
+        taken."""
         segments = [segment for segment in self._chunks[chunk].segments if gradient_of(segment) is not None]
         if not norms:
             for segment in segments:
                 self._norms.drop(segment)
         if not (norms or added):
-            return []
+            return
         if not self._workers:
             self._workers = [ThreadPoolExecutor(1, "infinity-gradients") for _ in range(NUM_WORKERS)]
 
@@ -147,12 +153,11 @@ class GradientChunks:
                 self._norms.take(segment, pieces)
 
         adding = self._workers[chunk % NUM_WORKERS].submit(add)
-        works = [adding]
+        works.append(adding)
         for number, worker in enumerate(self._workers):
             counted = [segment for segment in segments if segment.param % NUM_WORKERS == number]
             if norms and counted:
                 works.append(worker.submit(count, counted))
-        return works
 
     def _copy(
         self, chunk: int, pieces: Sequence[torch.Tensor], gradient_of: GradientOf
@@ -168,10 +173,6 @@ class GradientChunks:
                     added.append((target, here))
         return added
 
-    def settle(self) -> None:
-        """Wait until all gradients that are under way are there."""
-        self._under_way.settle()
-
     def replace(self, param: int, first: int, values: torch.Tensor) -> None:
         """The parameter's gradient becomes ``values``: this rank's part, which begins at element ``first``."""
         self._written[param] = False
@@ -180,6 +181,7 @@ class GradientChunks:
             return values[segment.param_offset - first :][: segment.numel] if segment.param == param else None
 
         self.add(range(len(self._chunks)), gradient_of, [param], norms=False)
+        self._under_way.settle()  # the memory of the values is its owner's
 
     def _acquire(self, chunk: int) -> Lease:
         self._under_way.settle_chunk(chunk)
@@ -222,9 +224,14 @@ class GradientChunks:
         Args:
             present: for each parameter, whether any rank has a gradient for it.
         """
-        self.settle()
+        self._under_way.end_all()
         counted = [[param for param in params if present[param]] for params, _ in self._groups]
-        return self._norms.total(counted, lambda group: self._take_lacking(self._groups[group][1], present))
+
+        def take_lacking(group: int) -> None:
+            self._under_way.settle()  # what has failed is told where other ranks hear of it
+            self._take_lacking(self._groups[group][1], present)
+
+        return self._norms.total(counted, take_lacking)
 
     def _take_lacking(self, chunks: Sequence[int], present: Sequence[bool]) -> None:
         lacking = {

@@ -207,12 +207,14 @@ class WholeNorms:
     def total(self, groups: Sequence[Sequence[int]], take_lacking: Callable[[int], None]) -> Norm:
         for number in range(len(groups)):
             take_lacking(number)
-        found = [self._found[param] for param in sorted(param for group in groups for param in group)]
+        params = sorted(param for group in groups for param in group)
+        found = {param: self._found[param] for param in params if self._numels[param]}
         if not found:
             return Norm(torch.zeros((), device="cpu"), is_finite=True)
-        norm = torch.linalg.vector_norm(torch.stack([norm for norm, _ in found]))
-        are_finite = torch.stack([extremes for _, extremes in found]).isfinite().all()
-        return Norm(norm.cpu(), bool(are_finite))
+        zero = torch.zeros_like(next(iter(found.values()))[0])  # of a parameter without elements
+        norms = [found[param][0] if param in found else zero for param in params]
+        are_finite = torch.stack([extremes for _, extremes in found.values()]).isfinite().all()
+        return Norm(torch.linalg.vector_norm(torch.stack(norms)).cpu(), bool(are_finite))
 
 
 def _norm_on_device(values: torch.Tensor) -> torch.Tensor:

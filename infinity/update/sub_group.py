@@ -65,16 +65,19 @@ class SubGroup:
         scratch: Scratch,
         rounding: Rounding,
         weights_of: WeightsOf | None = None,
+        device: torch.device | None = None,
     ) -> None:
         """
         Args:
             group_of: parameter index -> index of its optimizer group.
             scratch: shared by all that are stepped one after the other.
+            device: where it is stepped; None: where its states are.
             weights_of: where weights are that the store does not have; None: nowhere between gathers, if it has none.
         """
         self.chunk = chunk
         self.placement = placement
         self._rule, self._stepped, self._group_of = rule, precision.stepped, group_of
+        self._device = device
         apart = precision.lies_in_params(trainable=True)  # and so in as many pieces
         self._gathers = apart and placement.numel < GATHERED_NUMEL_MAX * len(placement.segments)
         cut = apart and not self._gathers
@@ -123,8 +126,9 @@ class SubGroup:
 
     def _device_of(self, pieces: _Pieces) -> torch.device:
         """Where the chunk is stepped: where its states are, be they beside what is stepped or not."""
-        kinds = (*self._rule.state_kinds, ObjectKind.GRAD, self._stepped)
-        return next(pieces[kind][0].device for kind in kinds if kind in pieces)
+        if self._device is not None:
+            return self._device
+        return pieces[(*self._rule.state_kinds, self._stepped)[0]][0].device
 
     def _put_back(self, apart: Sequence[torch.Tensor], whole: torch.Tensor, present: Sequence[bool]) -> None:
         targets, sources = [], []

@@ -290,7 +290,8 @@ class ParamGroup:
                     _copy_segments(pieces, placement.segments, target_of)
                 dead = kind.mask if gives_up and chunk in self._remade else 0
                 if is_on_host and self._copies.is_beside:
-                    self._under_way.add(Copying(leases.popleft(), self._copies.mark(), dead=dead))
+                    copied = self._copies.mark()
+                    self._under_way.add(Copying(leases.popleft(), copied, dead=dead))
                 else:
                     self._copies.join()  # an update that follows may write there
                     leases.popleft().release(dead=dead)

@@ -227,7 +227,8 @@ class ShardedModel:
         self.sharers = collectives if self.policy.shards_states else Collectives(None)
         """The ranks that have a shard each of what is sharded; at stage 0 every rank has everything."""
         collectives.follow(self.policy)
-        gradients_stay = layout.gradients_stay(config, precision)
+        # another device's memory is scarce, and gradients leave it beside the computation
+        gradients_stay = device.type in ("cpu", "meta") and layout.gradients_stay(config, precision)
         tiers = Tiers.of(config, precision, gradients_stay=gradients_stay)
         self.precision, plan = _planned(
             layout,
@@ -372,14 +373,14 @@ class ShardedModel:
                 spare_bytes=spare_bytes,
             )
             if self.copies.is_beside:
-                host.relieve_by(self.under_way.settle)
+                host.relieve_by(self.under_way.end_all)
             store = SplitStore(store, host, masks) if any(masks) else host
             self.host_store = host
         if self.precision.narrows:
             store = NarrowedStore(store, self.precision.narrows)
         if self.precision.markers is not None:
             store = HalvedStore(store, self.precision.markers)
-        store = snapshots = SnapshotStore(store)
+        store = snapshots = SnapshotStore(store, self.under_way.end_all)
         if self.remade:
             store = made = RemadeStore(snapshots, self.remade)
             self._makes_weights = made.is_given_up

@@ -90,13 +90,13 @@ class StateIO:
         return ObjectKind.MASTER if is_rounded else kind
 
     def read(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
-        """The whole, in the parameter's shape, fp32 on the CPU. Collective."""
-        return param.unflattened(self.read_flat(param, kind).cpu()).contiguous()
+        """The whole, in the parameter's shape, fp32 on the parameter's device. Collective."""
+        return param.unflattened(self.read_flat(param, kind)).contiguous()
 
     def read_flat(self, param: ShardedParam, kind: ObjectKind) -> torch.Tensor:
         """The whole, flattened in memory order, fp32 on the parameter's device. Collective."""
         if self._collectives.world_size == 1:
-            return self.read_own(param, kind).to(param.device)
+            return self._read_range(param, kind, *self.own_range(param), device=param.device).float()
         what = f"read the {kind.name.lower()} of {param.name}"
         shard_numel = self._placements[param.index].shard_numel
         read = partial(self.read_own, param, kind)
@@ -131,11 +131,13 @@ class StateIO:
         shard[: own.numel()].copy_(own)
         return torch.empty(self._collectives.world_size * numel, dtype=own.dtype, device=device), shard
 
-    def _read_range(self, param: ShardedParam, kind: ObjectKind, first: int, numel: int) -> torch.Tensor:
-        """Elements [first, first + numel) of this rank's part in the kind's own dtype, on the CPU; of a model on the
-        meta device there."""
+    def _read_range(
+        self, param: ShardedParam, kind: ObjectKind, first: int, numel: int, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Elements [first, first + numel) of this rank's part in the kind's own dtype; of a model on the meta device
+        there."""
         dtype = self._weight_dtype if kind is ObjectKind.WEIGHT else self._dtypes[param.index][kind]
-        values = torch.empty(numel, dtype=dtype, device=param.device if param.device.type == "meta" else "cpu")
+        values = torch.empty(numel, dtype=dtype, device=param.device if param.device.type == "meta" else device)
         kind = self._stored(param.index, kind)
         self._refuse_away(kind.mask)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import torch
 
@@ -27,6 +27,12 @@ class CopyStream:
         """Whether there is another timeline."""
         return self._stream is not None
 
+    def _current(self) -> torch.Stream:
+        """Of the engine's device, whichever is the thread's."""
+        if self._stream is None:
+            raise AssertionError("there is one timeline")
+        return torch.accelerator.current_stream(self._stream.device)
+
     @contextmanager
     def issue(self, *, after_current: bool) -> Iterator[None]:
         """Queue work on the copy stream; ``after_current``: once all is done that the current stream holds now."""
@@ -34,7 +40,7 @@ class CopyStream:
             yield
             return
         if after_current:
-            self._stream.wait_stream(torch.accelerator.current_stream())
+            self._stream.wait_stream(self._current())
         with self._stream:
             yield
 
@@ -53,15 +59,17 @@ class CopyStream:
         nobody else's before it is done."""
         if self._stream is None:
             return
-        current = torch.accelerator.current_stream()
+        current = self._current()
         current.wait_stream(self._stream)
         for tensor in used:
             tensor.record_stream(current)
 
     def note_given_up(self, numel: int) -> None:
         """The host has given up so many elements of weights; what the current stream holds may still read them."""
-        if self._stream is not None:
-            self._given_up.append((numel, torch.accelerator.current_stream().record_event()))
+        if self._stream is None:
+            return
+        with suppress(RuntimeError):  # of a device that is lost, which says so where it is computed with
+            self._given_up.append((numel, self._current().record_event()))
 
     def limit(self, numel_max: int) -> None:
         """Block while the device holds more than ``numel_max`` elements that were given up, but for those of the last

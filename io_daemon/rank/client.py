@@ -50,6 +50,7 @@ RESERVE_TIMEOUT_S: Final = 600.0
 """Reserving space writes metadata for terabytes on some filesystems."""
 LEASE_TIMEOUT_S: Final = 120.0
 SUBMIT_RETRY_S: Final = 0.0005
+ANSWER_POLL_S: Final = 0.00005
 REAP_MAX: Final = 256
 LEASES_DUMPED_MAX: Final = 8
 
@@ -196,12 +197,18 @@ class Client:
         """Ask for a lease on the kinds in ``read | write``; its seq, at once."""
         return self._push(Opcode.ACQUIRE, Lease(chunk, read, write), read=read, write=write, chunk=chunk)
 
-    def has_answer(self, seq: int) -> bool:
-        """Whether ``wait`` would not block."""
-        with self._arrival:
-            if not self._reaping:
-                self._file_arrivals()
-            return seq in self._arrived
+    def has_answer(self, seq: int, within_s: float) -> bool:
+        """Whether ``wait`` would not block any more, within so many seconds."""
+        deadline = time.monotonic() + within_s
+        while True:
+            with self._arrival:
+                if not self._reaping:
+                    self._file_arrivals()
+                if seq in self._arrived:
+                    return True
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(ANSWER_POLL_S)
 
     def wait(self, seq: int, timeout_s: float | None = None) -> Grant:
         """Block until the lease is granted. Kinds acquired for read that were never written are zero-filled.

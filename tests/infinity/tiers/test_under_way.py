@@ -26,7 +26,7 @@ NUM_CHUNKS = 4
 class Event:
     """``error``: what waiting for it raises."""
 
-    def __init__(self, error: Exception | None = None) -> None:
+    def __init__(self, error: BaseException | None = None) -> None:
         self.error = error
 
     def synchronize(self) -> None:
@@ -78,6 +78,8 @@ ENDS: dict[str, Callable[[DueStore], object]] = {
     "a pass that is complete": lambda store: store.complete(),
     "a pass that failed": lambda store: store.abandon(),
     "chunks that go": lambda store: store.unregister(range(NUM_CHUNKS)),
+    "a look at all that is due": lambda store: store.settle(),
+    "a snapshot": lambda store: store.snapshot({}, lambda: None),
     "the end": lambda store: store.close(),
 }
 
@@ -105,20 +107,37 @@ def test_what_is_done_on_the_host_belongs_to_it(fixture: Fixture) -> None:
 
 
 @pytest.mark.parametrize("part", ["copy", "work"])
-def test_what_fails_is_not_written_and_holds_nothing(part: str, fixture: Fixture) -> None:
+def test_what_fails_is_not_written_and_is_told_to_who_trains(part: str, fixture: Fixture) -> None:
     error, work = RuntimeError("the device is gone"), Future[None]()
     if part == "work":
         work.set_exception(error)
     else:
         work.set_result(None)
     fixture.copy(0, Event(error if part == "copy" else None), [work])
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        fixture.under_way.settle()
-    assert (fixture.released, fixture.kept(0)) == ([0], 0.0)
+    fixture.copy(1)
+    fixture.under_way.end_all()  # by somebody else who waits for frames
+    assert (fixture.released, fixture.kept(0), fixture.kept(1)) == ([0, 1], 0.0, 2.0)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            fixture.under_way.settle()
+    fixture.under_way.forget()
     fixture.under_way.settle()
+
+
+def test_an_interrupt_leaves_it_under_way(fixture: Fixture) -> None:
+    event: Any = Event()
+    event.error = KeyboardInterrupt()
+    fixture.copy(0, event)
+    with pytest.raises(KeyboardInterrupt):
+        fixture.under_way.settle()
+    assert fixture.released == []
+    event.error = None
+    fixture.under_way.settle()
+    assert (fixture.released, fixture.kept(0)) == ([0], 1.0)
 
 
 def test_the_end_comes_also_where_the_device_is_gone(fixture: Fixture) -> None:
     fixture.copy(0, Event(RuntimeError("the device is gone")))
+    fixture.store.abandon()
     fixture.store.close()
     assert fixture.strict.closed

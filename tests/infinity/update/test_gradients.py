@@ -340,7 +340,7 @@ def test_leases_are_held_until_gradients_have_arrived_and_few_at_a_time(device: 
     assert fixture.store.num_held == FEW < len(fixture.ids)
     assert fixture.store.num_held_max == FEW + 1
     assert len(fixture.store.released()) == len(fixture.ids) - FEW
-    fixture.gradients.settle()
+    fixture.under_way.settle()
     assert fixture.store.released() == [(chunk, GRAD, 0) for chunk in fixture.ids]
     for param, flat in flats_of(0, [0, 1, 2, 3]).items():
         assert torch.equal(fixture.held(param), flat)
@@ -371,6 +371,33 @@ def test_a_gradient_that_does_not_arrive_gives_its_lease_back_and_is_not_written
         raise RuntimeError("the device is gone")
 
     device.under_way.append(lost)
-    with pytest.raises(RuntimeError, match="the device is gone"):
-        fixture.gradients.settle()
+    for _ in range(2):  # and no step goes on without it
+        with pytest.raises(RuntimeError, match="the device is gone"):
+            fixture.norm([3])
     assert fixture.store.released() == [(fixture.ids[-1], 0, 0)]
+    fixture.gradients.clear()
+    fixture.add(flats_of(0, [3]))
+    fixture.under_way.settle()
+
+
+def test_what_somebody_gives_is_taken_before_it_is_theirs_again(device: Device) -> None:
+    fixture, values = Fixture(copies=device), torch.ones(SHAPES[1])
+    fixture.gradients.replace(1, 0, values)
+    values.zero_()
+    assert bool((fixture.held(1) == 1).all())
+
+
+def test_a_copy_that_was_begun_is_over_before_its_lease_is(device: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    fixture, order = Fixture(copies=device), list[str]()
+
+    def refused(*_: object, **__: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    def release(lease: StrictLease, **_: object) -> None:
+        order.append(f"released with {len(device.under_way)} under way")
+
+    monkeypatch.setattr(fixture.gradients, "_issue_works", refused)
+    monkeypatch.setattr(StrictLease, "release", release)
+    with pytest.raises(RuntimeError, match="new thread"):
+        fixture.add(flats_of(0, [0]))
+    assert order == ["released with 0 under way"]

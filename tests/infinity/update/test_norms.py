@@ -236,6 +236,13 @@ def test_a_gradient_is_whole_once_its_last_chunk_is_there(dtype: torch.dtype) ->
     assert found.total([[]], lambda group: None) == Norm(torch.zeros(()), is_finite=True)
 
 
+def test_a_parameter_without_elements_has_a_norm_of_zero() -> None:
+    found = WholeNorms([2, 0])
+    found.take(Segment(param=0, param_offset=0, chunk_offset=0, numel=2), [torch.tensor([3.0, 4.0])])
+    assert found.total([[0, 1]], lambda group: None) == Norm(torch.tensor(5.0), is_finite=True)
+    assert found.total([[1]], lambda group: None) == Norm(torch.tensor(0.0), is_finite=True)
+
+
 def test_a_norm_that_is_too_large_is_of_finite_gradients() -> None:
     found = WholeNorms([2, 2])
     for param, value in enumerate((3e38, 1.0)):

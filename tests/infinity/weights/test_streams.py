@@ -24,6 +24,8 @@ class NotedEvent:
 
 
 class NotedStream:
+    device = torch.device("cuda:1")
+
     def __init__(self, name: str, log: LOG) -> None:
         self._name, self._log = name, log
         self.events: list[NotedEvent] = []
@@ -54,7 +56,9 @@ class NotedTensor:
 def log(monkeypatch: pytest.MonkeyPatch) -> LOG:
     noted: LOG = []
     monkeypatch.setattr(torch, "Stream", lambda device: NotedStream(f"copies to {device}", noted))
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: NotedStream("computing", noted))
+    monkeypatch.setattr(
+        torch.accelerator, "current_stream", lambda device: NotedStream(f"computing on {device}", noted)
+    )
     return noted
 
 
@@ -65,12 +69,12 @@ def test_copies_begin_after_what_was_queued_and_computing_waits_for_them(log: LO
     tensor: Any = NotedTensor(log)
     copies.join([tensor])
     assert log == [
-        "copies to cuda waits for computing",
+        "copies to cuda waits for computing on cuda:1",
         "into copies to cuda",
         "copy",
         "out of copies to cuda",
-        "computing waits for copies to cuda",
-        "the tensor is kept for computing",
+        "computing on cuda:1 waits for copies to cuda",
+        "the tensor is kept for computing on cuda:1",
     ]
 
 
@@ -85,7 +89,7 @@ def test_the_host_is_held_back_while_too_much_of_what_it_gave_up_is_in_use(
     log: LOG, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     computing = NotedStream("computing", log)
-    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: computing)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device: computing)
     copies = CopyStream(torch.device("cuda"))
     for numel in (5, 6, 7, 8):
         copies.note_given_up(numel)
