@@ -28,7 +28,7 @@ class CopyStream:
         return self._stream is not None
 
     def _current(self) -> torch.Stream:
-        """Of the engine's device, whichever is the thread's."""
+        """The stream that computes on the engine's device, whichever device is the thread's."""
         if self._stream is None:
             raise AssertionError("there is one timeline")
         return torch.accelerator.current_stream(self._stream.device)
