@@ -117,7 +117,7 @@ def _beside_training(engine: Any, directory: Path, rounds: int) -> dict[str, Any
     def steps() -> float:
         def run() -> None:
             for _ in range(STEPS_BESIDE):
-                engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+                engine.backward(engine(torch.ones(1, WIDTH, device=engine.device)).square().mean())
                 engine.step()
 
         return _timed(run)
@@ -174,7 +174,7 @@ def _engine(directory: Path, budget_bytes: int, num_layers: int) -> Any:
     with infinity.Init(config_dict_or_path=config):
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(num_layers)))
     engine = infinity.initialize(model=model, config=config)[0]
-    engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+    engine.backward(engine(torch.ones(1, WIDTH, device=engine.device)).square().mean())
     engine.step()
     return engine
 

@@ -42,7 +42,7 @@ def losses_of(form: str, text: torch.Tensor, arguments: argparse.Namespace) -> l
     try:
         for step, batch in enumerate(itertools.islice(batches, arguments.steps)):
             optimizer.param_groups[0]["lr"] = arguments.learning_rate * min(1.0, (step + 1) / WARM_UP_STEPS)
-            loss = engine(batch)
+            loss = engine(batch.to(engine.device))
             engine.backward(loss)
             engine.step()
             losses.append(float(loss.detach()))

@@ -75,7 +75,7 @@ def engine_step(build: Callable[[], nn.Module], swap_dir: str | None) -> tuple[C
     )
 
     def step(x: torch.Tensor) -> None:
-        engine.backward(engine(x).square().mean())
+        engine.backward(engine(x.to(engine.device)).square().mean())
         engine.step()
 
     return step, engine

@@ -52,7 +52,7 @@ def worker(arguments: argparse.Namespace) -> None:
         steps = []
         for index in range(WARM_UP_STEPS + arguments.steps):
             before, begun = reported_bytes(engine.io_report().as_dict()), time.monotonic()
-            loss = engine(token_batch(shape, step=index, batch=1, seed=rank))
+            loss = engine(token_batch(shape, step=index, batch=1, seed=rank).to(engine.device))
             engine.backward(loss)
             engine.step()
             seconds, moved = time.monotonic() - begun, reported_bytes(engine.io_report().as_dict()) - before
