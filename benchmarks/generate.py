@@ -89,7 +89,8 @@ def worker(side: str, arguments: argparse.Namespace) -> None:
     """A line of standard input is a turn, a line of standard output its figures."""
     model, after_forward, end = load(side, arguments.dir, arguments.host_budget_mib)
     model.eval()
-    prompt = torch.arange(1, 33, device=model.device)[None]
+    device = next(model.parameters()).device  # of what accelerate has on the disk it is meta
+    prompt = torch.arange(1, 33, device="cpu" if device.type == "meta" else device)[None]
     print(json.dumps({"ready": side}), flush=True)
     for _ in sys.stdin:
         begun, read_before, cpu_before = time.monotonic(), read_bytes(), cpu_seconds()
