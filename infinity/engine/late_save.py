@@ -201,12 +201,9 @@ class LateSave:
             use(kind, segment, values)
             self._num_bytes += values.nbytes
 
-        device = self._runtime.device
-        beside = device.type not in ("cpu", "meta")
-
         def show(lease: Lease) -> None:
-            if beside:  # this thread's stream waits for nobody's who trains
-                torch.accelerator.synchronize(device)
+            if self._runtime.sharded.copies.is_beside:  # this thread's stream waits for nobody's who trains
+                torch.accelerator.synchronize(self._runtime.device)
             copied = self._lent.pop(lease.chunk, None)
             io.show(lease if copied is None else _Copied(lease, copied), params, counted, numel_max=PIECE_NUMEL_MAX)
 

@@ -77,18 +77,16 @@ class GradientChunks:
             norms: this is the last micro-batch and a norm will be asked for.
         """
         touched = (c for c in chunk_ids if any(s.param in params for s in self._chunks[c].segments))
-        if self._copies.is_beside:
-            for chunk in touched:
-                self._send(chunk, gradient_of, norms=norms)
-            for param in params:
-                self._written[param] = True
-            return
 
         def add(lease: Lease, chunk: int) -> tuple[int, int]:
             self._add_chunk(chunk, lease, gradient_of, norms=norms)
             return ObjectKind.GRAD.mask, 0
 
-        stream(((self._acquire(chunk), chunk) for chunk in touched), add, num_held_max=LEASES_AHEAD)
+        if self._copies.is_beside:
+            for chunk in touched:
+                self._send(chunk, gradient_of, norms=norms)
+        else:
+            stream(((self._acquire(chunk), chunk) for chunk in touched), add, num_held_max=LEASES_AHEAD)
         for param in params:
             self._written[param] = True
 
@@ -131,10 +129,8 @@ class GradientChunks:
     ) -> None:
         """Into ``works``: what is to be done once all is copied. ``added`` goes where it belongs, then norms are
         taken."""
-        segments = [segment for segment in self._chunks[chunk].segments if gradient_of(segment) is not None]
         if not norms:
-            for segment in segments:
-                self._norms.drop(segment)
+            self._take_norms(chunk, pieces, gradient_of, norms=False)
         if not (norms or added):
             return
         if not self._workers:
@@ -155,7 +151,8 @@ class GradientChunks:
         adding = self._workers[chunk % NUM_WORKERS].submit(add)
         works.append(adding)
         for number, worker in enumerate(self._workers):
-            counted = [segment for segment in segments if segment.param % NUM_WORKERS == number]
+            own = (each for each in self._chunks[chunk].segments if each.param % NUM_WORKERS == number)
+            counted = [segment for segment in own if gradient_of(segment) is not None]
             if norms and counted:
                 works.append(worker.submit(count, counted))
 
