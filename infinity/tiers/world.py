@@ -1,7 +1,7 @@
 """The process groups of the ranks that share one model: torch.distributed, started here if nobody has.
 
 Whoever trains joins with ``Peers.join`` and leaves with ``release``. What was started here ends with its last user or
-at exit; what the user started stays the user's.
+at exit; what the user started stays the user's, and where it is gloo's, it ends at exit at the latest.
 
 Joining, leaving and ending are the same on every rank, or ranks would wait in groups that others do not have. When a
 rank's garbage collector finds an engine is its own affair: what is found waits in ``let_go`` until all ranks have.
@@ -167,6 +167,8 @@ _store: Any = None
 _num_started = 0
 _started: dist.ProcessGroup | None = None
 """The default process group, where it was started here."""
+_has_parents = False
+"""Whether the default process group was there when this process was forked, without its threads."""
 
 
 def _start_or_check(environment: Environment) -> None:
@@ -343,6 +345,14 @@ def _end_started() -> None:
         dist.destroy_process_group()
 
 
+def _note_fork() -> None:
+    global _has_parents
+    _has_parents = dist.is_initialized()
+
+
+os.register_at_fork(after_in_child=_note_fork)
+
+
 @atexit.register
 def _leave() -> None:
     """A script may end without ``destroy()``; what still refers to a group then must not."""
@@ -354,5 +364,9 @@ def _leave() -> None:
         peers._close()
         while peers.let_go:
             peers.let_go.pop(min(peers.let_go))()
-    if everyone:  # a group within a circle of references goes now, too, and not while the interpreter ends
+    # scripts for DeepSpeed do not end the group that they start, and gloo then aborts every 40th process or so
+    ends_users = dist.is_initialized() and _backend_of(_there(dist.group.WORLD)) == "gloo" and not _has_parents
+    if ends_users:
+        dist.destroy_process_group()
+    if everyone or ends_users:  # a group within a circle of references goes now, and not while the interpreter ends
         gc.collect()

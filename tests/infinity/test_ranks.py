@@ -252,6 +252,23 @@ def test_engines_share_the_world_and_the_users_own_is_left_to_the_user(tmp_path:
         assert rank.errors == ""
 
 
+@pytest.mark.parametrize("start", ["dist.init_process_group('gloo')", "infinity.deepspeed.init_distributed()"])
+def test_a_script_that_leaves_its_process_group_open_ends_well(start: str, tmp_path: Path) -> None:
+    """Gloo's threads would let go of tensors while the interpreter ends, which aborts the process now and then."""
+    code = f"""
+    {start}
+    engine = infinity.initialize(model=build(), config=CONFIG)[0]
+    train(engine, batches(1, rank))
+    engine.destroy()
+    dist.all_reduce(torch.ones(1))
+    end, dist.destroy_process_group = dist.destroy_process_group, lambda: (end(), print("ended", file=sys.stderr))
+    print(json.dumps(dist.is_initialized()))
+    """
+    for rank in run_ranks(PRELUDE + "import infinity.deepspeed\n" + _body(code), tmp_path, num_ranks=2):
+        assert rank.answer is True
+        assert rank.errors == "ended\n"
+
+
 def test_groups_of_a_part_of_the_world_train_models_of_their_own(tmp_path: Path) -> None:
     code = """
     dist.init_process_group("gloo")

@@ -264,6 +264,7 @@ def test_ranks_that_are_started_again_meet_again(tmp_path: Path) -> None:
         import torch, torch.distributed
         torch.distributed.init_process_group("gloo")
         torch.distributed.all_reduce(torch.ones(1))
+        torch.distributed.destroy_process_group()
         if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
             sys.exit(3)
         open({str(tmp_path)!r} + "/rank" + os.environ["RANK"], "w").close()
