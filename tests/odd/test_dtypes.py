@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.odd.nets import ROWS, WIDTH, Block, Net, square, trains
-from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, STAGE_2, Case, Cases
+from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, GROUPED_BF16, STAGE_2, STAGE_2_BF16, Case, Cases
 
 cases = Cases(__name__)
 
@@ -84,6 +84,29 @@ def a_frozen_fp64_parameter(world: Any) -> None:
     model = Mixed(torch.float64)
     model.middle.requires_grad_(False)
     trains(world, model)
+
+
+class Adapted(nn.Module):
+    """As PEFT makes it: a frozen base of bf16, adapters in another dtype, and a head of the base's that learns."""
+
+    def __init__(self, adapter: torch.dtype) -> None:
+        super().__init__()
+        self.base, self.head = (nn.Linear(WIDTH, WIDTH).bfloat16() for _ in range(2))
+        self.base.requires_grad_(False)
+        self.adapter = nn.Linear(WIDTH, WIDTH).to(adapter)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.head(self.base(x) + self.adapter(x))
+
+
+@cases(settings=(EACH_BF16, GROUPED_BF16, STAGE_2_BF16), must="equal")
+def fp32_adapters_and_a_head_over_a_frozen_bf16_base(world: Any) -> None:
+    trains(world, Adapted(torch.float32))
+
+
+@cases(settings=(EACH_BF16,))
+def fp16_adapters_and_a_head_over_a_frozen_bf16_base(world: Any) -> None:
+    trains(world, Adapted(torch.float16))
 
 
 @cases

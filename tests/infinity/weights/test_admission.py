@@ -333,6 +333,16 @@ def test_adapters_in_fp32_over_a_frozen_base_in_the_configs_dtype_are_cast_as_it
     admit(adapted(frozen=torch.bfloat16, trained=torch.float32), torch.bfloat16)
 
 
+def test_a_layer_of_that_base_may_learn_beside_them() -> None:
+    """As PEFT's ``modules_to_save``, which it sets for the head of every classifier."""
+    model = adapted(frozen=torch.bfloat16, trained=torch.float32)
+    model.head = nn.Linear(4, 2).bfloat16()
+    admit(model, torch.bfloat16)
+    model.requires_grad_(True)  # without a frozen base, somebody has kept layers in fp32 on purpose
+    with pytest.raises(ConfigError, match="two dtypes are not kept apart"):
+        admit(model, torch.bfloat16)
+
+
 @pytest.mark.parametrize(("frozen", "trained"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float16)])
 def test_other_mixtures_of_dtypes_are_refused(frozen: torch.dtype, trained: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=r"two dtypes are not kept apart|the config makes weights"):
