@@ -19,7 +19,7 @@ MountTmpfs = Callable[[int], Path]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--seeds", type=int, default=200, help="simulated nodes to run")
+    parser.addoption("--seeds", type=int, default=100, help="simulated nodes to run")
     parser.addoption("--first-seed", type=int, default=0, help="of the first one")
     parser.addoption("--gpu", action="store_true", help="train on the GPU, if there is one: it is hidden otherwise")
 

@@ -28,7 +28,7 @@ def test_calls_that_are_nowhere_are_seen() -> None:
 
 
 @pytest.mark.timeout(280)
-@pytest.mark.parametrize(("num_ranks", "first", "num_walks"), [(1, 0, 40), (1, 7057, 2), (2, 3001, 5)])
+@pytest.mark.parametrize(("num_ranks", "first", "num_walks"), [(1, 0, 20), (1, 7057, 2), (2, 3001, 5)])
 def test_walks(num_ranks: int, first: int, num_walks: int) -> None:
     """In a process that has run no autograd yet, so that it may fork. 7057 leaves a world of one rank to 7058."""
     options = ["--seed", str(first), "--walks", str(num_walks), "--num-ranks", str(num_ranks)]

@@ -40,7 +40,7 @@ class Example(NamedTuple):
 _CONFIG, _ORIGINS = "infinity/config/test_config.py", "infinity/config/test_origins.py"
 _SETTINGS, _RULES = "infinity/test_settings.py", "infinity/weights/test_live_set_rules.py"
 _TRAVEL = "infinity/test_stages_on_ranks.py::test_what_travels_at_each_stage_and_as_the_keys_say"
-_CELL = "infinity/test_parity.py::test_cell"
+_CELL = "infinity/test_parity.py::test_cells"
 _BATCH = f"{_CONFIG}::test_two_of_three_batch_settings_give_the_third"
 _OPTIMIZER = f"{_SETTINGS}::test_the_optimizers_parameters_are_torchs"
 _NAMED = "infinity/update/test_rules.py::test_an_optimizer_of_the_configuration_steps_as_torch_or_the_paper"

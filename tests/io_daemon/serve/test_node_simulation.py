@@ -1,4 +1,4 @@
-"""Hundreds of seeded worlds around one node: faults, reordering, drain, close, unregister, death. ``--seeds N`` runs N
+"""A hundred seeded worlds around one node: faults, reordering, drain, close, unregister, death. ``--seeds N`` runs N
 of them, ``--first-seed S --seeds 1`` replays one."""
 
 from __future__ import annotations
