@@ -1,4 +1,4 @@
-"""What models are built with: ``OnDevice``, and small questions about modules, parameters and versions."""
+"""What models are built with: ``Init``, ``OnDevice``, and small questions about modules, parameters and versions."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from infinity import zero
+from infinity.deepspeed.distributed import init_distributed
 from infinity.weights.ds_names import GatheredParameter
 from infinity.weights.owners import owner_of
 
 Call = TypeVar("Call", bound=Callable[..., Any])
+
+
+class Init(zero.Init):
+    """``infinity.Init``, which starts torch.distributed if nobody has, for a rank that is alone, too: Transformers asks
+    for its rank while it loads."""
+
+    def __enter__(self) -> Init:
+        init_distributed()
+        super().__enter__()
+        return self
 
 
 class OnDevice:

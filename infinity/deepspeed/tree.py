@@ -55,8 +55,10 @@ _OWN_GROUPS = _renamed(
     _get_sequence_data_parallel_rank="get_data_parallel_rank",
     _get_sequence_data_parallel_world_size="get_data_parallel_world_size",
 )
-_PARAMETERS = _of("infinity.zero", "Init GatheredParameters ZeroParamStatus register_external_parameter") | _of(
-    f"{_OURS}.kinds", "ZeroParamType"
+_PARAMETERS = (
+    _of("infinity.zero", "GatheredParameters ZeroParamStatus register_external_parameter")
+    | _of(f"{_OURS}.kinds", "ZeroParamType")
+    | _of(f"{_OURS}.building", "Init")
 )
 _UNREGISTER = _of("infinity.zero", "unregister_external_parameter")
 _TILING = _of("infinity.zero", "TiledLinear TiledLinearReturnBias")

@@ -21,7 +21,7 @@ from infinity.deepspeed.loss_scalers import CreateLossScaler
 from infinity.deepspeed.optimizers import DeepSpeedCPUAdagrad, DeepSpeedCPUAdam, DeepSpeedCPULion, FusedAdam, FusedLion
 from infinity.errors import ConfigError
 from infinity.update.algorithms import Lion
-from tests.support.ranks import quiet_environment
+from tests.support.ranks import quiet_environment, run_script
 from tests.support.signals import heed_signals
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -319,6 +319,19 @@ def test_on_device_makes_tensors_there() -> None:
 def test_a_loader_repeats() -> None:
     repeating = deepspeed.utils.RepeatingLoader([1, 2])
     assert [next(repeating) for _ in range(5)] == [1, 2, 1, 2, 1]
+
+
+def test_init_starts_torch_distributed_for_a_rank_that_is_alone(tmp_path: Path) -> None:
+    """Transformers asks for its rank while it loads at stage 3."""
+    code = """
+    import torch, torch.distributed as dist
+    import infinity.deepspeed as d
+    with d.zero.Init():
+        rank = dist.get_rank()
+        model = torch.nn.Linear(2, 2)
+    print([rank, dist.get_world_size()])
+    """
+    assert run_script(code, tmp_path).answer == [0, 1]
 
 
 def test_torch_distributed_starts_by_a_file_and_stays_the_callers(tmp_path: Path) -> None:
