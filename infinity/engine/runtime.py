@@ -24,6 +24,7 @@ from infinity.engine.user_gradients import UserGradients
 from infinity.engine.written import Written
 from infinity.errors import WeightsError, WorldError
 from infinity.states import StepPhase
+from infinity.tiers.base import is_beside
 from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
 from infinity.update.norms import norms_of
@@ -399,7 +400,7 @@ class Runtime(owners.Owner):
         what it freed."""
         self.sharded.pool.trim()
         self.sharded.device_store.trim()
-        if self.device.type not in ("cpu", "meta"):
+        if is_beside(self.device):
             torch.get_device_module(self.device).empty_cache()  # for others on this device
         elif self.sharded.host_store is not None and self.device.type == "cpu":
             return_freed()

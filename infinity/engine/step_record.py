@@ -9,6 +9,7 @@ import torch
 
 from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
+from infinity.tiers.base import is_beside
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.metrics import TenantStats
 
@@ -25,7 +26,7 @@ class StepRecord:
     def __init__(self, sharded: ShardedModel, waits_for: torch.device | None = None) -> None:
         """``waits_for``: the device that is to have done what a phase has queued when its time is taken; None: none."""
         self._sharded = sharded
-        self._waits_for = None if waits_for is None or waits_for.type in ("cpu", "meta") else waits_for
+        self._waits_for = waits_for if waits_for is not None and is_beside(waits_for) else None
         self._labels = kind_labels(sharded.precision.state_kinds)
         self.times = self._last_times = StepTimes()
         """The running step's."""

@@ -37,6 +37,11 @@ from io_daemon.shared.protocol import Access
 Item = TypeVar("Item")
 
 
+def is_beside(device: torch.device) -> bool:
+    """Whether the device has memory and a timeline of its own beside the CPU's."""
+    return device.type not in ("cpu", "meta")
+
+
 @dataclass(frozen=True, kw_only=True)
 class ChunkLayout:
     """Shape of one chunk: ``numel`` elements, and the dtype of each kind it has (by ObjectKind)."""

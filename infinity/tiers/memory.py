@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from infinity.errors import EngineStateError
-from infinity.tiers.base import ChunkLayout, Lease, ManyPieces, ShardStore
+from infinity.tiers.base import ChunkLayout, Lease, ManyPieces, ShardStore, is_beside
 from infinity.tiers.pool import MemoryPool
 from io_daemon.shared.protocol import Access, kinds_of
 
@@ -103,7 +103,7 @@ class MemoryStore(ShardStore):
 
     def discard(self, chunk: int, kind: int) -> None:
         tensor = self._objects.pop((chunk, kind), None)
-        if tensor is not None and tensor.device.type not in ("cpu", "meta"):  # what the stream holds may still use it
+        if tensor is not None and is_beside(tensor.device):  # what the stream holds may still use it
             tensor.record_stream(torch.accelerator.current_stream(tensor.device))
 
     def move_out(self, mask: int, *, pin_memory: bool, non_blocking: bool) -> None:

@@ -112,8 +112,8 @@ def _admit_lasting(named: Sequence[tuple[str, nn.Parameter]], model: nn.Module) 
 
 def _admit_dtypes(named: Iterable[tuple[str, nn.Parameter]], weight_dtype: torch.dtype) -> None:
     """One dtype, or none is cast in silence: fp32 under a 16-bit config is cast as the config says. So are adapters in
-    fp32, as PEFT makes them, over a frozen base in the config's own dtype, whether layers of that base (``score``) learn
-    beside them or not: master weights keep what they learn."""
+    fp32, as PEFT makes them, over a frozen base in the config's own dtype, beside layers of that base (``score``) that
+    learn, too: master weights keep it."""
     named = list(named)
     of_base = [param.dtype is weight_dtype for _, param in named if not param.requires_grad]
     if of_base and all(of_base) and all(param.dtype in (torch.float32, weight_dtype) for _, param in named):

@@ -24,7 +24,7 @@ from infinity.plan.memory_plan import DEVICE_LARGE_NUMEL, LARGE_NUMEL, MemoryPla
 from infinity.plan.precision import FP32, STATES_MASK, Precision, Tiers
 from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
 from infinity.plan.stage import Reduction, StagePolicy
-from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, leased, spans
+from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, is_beside, leased, spans
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import NodePlace
 from infinity.tiers.due import DueStore
@@ -171,22 +171,23 @@ def _planned(
 
     def plan_of(precision: Precision) -> MemoryPlan:
         numel_max = config.zero_optimization.sub_group_size
-        is_here = device.type in ("cpu", "meta")
         if not tiers.host_mask:
             shape = layout.state_shape(precision, Tiers(device_mask=0, pinned_mask=~0, nvme_mask=0))
             plan = plan_memory(shape, budget_bytes=None, chunk_numel_max=numel_max, local_world_size=1, budget_key="")
-            return plan if is_here else replace(plan, chunk_numel=layout.largest_chunk(numel_max, DEVICE_LARGE_NUMEL))
+            if is_beside(device):
+                plan = replace(plan, chunk_numel=layout.largest_chunk(numel_max, DEVICE_LARGE_NUMEL))
+            return plan
         return plan_memory(
             layout.state_shape(precision, tiers),
             budget_bytes=budget_bytes,
             chunk_numel_max=numel_max,
             local_world_size=local_world_size,
             budget_key="io_daemon.host_budget_bytes",
-            large_numel=LARGE_NUMEL if is_here else DEVICE_LARGE_NUMEL,
+            large_numel=DEVICE_LARGE_NUMEL if is_beside(device) else LARGE_NUMEL,
         )
 
     # of one gather a step; and another device is to be sent no more than what it computes with
-    if device.type in ("cpu", "meta") and not config.accumulates and precision.may_round_gathers(tiers):
+    if not is_beside(device) and not config.accumulates and precision.may_round_gathers(tiers):
         rounding = replace(precision, keeps_weights=False)
         try:
             plan = plan_of(rounding)
@@ -228,7 +229,7 @@ class ShardedModel:
         """The ranks that have a shard each of what is sharded; at stage 0 every rank has everything."""
         collectives.follow(self.policy)
         # another device's memory is scarce, and gradients leave it beside the computation
-        gradients_stay = device.type in ("cpu", "meta") and layout.gradients_stay(config, precision)
+        gradients_stay = not is_beside(device) and layout.gradients_stay(config, precision)
         tiers = Tiers.of(config, precision, gradients_stay=gradients_stay)
         self.precision, plan = _planned(
             layout,
@@ -290,7 +291,7 @@ class ShardedModel:
         """Where the optimizer steps; None: some chunks on the device, and others on the CPU."""
         kinds = (tiers.device_mask | tiers.host_mask) & STATES_MASK
         states = kinds & ~ObjectKind.GRAD.mask or kinds
-        if self._device.type in ("cpu", "meta") or not tiers.host_mask & states:
+        if not is_beside(self._device) or not tiers.host_mask & states:
             return self._device
         return torch.device("cpu") if tiers.ratio == 1 else None
 

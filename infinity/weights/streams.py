@@ -8,6 +8,8 @@ from contextlib import contextmanager, suppress
 
 import torch
 
+from infinity.tiers.base import is_beside
+
 
 class CopyStream:
     """A stream for copies and collectives, ordered against the computing stream.
@@ -18,7 +20,7 @@ class CopyStream:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.Stream(device) if device.type not in ("cpu", "meta") else None
+        self._stream = torch.Stream(device) if is_beside(device) else None
         self._given_up: deque[tuple[int, torch.Event]] = deque()
         """Elements of weights that were given up, and when the device is done with them."""
 
