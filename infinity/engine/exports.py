@@ -105,3 +105,6 @@ class Exports(Answers):
         call."""
         entries = full_state_dict(self._runtime, rank0_only=True, exclude_frozen=exclude_frozen_parameters)
         return entries if self.global_rank == 0 else None
+
+    _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
+    """As OpenRLHF calls it."""

@@ -109,6 +109,7 @@ def test_what_trainers_take_into_memory(tmp_path: Path, monkeypatch: pytest.Monk
         whole = engine._zero3_consolidated_16bit_state_dict()
         assert whole is not None
         assert_same(whole, engine.full_state_dict())
+        assert_same(engine._consolidated_16bit_state_dict() or {}, whole)
         assert not all(group.placement.trainable for group in gathered)
         gathered.clear()
         trained_only = engine._zero3_consolidated_16bit_state_dict(exclude_frozen_parameters=True)
