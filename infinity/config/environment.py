@@ -48,6 +48,8 @@ class Environment:
     """XDG_RUNTIME_DIR, if it is a directory: where per-user sockets belong."""
     temp_dir: Path = Path("/tmp")
     """Parent of private socket directories where there is no ``runtime_dir``."""
+    accelerator: str = ""
+    """DS_ACCELERATOR: what DeepSpeed would compute on."""
     spins_as_told: bool = False
     """OMP_WAIT_POLICY or GOMP_SPINCOUNT: the user has said how long threads that wait for each other spin."""
 
@@ -96,6 +98,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         debug=_debug_flags(env.get("INFINITY_DEBUG", "")),
         runtime_dir=runtime_dir(env.get("XDG_RUNTIME_DIR")),
         temp_dir=temp_dir(env.get("TMPDIR")),
+        accelerator=env.get("DS_ACCELERATOR", ""),
         spins_as_told=bool(env.get("OMP_WAIT_POLICY") or env.get("GOMP_SPINCOUNT")),
     )
 

@@ -314,11 +314,20 @@ class CUDA_Accelerator(DeepSpeedAccelerator):  # noqa: N801
 
 @functools.cache
 def get_accelerator() -> DeepSpeedAccelerator:
-    """The accelerator that torch finds on this machine, else the CPU."""
+    """The accelerator that torch finds on this machine, else the CPU. Raises ConfigError if DS_ACCELERATOR names
+    another."""
     found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    used, told = "cpu" if found is None else found.type, read_environment().accelerator
+    if told and told.partition(".")[0] != used:
+        raise ConfigError(
+            "DS_ACCELERATOR",
+            told,
+            f"weights are used on what torch finds here, {used}: unset it"
+            + (", or hide the devices, as by CUDA_VISIBLE_DEVICES=''" if told == "cpu" else ""),
+        )
     if found is not None and found.type == "cuda":
         return CUDA_Accelerator()
-    return DeepSpeedAccelerator("cpu" if found is None else found.type)
+    return DeepSpeedAccelerator(used)
 
 
 def is_current_accelerator_supported() -> bool:

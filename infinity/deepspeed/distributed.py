@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from infinity.config import read_environment
+from infinity.deepspeed.accelerators import get_accelerator
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from infinity.errors import ConfigError
 from infinity.tiers.world import start_for_user
@@ -46,8 +47,10 @@ def init_distributed(
         rank, world_size: instead of the environment's.
 
     Raises:
-        ConfigError: a backend that cannot run here, or an environment that does not say where ranks meet.
+        ConfigError: a backend that cannot run here, an environment that does not say where ranks meet, or one whose
+            DS_ACCELERATOR names another device than the one that is used.
     """
+    get_accelerator()  # refuses a DS_ACCELERATOR that names another
     if dist_init_required is False or dist.is_initialized():
         return
     if dist_backend is not None and not dist.is_backend_available(dist_backend):

@@ -282,6 +282,21 @@ def test_sigterm_while_a_checkpoint_is_imported_leaves_no_copy(tmp_path: Path) -
     assert list(aside.glob("infinity-import-*")) == []
 
 
+@pytest.mark.parametrize(("told", "found", "remedy"), [("xpu", None, "unset it"), ("cpu", "cuda", "hide the devices")])
+def test_another_accelerator_than_the_one_that_is_used_is_refused(
+    told: str, found: str | None, remedy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DS_ACCELERATOR", told)
+    device = None if found is None else torch.device(found)
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: device is not None)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: device)
+    deepspeed.get_accelerator.cache_clear()
+    for start in (deepspeed.get_accelerator, deepspeed.init_distributed, deepspeed.zero.Init().__enter__):
+        with pytest.raises(ConfigError, match=f"DS_ACCELERATOR = '{told}'.*{remedy}"):
+            start()
+    assert not torch.distributed.is_initialized()
+
+
 def test_the_accelerator_is_torchs() -> None:
     accelerator = deepspeed.get_accelerator()
     tensor = torch.zeros(1, device=accelerator.current_device_name())
