@@ -196,9 +196,11 @@ def test_what_a_tenant_held_is_gone_without_the_cyclic_collector(
         client.close(clean=clean)
 
     def use(socket_path: str) -> None:
+        gc.collect()  # what tests before this one have left in this process
+        num_mappings = held()[1]
         one(socket_path, clean=True)  # what is made once, for all, is made here
         eventually(lambda: not list(swap_dir.iterdir()), "it is gone")
-        eventually(lambda: held()[1] == 0, "its mappings are gone")  # they go after its files
+        eventually(lambda: held()[1] <= num_mappings, "its mappings are gone")  # they go after its files
         gc.collect()
         gc.disable()
         try:
