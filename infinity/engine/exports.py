@@ -107,4 +107,4 @@ class Exports(Answers):
         return entries if self.global_rank == 0 else None
 
     _consolidated_16bit_state_dict = _zero3_consolidated_16bit_state_dict
-    """As OpenRLHF calls it."""
+    """The same by the name that OpenRLHF calls."""
