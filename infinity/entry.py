@@ -33,6 +33,7 @@ from infinity.plan.staging_plan import activation_bytes, activations_plan, budge
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
+from infinity.tiers.world import used_device
 from infinity.update.client_schedule import Client, choose_schedule
 from infinity.update.optimizer import (
     ShardedOptimizer,
@@ -241,13 +242,13 @@ def _note_left_out(layout: Layout, optimizer_groups: Sequence[int]) -> None:
 
 
 def _device(index: int) -> torch.device:
-    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    if accelerator is None:
-        return torch.device("cpu")
+    used = used_device()
+    if used.type == "cpu":
+        return used
     if tuple(map(int, torch.__version__.split(".")[:2])) < DEVICE_TORCH:
         raise ConfigError("torch", torch.__version__, 'GPUs need 2.9 or later: pip install --upgrade "torch>=2.9"')
     torch.accelerator.set_device_index(index)
-    return torch.device(accelerator.type, index)
+    return torch.device(used.type, index)
 
 
 def _check_same_ranks(area: StagingArea, collectives: Collectives) -> None:

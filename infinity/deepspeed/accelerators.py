@@ -15,6 +15,7 @@ import torch.distributed as dist
 from infinity.config import read_environment
 from infinity.deepspeed import op_builders
 from infinity.errors import ConfigError
+from infinity.tiers.world import used_device
 from io_daemon.disk.kernel_text import read_text
 
 nvtx: Any = importlib.import_module("nvtx") if importlib.util.find_spec("nvtx") else None
@@ -316,8 +317,7 @@ class CUDA_Accelerator(DeepSpeedAccelerator):  # noqa: N801
 def get_accelerator() -> DeepSpeedAccelerator:
     """The accelerator that torch finds on this machine, else the CPU. Raises ConfigError if DS_ACCELERATOR names
     another."""
-    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-    used, told = "cpu" if found is None else found.type, read_environment().accelerator
+    used, told = used_device().type, read_environment().accelerator
     if told and told.partition(".")[0] != used:
         raise ConfigError(
             "DS_ACCELERATOR",
@@ -325,9 +325,7 @@ def get_accelerator() -> DeepSpeedAccelerator:
             f"weights are used on what torch finds here, {used}: unset it"
             + (", or hide the devices, as by CUDA_VISIBLE_DEVICES=''" if told == "cpu" else ""),
         )
-    if found is not None and found.type == "cuda":
-        return CUDA_Accelerator()
-    return DeepSpeedAccelerator(used)
+    return CUDA_Accelerator() if used == "cuda" else DeepSpeedAccelerator(used)
 
 
 def is_current_accelerator_supported() -> bool:

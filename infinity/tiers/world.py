@@ -289,12 +289,8 @@ def start_for_user(
 
 def _backends() -> str:
     """gloo on the CPU, and what torch takes on the accelerator (NCCL on NVIDIA's)."""
-    if not torch.accelerator.is_available():
-        return "gloo"
-    accelerator = torch.accelerator.current_accelerator()
-    if accelerator is None:
-        return "gloo"
-    return f"cpu:gloo,{accelerator.type}:{dist.get_default_backend_for_device(accelerator)}"
+    used = used_device().type
+    return "gloo" if used == "cpu" else f"cpu:gloo,{used}:{dist.get_default_backend_for_device(used)}"
 
 
 def _backend_of(group: dist.ProcessGroup) -> str:
@@ -304,7 +300,7 @@ def _backend_of(group: dist.ProcessGroup) -> str:
     return names.pop() if len(names) == 1 else config
 
 
-def _used_device() -> torch.device:
+def used_device() -> torch.device:
     """Where weights are used."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     return torch.device("cpu") if accelerator is None else accelerator
@@ -314,7 +310,7 @@ def _timeout_s_of(group: dist.ProcessGroup) -> float:
     """How long whoever made the group has its ranks wait, as by Accelerate's InitProcessGroupKwargs; 0 where its
     backend does not say."""
     try:
-        options: Any = group._get_backend(_used_device()).options
+        options: Any = group._get_backend(used_device()).options
         timeout: timedelta = options._timeout
     except (AttributeError, RuntimeError):
         return 0.0
@@ -324,7 +320,7 @@ def _timeout_s_of(group: dist.ProcessGroup) -> float:
 def _check_backend(group: dist.ProcessGroup) -> None:
     """Weights travel where they are used."""
     config: str = dist.distributed_c10d.get_backend_config(group)
-    used = _used_device().type
+    used = used_device().type
     if used not in {pair.partition(":")[0] for pair in config.split(",")}:
         raise ConfigError(
             "process_group",
