@@ -185,7 +185,7 @@ class CompareResult(Record):
 
 class StepResult(Record):
     """What ``bench step`` predicts for the full model, from a replay that was scaled to the space given. Figures per
-    step are of the full model, on this node, and medians of the measured steps."""
+    step are of the full model, on this node: medians of the measured steps, and for bytes the mean."""
 
     trace: str
     model: str

@@ -174,7 +174,7 @@ def _result(
     figures: Sequence[StepFigures],
     alone_s: float,
 ) -> StepResult:
-    middle = StepFigures(*(statistics.median(column) / scale for column in zip(*figures, strict=True)))
+    middle = _typical(figures, scale)
     compute_stall_s = max(0.0, middle.stall_s - middle.update_stall_s)
     parts = StepParts(
         compute_s=max(0.0, middle.step_s - middle.update_s - compute_stall_s),
@@ -209,8 +209,8 @@ def _result(
         stall_s=middle.stall_s,
         update_stall_s=middle.update_stall_s,
         stall_share=middle.stall_s / middle.step_s,
-        read_bytes=round(middle.read_bytes),
-        write_bytes=round(middle.write_bytes),
+        read_bytes=middle.read_bytes,
+        write_bytes=middle.write_bytes,
         bytes_per_day_written=day_bytes,
         drive_life_days=life.days,
         drive_life_note=life.note,
@@ -218,6 +218,16 @@ def _result(
         hidden_from_compute_s=hidden_from(parts),
         break_even_note=break_even_note(parts, tokens),
         warnings=_warnings(settings, rank, trace, scale, chosen),
+    )
+
+
+def _typical(figures: Sequence[StepFigures], scale: float) -> StepFigures:
+    """Seconds are those of the median step; bytes are shared out evenly: whichever step's writes the daemon put off
+    count as the next one's, so that a single step's may be more than it made dirty."""
+    median = StepFigures(*(statistics.median(column) / scale for column in zip(*figures, strict=True)))
+    return median._replace(
+        read_bytes=round(statistics.fmean(step.read_bytes for step in figures) / scale),
+        write_bytes=round(statistics.fmean(step.write_bytes for step in figures) / scale),
     )
 
 
