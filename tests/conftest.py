@@ -53,6 +53,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def warm_daemons(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Where a test is not about daemons, but each of its engines has one."""
+    if "io_daemon" in request.path.parts or request.node.get_closest_marker("cold_daemons"):
+        yield
+        return
+    from tests.support.warm_daemons import used
+
+    with used():
+        yield
+
+
 @pytest.fixture
 def mount_tmpfs(tmp_path: Path) -> Iterator[MountTmpfs]:
     """Mount a small tmpfs of so many bytes, to be filled or remounted; gone after the test. Skips where none may be."""

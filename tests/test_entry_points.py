@@ -20,6 +20,8 @@ from io_daemon.shared.protocol import Access
 from tests.support.daemon import FRAME_BYTES, WEIGHT, eventually, specs
 from tests.support.signals import heed_signals
 
+pytestmark = pytest.mark.cold_daemons
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPTS: dict[str, str] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
 INTERRUPTED = """

@@ -10,6 +10,8 @@ import sys
 
 from tests.fuzz.program import program
 from tests.fuzz.report import report
+from tests.support.warm_daemons import use_if_told
 
 if __name__ == "__main__":
+    use_if_told()
     sys.exit(report(program, "programs", about=__doc__, number=2000))

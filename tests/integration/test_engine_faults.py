@@ -27,7 +27,7 @@ DESTROYED_S = 20.0
 """A minute and a half where each call waits for the hung daemon anew."""
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.cold_daemons]
 
 
 def nvme_config(swap_dir: Path, *, param_tier: str = "nvme", optimizer_tier: str = "nvme") -> dict[str, Any]:

@@ -20,6 +20,7 @@ from tests.support.cases import Case, cases_of
 from tests.support.forked import Child, Say, warm_up
 from tests.support.judge import Verdict, judge
 from tests.support.judged_on_ranks import judged_on_ranks
+from tests.support.warm_daemons import use_if_told
 from tests.support.world import Setting
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -94,6 +95,7 @@ def judged_in_child(module: str, case: Case, setting: Setting) -> Verdict:
 
 def main() -> None:
     warm_up()
+    use_if_told()
     for module in sys.argv[1:]:
         cases_of(module)
     answers = os.fdopen(os.dup(1), "w")

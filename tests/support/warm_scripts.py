@@ -23,6 +23,7 @@ from types import ModuleType
 from typing import Any, Final
 
 from tests.support.forked import warm_up
+from tests.support.warm_daemons import use_if_told
 
 REPOSITORY: Final = Path(__file__).resolve().parents[2]
 KILL_TIMEOUT_S: Final = 10.0
@@ -150,6 +151,7 @@ def main() -> tuple[Path, ModuleType] | None:
                 become([request["script"], *request["words"]], env, output, errors)
                 for fd in (nothing, output, errors):
                     os.close(fd)
+                use_if_told()
                 return _as_script(Path(request["script"]))
             pids.append(pid)
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]

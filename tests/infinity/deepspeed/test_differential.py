@@ -16,7 +16,7 @@ from tests.infinity.deepspeed.differential.decided import DECIDED, stale, undeci
 from tests.infinity.deepspeed.differential.facts import read
 from tests.support.ranks import REPOSITORY, quiet_environment
 
-SAMPLE = 16
+SAMPLE = 32
 """One case of so many is run by every change; the slow test runs all."""
 RUN_BY_PLAIN_TORCH = 300
 """So many cases at least have a program that an engine of plain torch can run."""

@@ -25,6 +25,8 @@ ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 60.0
 READY = "print('{\"ready\": true}', flush=True)"
 
+pytestmark = pytest.mark.cold_daemons
+
 StandIn = Callable[[str], None]
 
 

@@ -27,6 +27,7 @@ import torch
 from torch.multiprocessing.spawn import spawn
 
 from tests.infinity.deepspeed.differential.case import CASES, Case, plain
+from tests.support.warm_daemons import use_if_told
 
 TOPICS: Final = (
     "configuration", "schedules", "starting", "training", "backwards", "precision", "buffers", "parameters", "state",
@@ -44,6 +45,7 @@ def load_cases() -> None:
 
 def main(words: Sequence[str]) -> None:
     """The command."""
+    use_if_told()
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*", help="beginnings of the names of cases; by default all")
     parser.add_argument("--out", type=Path, required=True)

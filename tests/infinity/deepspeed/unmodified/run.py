@@ -25,6 +25,8 @@ from typing import Any, Final
 
 import torch
 
+from tests.support.warm_daemons import use_if_told
+
 Program = Callable[[dict[str, Any] | None], Mapping[str, Any]]
 """It gets what a script would read from the file of ``--deepspeed``, or None, and returns numbers and tensors."""
 PROGRAMS: Final[dict[str, Program]] = {}
@@ -237,6 +239,7 @@ def verdict(plain: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
 
 
 def main() -> int:
+    use_if_told()
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
