@@ -10,6 +10,9 @@ CACHED := PYTHONDONTWRITEBYTECODE= PYTHONPYCACHEPREFIX="$(CURDIR)/build/bytecode
 # cmake, ninja and clang-format come from pip: nothing of the kind need be on the machine
 TOOLS := PATH="$(CURDIR)/$(BIN):$$PATH"
 
+# Under `make -j` ninja looks for the jobs of make, which it is not let near
+unexport MAKEFLAGS
+
 NATIVE_SOURCES := $(shell find csrc tests/csrc -name '*.[ch]pp' 2>/dev/null)
 CPP_SOURCES := $(NATIVE_SOURCES)
 TYPED := infinity io_daemon benchmarks tests
