@@ -135,12 +135,12 @@ class Walking:
             return "left out"
         if name in NEEDS_SAVED and args[0] not in self.files:
             return "left out"
-        losses = list(pair.driven.losses)
+        losses, had_lost = list(pair.driven.losses), pair.has_lost_gradients
         kwargs_step = name == "step" and args
         found, error = self.ours.run(_WithEpoch(pair.driven) if kwargs_step else pair.driven, name, args)
         self._compare_ranks(error)
         if error is not None and (refusal := refusal_in(error)) is not None:
-            return self._refused(pair, name, args, refusal, losses)
+            return self._refused(pair, name, args, refusal, losses, had_lost=had_lost)
         before = pair.shadow.kept(args[0] if name == "write" else "")
         expected, plain_error = self.plain.run(_WithEpoch(pair.shadow) if kwargs_step else pair.shadow, name, args)
         if error is not None or plain_error is not None:
@@ -232,8 +232,11 @@ class Walking:
         self.ours.random = self.plain.random
         return "refused"
 
-    def _refused(self, pair: _Pair, name: str, args: list[Any], refusal: BaseException, losses: list[Tensor]) -> str:
-        """``losses``: what the engine had to go backward from before the call."""
+    def _refused(
+        self, pair: _Pair, name: str, args: list[Any], refusal: BaseException, losses: list[Tensor], *, had_lost: bool
+    ) -> str:
+        """``losses``: what the engine had to go backward from before the call. ``had_lost``: whether a backward before
+        had lost gradients; what was set since is left alone by the refusal of the next one."""
         words = str(refusal)
         if self.has_diverged and DIVERGED.search(words):  # they are told once more
             raise WalkOver
@@ -256,7 +259,8 @@ class Walking:
             pair.disarm()
             pair.take_buffers()
         if name == "backward" and pair.has_lost_gradients:
-            pair.shadow.drop()
+            if not had_lost:
+                pair.shadow.drop()
             pair.forget_losses()
         else:  # as if it had not been called
             pair.driven.losses[:] = losses
