@@ -42,14 +42,18 @@ def _serve(path: str) -> tuple[str, list[str]] | None:
                     selector.unregister(0)
                 elif key.fd == listening.fileno():
                     asker, _ = listening.accept()
-                    request, fds = _received(asker)
+                    if (received := _received(asker)) is None:
+                        asker.close()
+                        continue
+                    request, fds = received
                     if (pid := os.fork()) == 0:
                         inherited = [asker, listening, *(each for _, each in running.values())]
                         _close([*(each.fileno() for each in inherited), *running])
                         selector.close()
                         return _become(request, fds)
                     _close(fds)
-                    asker.send(str(pid).encode())
+                    with contextlib.suppress(OSError):  # it was killed meanwhile: the daemon sees that, too
+                        asker.send(str(pid).encode())
                     pidfd = os.pidfd_open(pid)
                     running[pidfd] = (pid, asker)
                     selector.register(pidfd, selectors.EVENT_READ)
@@ -65,11 +69,14 @@ def _serve(path: str) -> tuple[str, list[str]] | None:
     return None
 
 
-def _received(asker: socket.socket) -> tuple[dict[str, Any], list[int]]:
+def _received(asker: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """None if the asker was killed before it asked."""
     numbers = array.array("i")
     _, ancillary, _, _ = asker.recvmsg(64, socket.CMSG_SPACE(FDS_MAX * numbers.itemsize))
     for _, _, data in ancillary:
         numbers.frombytes(data)
+    if not numbers:
+        return None
     with os.fdopen(numbers[0], "rb") as file:
         file.seek(0)
         return json.loads(file.read()), list(numbers[1:])
