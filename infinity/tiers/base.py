@@ -32,7 +32,7 @@ import torch
 
 from infinity.plan.memory_plan import MemoryPlan
 from io_daemon.shared.metrics import TenantStats
-from io_daemon.shared.protocol import Access
+from io_daemon.shared.protocol import Access, ObjectKind
 
 Item = TypeVar("Item")
 
@@ -63,6 +63,15 @@ class Lease(Protocol):
 
     def pieces(self, kind: int) -> list[torch.Tensor]:
         """1-D views in element order; sum of numel equals the chunk's numel."""
+
+    def round_masters(self) -> None:
+        """Write the 16-bit weights that the masters round to, through a granted lease that writes both: of the whole
+        chunk, whatever of it was stepped."""
+        weights, start = self.pieces(ObjectKind.WEIGHT), 0
+        for master in self.pieces(ObjectKind.MASTER):
+            for at, weight in spans(weights, start, master.numel()):
+                weight.copy_(master[at : at + weight.numel()])
+            start += master.numel()
 
     def release(self, *, dirty: int = 0, dead: int = 0) -> None:
         """Give back. ``dirty``: kinds written; ``dead``: kinds whose contents nobody needs again.

@@ -108,7 +108,11 @@ class HalvedLease(Lease):
         self._shown: list[torch.Tensor] = []
         """The markers without their marks: those of the store where the lease may write them, else copies."""
         self._marks: list[torch.Tensor] = []
-        """Places of the marks that were taken away, by piece."""
+        """Places of the marks, by piece: of those that were taken away, or that are there while ``_is_cut``."""
+        self._num_marks = 0
+        """All marks that were ever found: one that came or went changes a marker."""
+        self._is_cut = False
+        """Whether the store has what the masters are, and the markers their marks."""
 
     def wait(self) -> None:
         self._inner.wait()
@@ -122,12 +126,22 @@ class HalvedLease(Lease):
                 for values in (self._buffer, *self._shown):
                     values.zero_()
             else:
-                self._marks = [join(numbers, rests, shown, out) for out, numbers, rests, shown in self._parts()]
+                self._note_marks([join(numbers, rests, shown, out) for out, numbers, rests, shown in self._parts()])
 
     def pieces(self, kind: int) -> list[torch.Tensor]:
+        if self._is_cut and kind in (MASTER, self._markers):
+            self._unmark()
+            self._is_cut = False
         if kind == MASTER:
             return self._masters()
         return self._shown if kind == self._markers else self._inner.pieces(kind)
+
+    def round_masters(self) -> None:
+        """They are taken apart, which gives weights by the way: in one pass less, and none at the release."""
+        try:
+            self._cut()
+        except ValueError:  # which the release tells
+            super().round_masters()
 
     def release(self, *, dirty: int = 0, dead: int = 0) -> None:
         changed = 0
@@ -141,15 +155,13 @@ class HalvedLease(Lease):
             self._inner.release(dirty=dirty | changed, dead=dead)
 
     def _put(self, dirty: int) -> int:
-        """Cut what is dirty; which kinds of the store that changes."""
-        num_marks = sum(places.numel() for places in self._marks)
+        """Take masters apart where they or the markers are dirty; which kinds of the store that changes."""
         if not dirty & (MASTER.mask | self._markers.mask):
-            for shown, places in zip(self._shown, self._marks, strict=False):
-                unmark(shown, places)  # they are nobody's copies where the lease may write
+            if self._writes and not self._is_cut:
+                self._unmark()  # back to where they were; else they are nobody's copies
             return 0
         try:
-            for values, numbers, rests, shown in self._parts():
-                num_marks += cut(values, numbers, rests, shown).numel()
+            self._cut()
         except ValueError as error:
             self._store.failure = ConfigError(
                 "io_daemon.master_weights",
@@ -159,8 +171,31 @@ class HalvedLease(Lease):
             )
             raise self._store.failure from error
         if dirty & MASTER.mask:
-            return WEIGHT.mask | MASTER.mask | (self._markers.mask if num_marks else 0)
+            return WEIGHT.mask | MASTER.mask | (self._markers.mask if self._num_marks else 0)
         return 0
+
+    def _cut(self) -> None:
+        """Raises ValueError, and no marker has changed then."""
+        if self._is_cut:
+            return
+        marks: list[torch.Tensor] = []
+        try:
+            for values, numbers, rests, shown in self._parts():
+                marks.append(cut(values, numbers, rests, shown))
+        except ValueError:
+            for shown, places in zip(self._shown, marks, strict=False):
+                unmark(shown, places)
+            raise
+        self._note_marks(marks)
+        self._is_cut = True
+
+    def _note_marks(self, marks: list[torch.Tensor]) -> None:
+        self._marks = marks
+        self._num_marks += sum(places.numel() for places in marks)
+
+    def _unmark(self) -> None:
+        for shown, places in zip(self._shown, self._marks, strict=False):
+            unmark(shown, places)
 
     def _masters(self) -> list[torch.Tensor]:
         if self._buffer is None:

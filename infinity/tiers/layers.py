@@ -101,6 +101,9 @@ class RecordingLease(Lease):
     def pieces(self, kind: int) -> list[torch.Tensor]:
         return self._inner.pieces(kind)
 
+    def round_masters(self) -> None:
+        self._inner.round_masters()
+
     def release(self, *, dirty: int = 0, dead: int = 0) -> None:
         self._recorder.released(self._position, dead)
         self._inner.release(dirty=dirty, dead=dead)

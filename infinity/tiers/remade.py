@@ -11,7 +11,7 @@ from collections.abc import Container, Sequence
 
 import torch
 
-from infinity.tiers.base import Lease, ShardStore, StoreLayer, spans
+from infinity.tiers.base import Lease, ShardStore, StoreLayer
 from io_daemon.shared.protocol import Access, ObjectKind
 
 WEIGHT, MASTER = ObjectKind.WEIGHT.mask, ObjectKind.MASTER.mask
@@ -19,7 +19,8 @@ WEIGHT, MASTER = ObjectKind.WEIGHT.mask, ObjectKind.MASTER.mask
 
 class RemadeStore(StoreLayer):
     """``remade``: chunks whose weights are their masters, rounded, whenever no lease that writes either is held. Who
-    releases weights of such a chunk as dead gives them up, unless another lease on them is out."""
+    releases weights of such a chunk as dead gives them up, unless another lease on them is out; and so does who writes
+    masters alone, which no lease on weights may be out beside."""
 
     def __init__(self, inner: ShardStore, remade: Container[int]) -> None:
         super().__init__(inner)
@@ -38,6 +39,8 @@ class RemadeStore(StoreLayer):
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
         if not (read | write) & WEIGHT or chunk not in self._remade:
+            if write & MASTER and chunk in self._remade:
+                self._note_alone(chunk)
             return super().acquire(chunk, read=read, write=write)
         makes = bool(read & WEIGHT) and chunk in self._given_up
         if makes:
@@ -45,6 +48,12 @@ class RemadeStore(StoreLayer):
         lease = super().acquire(chunk, read=read, write=write)
         self._num_out[chunk] = self._num_out.get(chunk, 0) + 1
         return RemadeLease(self, lease, makes=makes)
+
+    def _note_alone(self, chunk: int) -> None:
+        """A lease is about to be issued that writes masters and no weights: who asks next has them made."""
+        if self._num_out.get(chunk):
+            raise RuntimeError(f"masters of chunk {chunk} are to be written without the weights, which are leased")
+        self._given_up.add(chunk)
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
         super().set_trace(trace_id, remade_accesses(accesses, self._remade))
@@ -74,6 +83,8 @@ def remade_accesses(accesses: Sequence[Access], remade: Container[int]) -> list[
                     given_up.add(chunk)
                 elif write & WEIGHT:
                     given_up.discard(chunk)
+            elif chunk in remade and write & MASTER:
+                given_up.add(chunk)
             below.append(Access(chunk, read, write, dead))
     return below
 
@@ -95,19 +106,15 @@ class RemadeLease(Lease):
         self._inner.wait()
         if self._makes:
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._round()
+                self._inner.round_masters()
             self._makes, self._made = False, WEIGHT
 
     def pieces(self, kind: int) -> list[torch.Tensor]:
         return self._inner.pieces(kind)
 
+    def round_masters(self) -> None:
+        self._inner.round_masters()
+
     def release(self, *, dirty: int = 0, dead: int = 0) -> None:
         dirty |= self._made
         self._inner.release(dirty=dirty, dead=self._store.note_released(self.chunk, dirty=dirty, dead=dead))
-
-    def _round(self) -> None:
-        weights, start = self._inner.pieces(ObjectKind.WEIGHT), 0
-        for master in self._inner.pieces(ObjectKind.MASTER):
-            for at, weight in spans(weights, start, master.numel()):
-                weight.copy_(master[at : at + weight.numel()])
-            start += master.numel()

@@ -91,16 +91,23 @@ class SubGroup:
         self._gradient = dtypes[ObjectKind.GRAD]
         self._cut_by_frames = [kind for kind in kinds_of(self.read) if not apart or kind != ObjectKind.WEIGHT]
 
-    def update(self, lease: Lease, terms: Terms, gradient_of: GradientOf | None = None) -> dict[int, History]:
+    def update(
+        self, lease: Lease, terms: Terms, gradient_of: GradientOf | None = None, *, rounds: bool = True
+    ) -> dict[int, History]:
         """Step every segment whose parameter is present, through a granted lease of ``read`` and ``dirty``.
 
         Args:
             gradient_of: where the gradients are, if the lease has none.
+            rounds: 16-bit weights of the store follow their masters; else the lease has none of them.
 
         Returns:
             Parameter -> its history from now on.
         """
-        leased = self.read | self.dirty if gradient_of is None else (self.read | self.dirty) & ~ObjectKind.GRAD.mask
+        leased = self.read | self.dirty
+        if gradient_of is not None:
+            leased &= ~ObjectKind.GRAD.mask
+        if not rounds:
+            leased &= ~ObjectKind.WEIGHT.mask
         pieces = {kind: lease.pieces(kind) for kind in kinds_of(leased)}
         if gradient_of is not None:
             pieces[ObjectKind.GRAD] = [self._collected(gradient_of, self._device_of(pieces))]
@@ -117,11 +124,11 @@ class SubGroup:
             histories.update(dict.fromkeys(batch.indices, after))
         if apart:
             self._put_back(apart, pieces[ObjectKind.WEIGHT][0], terms.present)
+        self._round_states(pieces, histories)
         if self._weights_of is not None:
             self._round_into(self._weights_of, pieces[ObjectKind.MASTER])
-        elif self.dirty & ObjectKind.WEIGHT.mask and self._stepped is ObjectKind.MASTER:
-            self._cast_weights(pieces)
-        self._round_states(pieces, histories)
+        elif leased & self.dirty & ObjectKind.WEIGHT.mask and self._stepped is ObjectKind.MASTER:
+            lease.round_masters()  # the last: the lease may take them apart at once, and what completes them with them
         return histories
 
     def _device_of(self, pieces: _Pieces) -> torch.device:
@@ -204,13 +211,6 @@ class SubGroup:
             for segment in run.segments:
                 if present[segment.param]:
                     yield [segment.param], segment.chunk_offset, segment.numel
-
-    def _cast_weights(self, pieces: _Pieces) -> None:
-        """Round all segments, also those that were not stepped: the lease did not read the weights."""
-        for run, _ in self._runs:
-            for start, master in spans(pieces[ObjectKind.MASTER], run.chunk_offset, run.numel):
-                for at, weight in spans(pieces[ObjectKind.WEIGHT], run.chunk_offset + start, master.numel()):
-                    weight.copy_(master[at : at + weight.numel()])
 
     def _round_into(self, weights_of: WeightsOf, masters: Sequence[torch.Tensor]) -> None:
         targets, sources = [], []

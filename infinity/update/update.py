@@ -61,7 +61,7 @@ class Update:
             left_out: the parameters that are in no group of the optimizer: it steps none of them.
             counts_all: the norm is that of all gradients; else of those that are stepped.
             whole: the parameters that the optimizer's rule steps as wholes; None where it has no such groups.
-            remade: chunks whose weights the store need not keep behind an update inside backward.
+            remade: chunks whose weights the store makes anew of the masters: an update inside backward writes none.
         """
         self._works = [(sub_group, self._work_of(sub_group)) for sub_group in sub_groups]
         self._sub_group_of = {sub_group.chunk: sub_group for sub_group in sub_groups}
@@ -179,14 +179,16 @@ class Update:
         """Step chunks that are final, by gradients as given, or as the store has them."""
         grad = 0 if gradient_of is None else ObjectKind.GRAD.mask
 
+        def written(sub_group: SubGroup) -> int:
+            return sub_group.dirty & ~(ObjectKind.WEIGHT.mask if sub_group.chunk in self._remade else 0)
+
         def step(lease: Lease, sub_group: SubGroup) -> tuple[int, int]:
-            self._run(sub_group, lease, gradient_of)
-            given_up = ObjectKind.WEIGHT.mask if sub_group.chunk in self._remade else 0
-            return sub_group.dirty, ObjectKind.GRAD.mask & ~grad | given_up
+            self._run(sub_group, lease, gradient_of, rounds=sub_group.chunk not in self._remade)
+            return written(sub_group), ObjectKind.GRAD.mask & ~grad
 
         sub_groups = (self._sub_group_of[chunk] for chunk in chunks)
         issued = (
-            (self._store.acquire(each.chunk, read=each.read & ~grad, write=each.dirty), each) for each in sub_groups
+            (self._store.acquire(each.chunk, read=each.read & ~grad, write=written(each)), each) for each in sub_groups
         )
         stream(issued, step, num_held_max=EARLY_LEASES)
         self._early.update(chunks)
@@ -329,14 +331,16 @@ class Update:
         if self._num_due == 0:
             self._note_histories()
 
-    def _run(self, sub_group: SubGroup, lease: Lease, gradient_of: GradientOf | None = None) -> None:
+    def _run(
+        self, sub_group: SubGroup, lease: Lease, gradient_of: GradientOf | None = None, *, rounds: bool = True
+    ) -> None:
         if self._terms is None:
             raise AssertionError("a sub-group is stepped in no step")
         start = time.perf_counter()
         self.num_updated += 1
         self._is_torn = True
         with _undisturbed():
-            self._histories_after.update(sub_group.update(lease, self._terms, gradient_of))
+            self._histories_after.update(sub_group.update(lease, self._terms, gradient_of, rounds=rounds))
         self._is_torn = False
         self._seconds += time.perf_counter() - start
 

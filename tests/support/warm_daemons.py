@@ -7,9 +7,11 @@ is differs. Tests of how daemons start and end do without (``tests/io_daemon``, 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -126,6 +128,13 @@ class _Server:
         assert self._process.stdout is not None
         if self._process.stdout.readline() != b"ready\n":
             raise RuntimeError("the server of daemons did not start")
+        atexit.register(self._end, os.getpid())
+
+    def _end(self, pid: int) -> None:
+        """``pid``: the process that started it; a fork of that one ends nothing."""
+        if os.getpid() == pid:
+            self._process.communicate(timeout=DEADLINE_S)
+            shutil.rmtree(Path(self.path).parent, ignore_errors=True)
 
 
 _cold = process._start

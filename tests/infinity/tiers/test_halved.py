@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 
-from infinity.tiers.base import ChunkLayout
+from infinity.errors import ConfigError
+from infinity.tiers.base import ChunkLayout, Lease
 from infinity.tiers.halved import HalvedStore
+from infinity.tiers.halves import cut
 from infinity.tiers.memory import MemoryStore
 from io_daemon.shared.protocol import Access, ObjectKind
 from tests.support.strict_store import StrictStore
@@ -109,6 +113,68 @@ def test_what_is_not_dirty_leaves_marks_as_they_were() -> None:
     lease.release()
     assert fixture.read(M) == [TIE] * NUMEL
     assert fixture.read(V) == [0.5] * NUMEL
+
+
+STEPPED = M.mask | V.mask
+
+
+def stepped(fixture: Fixture, master: float) -> Lease:
+    """A lease through which masters were written and rounded, as an update does it."""
+    lease = fixture.store.acquire(0, read=STEPPED, write=STEPPED | W.mask)
+    lease.wait()
+    for kind, value in ((M, master), (V, 0.5)):
+        for piece in lease.pieces(kind):
+            piece.fill_(value)
+    lease.round_masters()
+    return lease
+
+
+@pytest.mark.parametrize("value", [TIE, 0.1])
+def test_who_has_masters_rounded_reads_weights_and_nothing_is_cut_twice(value: float) -> None:
+    fixture = Fixture()
+    fixture.write(M, -TIE)
+    with mock.patch("infinity.tiers.halved.cut", side_effect=cut) as cuts:
+        lease = stepped(fixture, value)
+        assert torch.cat(lease.pieces(W)).tolist() == torch.full((NUMEL,), value).bfloat16().tolist()
+        lease.release(dirty=STEPPED | W.mask)
+    assert cuts.call_count == 2, "a piece each"
+    assert fixture.read(M) == torch.full((NUMEL,), value).tolist()
+    assert fixture.read(V) == [0.5] * NUMEL
+
+
+def test_who_looks_at_them_again_sees_no_marks_and_may_write() -> None:
+    fixture = Fixture()
+    lease = stepped(fixture, TIE)
+    assert torch.cat(lease.pieces(V)).tolist() == [0.5] * NUMEL
+    assert torch.cat(lease.pieces(M)).tolist() == [TIE] * NUMEL
+    lease.pieces(V)[1].fill_(0.25)
+    lease.round_masters()
+    lease.pieces(M)[0].fill_(0.1)
+    lease.release(dirty=STEPPED | W.mask)
+    assert fixture.read(M) == [*torch.full((4,), 0.1).tolist(), *[TIE] * 4]
+    assert fixture.read(V) == [0.5] * 4 + [0.25] * 4
+
+
+def test_rounded_and_then_not_said_to_be_dirty_they_are_whole_where_the_lease_writes_in_place() -> None:
+    fixture = Fixture()
+    fixture.store = HalvedStore(MemoryStore(torch.device("cpu")), V)
+    fixture.store.register([ChunkLayout(numel=NUMEL, dtypes=TRAINED)])
+    fixture.write(M, 0.1)
+    fixture.write(V, 0.25)
+    stepped(fixture, TIE).release()
+    assert fixture.read(M) == [TIE] * NUMEL
+    assert fixture.read(V) == [0.5] * NUMEL
+
+
+def test_a_negative_state_is_told_at_the_release() -> None:
+    fixture = Fixture()
+    lease = stepped(fixture, TIE)
+    lease.pieces(V)[1].fill_(-0.5)
+    lease.round_masters()
+    assert torch.cat(lease.pieces(W)).tolist() == [1.0] * NUMEL
+    assert torch.cat(lease.pieces(V)).tolist() == [0.5] * 4 + [-0.5] * 4, "no mark is left of the first piece"
+    with pytest.raises(ConfigError, match="negative"):
+        lease.release(dirty=STEPPED | W.mask)
 
 
 def test_two_may_read_at_a_time() -> None:

@@ -97,6 +97,36 @@ def test_masters_alone_are_read_as_ever() -> None:
     assert fixture.strict.acquired()[-1] == (TRAINED, M.mask, 0)
 
 
+def write_masters(fixture: Fixture, value: float) -> None:
+    lease = fixture.store.acquire(TRAINED, read=M.mask, write=M.mask)
+    lease.wait()
+    for piece in lease.pieces(M):
+        piece.fill_(value)
+    lease.release(dirty=M.mask)
+
+
+@pytest.mark.parametrize("given_up", [False, True])
+def test_masters_that_are_written_alone_give_weights_up(given_up: bool) -> None:
+    fixture = Fixture()
+    fixture.read(dead=W.mask if given_up else 0)
+    write_masters(fixture, 1 + 2**-8)
+    assert fixture.strict.acquired()[-1] == (TRAINED, M.mask, M.mask)
+    assert fixture.store.is_given_up(TRAINED)
+    assert fixture.read().tolist() == [1.0] * NUMEL
+    assert fixture.read().tolist() == [1.0] * NUMEL
+    assert not fixture.store.is_given_up(TRAINED)
+
+
+def test_masters_are_not_written_alone_beside_a_lease_on_weights() -> None:
+    fixture = Fixture()
+    other = fixture.store.acquire(TRAINED, read=W.mask)
+    with pytest.raises(RuntimeError, match=f"masters of chunk {TRAINED}"):
+        fixture.store.acquire(TRAINED, write=M.mask)
+    other.release()
+    write_masters(fixture, 2.0)
+    assert fixture.read().tolist() == [2.0] * NUMEL
+
+
 @pytest.mark.parametrize("waited", [False, True])
 def test_while_somebody_else_has_a_lease_on_them_they_are_not_given_up(waited: bool) -> None:
     fixture = Fixture()
@@ -166,6 +196,8 @@ def test_a_trace_names_what_the_store_below_will_be_asked_for() -> None:
     assert remade_accesses(updated, {TRAINED})[0] == above[0]
     assert remade_accesses([*above, Access(TRAINED, m, m | w, w)], {TRAINED})[0] == made
     assert remade_accesses(above, set()) == above
+    alone = [Access(TRAINED, w, 0, 0), Access(TRAINED, m, m, 0)]
+    assert remade_accesses(alone, {TRAINED}) == [made, alone[1]], "an update inside backward"
 
 
 def test_the_store_below_is_told_so() -> None:

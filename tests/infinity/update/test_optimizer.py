@@ -40,7 +40,9 @@ class CountedSubGroup:
         self.fault: Exception | None = None
         self.read, self.dirty = GRAD, 0
 
-    def update(self, lease: Lease, terms: Terms, gradient_of: GradientOf | None = None) -> dict[int, History]:
+    def update(
+        self, lease: Lease, terms: Terms, gradient_of: GradientOf | None = None, *, rounds: bool = True
+    ) -> dict[int, History]:
         if self.fault is not None:
             raise self.fault
         self._calls.append({"chunk": self.chunk, "terms": terms})
