@@ -73,8 +73,9 @@ sanitize: $(SETUP) ## the C++ tests under ASan and UBSan, the rings under TSan
 	  $(TOOLS) ctest --test-dir $$dir --output-on-failure --no-tests=error --quiet || exit 1; \
 	done
 
+# Three on CI's two cores: a seventh of the tests' time they wait for a disk, a deadline or another process.
 test: $(BUILD) ## the tests that CI runs
-	@$(CACHED) $(BIN)/python -m pytest -q -n 2 -m "not slow"
+	@$(CACHED) $(BIN)/python -m pytest -q -n 3 -m "not slow"
 
 test-slow: $(BUILD) ## the tests that `make test` leaves out
 	@$(CACHED) $(BIN)/python -m pytest -q -m slow
