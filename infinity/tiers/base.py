@@ -66,7 +66,7 @@ class Lease(Protocol):
 
     def round_masters(self) -> None:
         """Write the 16-bit weights that the masters round to, through a granted lease that writes both: of the whole
-        chunk, whatever of it was stepped."""
+        chunk, whatever of it was stepped. Who writes again asks for ``pieces`` again, of the masters before all."""
         weights, start = self.pieces(ObjectKind.WEIGHT), 0
         for master in self.pieces(ObjectKind.MASTER):
             for at, weight in spans(weights, start, master.numel()):

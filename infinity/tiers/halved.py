@@ -130,8 +130,8 @@ class HalvedLease(Lease):
 
     def pieces(self, kind: int) -> list[torch.Tensor]:
         if self._is_cut and kind in (MASTER, self._markers):
+            self._is_cut = False  # first: interrupted here, a release that cuts anew finds marks in its way and refuses
             self._unmark()
-            self._is_cut = False
         if kind == MASTER:
             return self._masters()
         return self._shown if kind == self._markers else self._inner.pieces(kind)

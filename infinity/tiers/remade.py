@@ -38,22 +38,23 @@ class RemadeStore(StoreLayer):
         self._given_up.difference_update(chunks)
 
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> Lease:
-        if not (read | write) & WEIGHT or chunk not in self._remade:
-            if write & MASTER and chunk in self._remade:
-                self._note_alone(chunk)
+        if not (read & WEIGHT | write & (WEIGHT | MASTER)) or chunk not in self._remade:
             return super().acquire(chunk, read=read, write=write)
-        makes = bool(read & WEIGHT) and chunk in self._given_up
-        if makes:
+        buries = makes = False
+        if not (read | write) & WEIGHT:
+            if self._num_out.get(chunk):
+                raise RuntimeError(f"masters of chunk {chunk} are to be written without the weights, which are leased")
+            buries = chunk not in self._given_up
+            self._given_up.add(chunk)  # from here on: who asks next waits for these masters
+            if not buries:
+                return super().acquire(chunk, read=read, write=write)
+            write |= WEIGHT
+        elif read & WEIGHT and chunk in self._given_up:
+            makes = True
             read, write = _making(read, write)
         lease = super().acquire(chunk, read=read, write=write)
         self._num_out[chunk] = self._num_out.get(chunk, 0) + 1
-        return RemadeLease(self, lease, makes=makes)
-
-    def _note_alone(self, chunk: int) -> None:
-        """A lease is about to be issued that writes masters and no weights: who asks next has them made."""
-        if self._num_out.get(chunk):
-            raise RuntimeError(f"masters of chunk {chunk} are to be written without the weights, which are leased")
-        self._given_up.add(chunk)
+        return RemadeLease(self, lease, makes=makes, buries=buries)
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
         super().set_trace(trace_id, remade_accesses(accesses, self._remade))
@@ -83,7 +84,8 @@ def remade_accesses(accesses: Sequence[Access], remade: Container[int]) -> list[
                     given_up.add(chunk)
                 elif write & WEIGHT:
                     given_up.discard(chunk)
-            elif chunk in remade and write & MASTER:
+            elif chunk in remade and write & MASTER and chunk not in given_up:
+                write, dead = write | WEIGHT, dead | WEIGHT
                 given_up.add(chunk)
             below.append(Access(chunk, read, write, dead))
     return below
@@ -95,12 +97,12 @@ def _making(read: int, write: int) -> tuple[int, int]:
 
 
 class RemadeLease(Lease):
-    """``makes``: the weights are made anew once the lease is granted."""
+    """``makes``: the weights are made anew once the lease is granted. ``buries``: they are dead when it ends."""
 
-    def __init__(self, store: RemadeStore, inner: Lease, *, makes: bool) -> None:
+    def __init__(self, store: RemadeStore, inner: Lease, *, makes: bool, buries: bool) -> None:
         self.chunk = inner.chunk
         self._store, self._inner, self._makes = store, inner, makes
-        self._made = 0
+        self._made, self._buried = 0, WEIGHT if buries else 0
 
     def wait(self) -> None:
         self._inner.wait()
@@ -117,4 +119,5 @@ class RemadeLease(Lease):
 
     def release(self, *, dirty: int = 0, dead: int = 0) -> None:
         dirty |= self._made
+        dead |= self._buried
         self._inner.release(dirty=dirty, dead=self._store.note_released(self.chunk, dirty=dirty, dead=dead))

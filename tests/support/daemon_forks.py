@@ -24,49 +24,66 @@ from tests.support.warm_daemons import PLANNER, REPOSITORY, Forked
 FDS_MAX: Final = 8
 
 
-def _serve(path: str) -> tuple[str, list[str]] | None:
-    """In a fork: what it is to be."""
-    listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listening.bind(path)
-    listening.listen(64)
-    running: dict[int, tuple[int, socket.socket]] = {}
-    with selectors.DefaultSelector() as selector:
-        selector.register(listening, selectors.EVENT_READ)
-        selector.register(0, selectors.EVENT_READ)
+_Task = tuple[str, list[str]]
+"""What a fork is to be, and its words."""
+
+
+class _Forks:
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._listening.bind(path)
+        self._listening.listen(64)
+        self._running: dict[int, tuple[int, socket.socket]] = {}
+        """By pidfd: the fork's pid, and who asked for it."""
+        self._selector = selectors.DefaultSelector()
+        for fd in (0, self._listening.fileno()):
+            self._selector.register(fd, selectors.EVENT_READ)
+
+    def serve(self) -> _Task | None:
+        """Until whoever started this process, and the last fork, have ended. In a fork: what it is to be."""
         print("ready", flush=True)
-        ended = False
-        while running or not ended:
-            for key, _ in selector.select():
-                if key.fd == 0:  # whoever started this has ended
-                    ended = True
-                    selector.unregister(0)
-                elif key.fd == listening.fileno():
-                    asker, _ = listening.accept()
-                    if (received := _received(asker)) is None:
-                        asker.close()
-                        continue
-                    request, fds = received
-                    if (pid := os.fork()) == 0:
-                        inherited = [asker, listening, *(each for _, each in running.values())]
-                        _close([*(each.fileno() for each in inherited), *running])
-                        selector.close()
-                        return _become(request, fds)
-                    _close(fds)
-                    with contextlib.suppress(OSError):  # it was killed meanwhile: the daemon sees that, too
-                        asker.send(str(pid).encode())
-                    pidfd = os.pidfd_open(pid)
-                    running[pidfd] = (pid, asker)
-                    selector.register(pidfd, selectors.EVENT_READ)
-                else:
-                    pid, asker = running.pop(key.fd)
-                    selector.unregister(key.fd)
-                    os.close(key.fd)
-                    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-                    with contextlib.suppress(OSError), asker:
-                        asker.send(str(status).encode())
-    os.unlink(path)
-    os.rmdir(os.path.dirname(path))
-    return None
+        is_ended = False
+        while self._running or not is_ended:
+            for key, _ in self._selector.select():
+                if key.fd == 0:
+                    is_ended = True
+                    self._selector.unregister(0)
+                elif key.fd != self._listening.fileno():
+                    self._tell_end(key.fd)
+                elif (task := self._fork()) is not None:
+                    return task
+        os.unlink(self._path)
+        os.rmdir(os.path.dirname(self._path))
+        return None
+
+    def _fork(self) -> _Task | None:
+        """What is to be forked is asked for. In the fork: what it is to be."""
+        asker, _ = self._listening.accept()
+        if (received := _received(asker)) is None:
+            asker.close()
+            return None
+        request, fds = received
+        if (pid := os.fork()) == 0:
+            inherited = [asker, self._listening, *(each for _, each in self._running.values())]
+            _close([*(each.fileno() for each in inherited), *self._running])
+            self._selector.close()
+            return _become(request, fds)
+        _close(fds)
+        with contextlib.suppress(OSError):  # it was killed meanwhile: the daemon sees that, too
+            asker.send(str(pid).encode())
+        pidfd = os.pidfd_open(pid)
+        self._running[pidfd] = (pid, asker)
+        self._selector.register(pidfd, selectors.EVENT_READ)
+        return None
+
+    def _tell_end(self, pidfd: int) -> None:
+        pid, asker = self._running.pop(pidfd)
+        self._selector.unregister(pidfd)
+        os.close(pidfd)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        with contextlib.suppress(OSError), asker:
+            asker.send(str(status).encode())
 
 
 def _received(asker: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -82,7 +99,7 @@ def _received(asker: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
         return json.loads(file.read()), list(numbers[1:])
 
 
-def _become(request: dict[str, Any], fds: Sequence[int]) -> tuple[str, list[str]]:
+def _become(request: dict[str, Any], fds: Sequence[int]) -> _Task:
     for number in range(3):
         os.dup2(fds[number], number)
     _close(fds[:3])
@@ -110,10 +127,10 @@ async def _run_planner(_planner: planner.Planner, asked: int, answered: int, num
 
 def main() -> int:
     sys.path[0] = str(REPOSITORY)
-    found = _serve(sys.argv[1])
-    if found is None:
+    task = _Forks(sys.argv[1]).serve()
+    if task is None:
         return 0
-    what, words = found
+    what, words = task
     if what == PLANNER:
         planner.main()
         return 0

@@ -11,7 +11,6 @@ import atexit
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -134,7 +133,6 @@ class _Server:
         """``pid``: the process that started it; a fork of that one ends nothing."""
         if os.getpid() == pid:
             self._process.communicate(timeout=DEADLINE_S)
-            shutil.rmtree(Path(self.path).parent, ignore_errors=True)
 
 
 _cold = process._start

@@ -166,6 +166,20 @@ def test_rounded_and_then_not_said_to_be_dirty_they_are_whole_where_the_lease_wr
     assert fixture.read(V) == [0.5] * NUMEL
 
 
+def test_interrupted_while_marks_are_taken_away_again_it_refuses_rather_than_lose_them() -> None:
+    fixture = Fixture()
+    lease = stepped(fixture, TIE)
+    with (
+        mock.patch("infinity.tiers.halved.unmark", side_effect=KeyboardInterrupt),
+        pytest.raises(KeyboardInterrupt),
+    ):
+        lease.pieces(M)
+    with pytest.raises(ConfigError):
+        lease.release(dirty=STEPPED | W.mask)
+    with pytest.raises(ConfigError):
+        fixture.read(M)
+
+
 def test_a_negative_state_is_told_at_the_release() -> None:
     fixture = Fixture()
     lease = stepped(fixture, TIE)

@@ -110,7 +110,8 @@ def test_masters_that_are_written_alone_give_weights_up(given_up: bool) -> None:
     fixture = Fixture()
     fixture.read(dead=W.mask if given_up else 0)
     write_masters(fixture, 1 + 2**-8)
-    assert fixture.strict.acquired()[-1] == (TRAINED, M.mask, M.mask)
+    assert fixture.strict.acquired()[-1] == (TRAINED, M.mask, M.mask | (0 if given_up else W.mask))
+    assert fixture.strict.released()[-1] == (TRAINED, M.mask, 0 if given_up else W.mask)
     assert fixture.store.is_given_up(TRAINED)
     assert fixture.read().tolist() == [1.0] * NUMEL
     assert fixture.read().tolist() == [1.0] * NUMEL
@@ -196,8 +197,10 @@ def test_a_trace_names_what_the_store_below_will_be_asked_for() -> None:
     assert remade_accesses(updated, {TRAINED})[0] == above[0]
     assert remade_accesses([*above, Access(TRAINED, m, m | w, w)], {TRAINED})[0] == made
     assert remade_accesses(above, set()) == above
-    alone = [Access(TRAINED, w, 0, 0), Access(TRAINED, m, m, 0)]
-    assert remade_accesses(alone, {TRAINED}) == [made, alone[1]], "an update inside backward"
+    update = Access(TRAINED, m, m, 0)  # inside backward
+    assert remade_accesses([above[2], update], {TRAINED}) == [made._replace(dead_mask=w), update]
+    buried = update._replace(write_mask=m | w, dead_mask=w)
+    assert remade_accesses([above[0], update], {TRAINED}) == [made, buried], "the read keeps them, in vain"
 
 
 def test_the_store_below_is_told_so() -> None:
