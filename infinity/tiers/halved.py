@@ -131,7 +131,7 @@ class HalvedLease(Lease):
     def pieces(self, kind: int) -> list[torch.Tensor]:
         if self._is_cut and kind in (MASTER, self._markers):
             self._is_cut = False  # first: interrupted here, a release that cuts anew finds marks in its way and refuses
-            self._unmark()
+            self._unmark(self._marks)
         if kind == MASTER:
             return self._masters()
         return self._shown if kind == self._markers else self._inner.pieces(kind)
@@ -158,7 +158,7 @@ class HalvedLease(Lease):
         """Take masters apart where they or the markers are dirty; which kinds of the store that changes."""
         if not dirty & (MASTER.mask | self._markers.mask):
             if self._writes and not self._is_cut:
-                self._unmark()  # back to where they were; else they are nobody's copies
+                self._unmark(self._marks)  # back to where they were; else they are nobody's copies
             return 0
         try:
             self._cut()
@@ -183,8 +183,7 @@ class HalvedLease(Lease):
             for values, numbers, rests, shown in self._parts():
                 marks.append(cut(values, numbers, rests, shown))
         except ValueError:
-            for shown, places in zip(self._shown, marks, strict=False):
-                unmark(shown, places)
+            self._unmark(marks)
             raise
         self._note_marks(marks)
         self._is_cut = True
@@ -193,8 +192,8 @@ class HalvedLease(Lease):
         self._marks = marks
         self._num_marks += sum(places.numel() for places in marks)
 
-    def _unmark(self) -> None:
-        for shown, places in zip(self._shown, self._marks, strict=False):
+    def _unmark(self, marks: list[torch.Tensor]) -> None:
+        for shown, places in zip(self._shown, marks, strict=False):
             unmark(shown, places)
 
     def _masters(self) -> list[torch.Tensor]:
