@@ -23,11 +23,14 @@ from tests.support.parity import Verdict, in_order, launch
 
 
 def selection(name: str) -> list[Cell]:
-    """``full``, ``pairwise``, or ``short``: one cell of each dtype and world size that streams everything, and one of
-    each optimizer that the matrix has not."""
+    """``full``; ``updates``: that with every time of the update and form of the masters beside each of its cells;
+    ``pairwise``; or ``short``: one cell of each dtype and world size that streams everything, and one of each optimizer
+    that the matrix has not."""
     match name:
         case "full":
             return [cell for cell in crossed() if cell.num_ranks <= NUM_RANKS_MAX]
+        case "updates":
+            return [cell for cell in crossed(together=("update", "masters")) if cell.num_ranks <= NUM_RANKS_MAX]
         case "pairwise":
             return pairwise(full_matrix(ranks=[ranks for ranks in (1, 2) if ranks <= NUM_RANKS_MAX]))
         case _:
@@ -78,9 +81,9 @@ def judged(
 
 def new_table(num_steps: int) -> Table:
     table = Table(title=f"Parity over {num_steps} steps: differing bits against the same engine in memory / plain loop")
-    for column in ("stage", "param", "optimizer", "dtype", "acc", "clip", "ranks", "budget", "rule", "thresholds"):
+    factors = "stage, param, optimizer, dtype, acc, clip, ranks, budget, rule, thresholds, update, masters"
+    for column in factors.split(", "):
         table.add_column(column)
-    table.add_column("masters")
     for column in ("losses", "weights", "plain losses", "plain weights", "s"):
         table.add_column(column, justify="right")
     table.add_column("verdict")
@@ -100,6 +103,7 @@ def add_row(table: Table, verdict: Verdict) -> None:
         "–" if cell.in_memory else cell.budget,
         cell.optimizer,
         cell.thresholds,
+        cell.update,
         cell.masters,
         str(verdict.oracle_loss_bits),
         str(verdict.oracle_weight_bits),
@@ -112,7 +116,7 @@ def add_row(table: Table, verdict: Verdict) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--cells", choices=("full", "pairwise", "short"), default="full")
+    parser.add_argument("--cells", choices=("full", "updates", "pairwise", "short"), default="full")
     parser.add_argument("--num-steps", type=int, default=5, help="optimizer steps a cell; a loss scale skips more")
     parser.add_argument("--jobs", type=int, default=2, help="launches side by side")
     parser.add_argument("--every", type=int, default=1, metavar="N", help="only every N-th cell")

@@ -5,12 +5,14 @@ The full matrix is ``python -m tests.parity_full`` (``make parity-full``).
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.parity_full import selection
-from tests.support.matrix import Cell, crossed, full_matrix, pairs_of, pairwise
+from tests.support.matrix import LATER, Cell, crossed, full_matrix, pairs_of, pairwise
 from tests.support.parity import launch
 
 NUM_STEPS = 4
@@ -30,6 +32,20 @@ def test_what_a_person_runs_covers_every_pair_on_every_number_of_ranks() -> None
     missing = set().union(*map(pairs_of, full_matrix(ranks=(1, 2, 4)))) - set().union(*map(pairs_of, cells))
     assert missing == {(tier, "cpu", ranks, 4) for tier in (1, 2)}, "on four ranks: in memory, or on the disk"
     assert len(cells) == len(set(cells)) < 700
+
+
+def test_updates_combines_every_time_of_the_update_and_form_of_the_masters_with_each_cell() -> None:
+    def kinds(cells: Iterable[Cell]) -> set[Cell]:
+        others = {name: values[0] for name, values in LATER.items() if name not in {"update", "masters"}}
+        return {replace(cell, **others) for cell in cells}
+
+    levels = kinds(replace(cell, update="on_use", masters="fp32") for cell in selection("full"))
+    possible = {
+        cell for cell in kinds(full_matrix(ranks=(1, 2, 4))) if replace(cell, update="on_use", masters="fp32") in levels
+    }
+    cells = selection("updates")
+    assert kinds(cells) == possible
+    assert len(cells) == len(possible)
 
 
 @pytest.mark.timeout(900)

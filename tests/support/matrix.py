@@ -106,16 +106,18 @@ def full_matrix(*, ranks: Sequence[int] = (1, 2)) -> list[Cell]:
     return [cell for cell in cells if cell.is_one]
 
 
-def crossed() -> list[Cell]:
-    """See above. On four ranks everything is in memory or on the disk: a rank's store knows nothing of how many there
-    are beyond its own."""
-    cores = (Cell(*values) for values in itertools.product(*LEVELS.values()))
+def crossed(*, together: Sequence[str] = ()) -> list[Cell]:
+    """See above; the factors named in ``together`` are combined too, instead of varying along. On four ranks everything
+    is in memory or on the disk: a rank's store knows nothing of how many there are beyond its own."""
+    levels = LEVELS | {name: LATER[name] for name in together}
+    varying = [name for name in LATER if name not in together]
+    cores = (Cell(**dict(zip(levels, values, strict=True))) for values in itertools.product(*levels.values()))
     uncovered = {pair for cell in full_matrix(ranks=LEVELS["num_ranks"]) for pair in pairs_of(cell)}
-    later = list(itertools.product(*LATER.values()))
+    later = list(itertools.product(*(LATER[name] for name in varying)))
     chosen = []
     for number, core in enumerate(core for core in cores if core.is_one and _is_crossed(core)):
         rotated = later[number % len(later) :] + later[: number % len(later)]
-        named = (replace(core, **dict(zip(LATER, values, strict=True))) for values in rotated)
+        named = (replace(core, **dict(zip(varying, values, strict=True))) for values in rotated)
         best = max((cell for cell in named if cell.is_one), key=lambda cell: len(pairs_of(cell) & uncovered))
         uncovered -= pairs_of(best)
         chosen.append(best)
