@@ -293,7 +293,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--sub-group-numel", type=int, default=DeepSpeedSetting.sub_group_numel, help="DeepSpeed's")
     parser.add_argument("--buffer-count", type=int, default=DeepSpeedSetting.buffer_count, help="DeepSpeed's")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--name", default="compare", help="of the files under benchmarks/results")
+    parser.add_argument("--name", default="scratch", help="of the files under benchmarks/results")
     parser.add_argument("--plot", action="store_true", help="a picture beside the figures (matplotlib)")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--like", metavar="NAME", help="defaults are the settings of a file under benchmarks/results")

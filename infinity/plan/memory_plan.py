@@ -27,9 +27,12 @@ LEASE_NUMEL: Final = 1 << 18
 WASTE_MAX: Final = 1 / 16
 """... as long as no more than this share of their frames is empty."""
 LARGE_NUMEL: Final = 1 << 22
-"""A chunk is no larger where the arena holds everything, so that nothing is streamed and fewer leases are all that
-counts: of 135 leases on 1.3M elements each a step took 1.1 ms to find its way, whose code the data had driven out of
-the caches."""
+"""Up to here fewer, larger chunks are worth something by themselves: of 135 leases on 1.3M elements each a step took
+1.1 ms to find its way, whose code the data had driven out of the caches, and the daemon as long beside it. ..."""
+LARGE_SETS_WANTED: Final = 16
+"""... So that many sets are enough then, ..."""
+LARGE_CHUNKS_WANTED: Final = 48
+"""... and that many chunks, for residency that is fine-grained enough."""
 DEVICE_LARGE_NUMEL: Final = 1 << 26
 """The same where another device computes: its kernels have no use for small pieces, and what the host says to it of
 each takes a millisecond."""
@@ -98,34 +101,31 @@ def plan_memory(
         budget_bytes: for the arenas of all ``local_world_size`` ranks of the job on the node; None: what is pinned
             plus the streamed state, the latter up to ``AUTO_STREAMED_BYTES_MAX``.
         chunk_numel_max: ``sub_group_size``; a chunk never exceeds it.
-        large_numel: nor this, where the arena holds everything.
+        large_numel: up to here a chunk is as large as leaves a fair number of them, and of sets.
 
     Raises:
         BudgetError: with the smallest ``budget_bytes`` that works.
     """
-    largest_group = align_up(max(shape.group_shard_numels, default=NORM_BLOCK), NORM_BLOCK)
+    largest_group = _largest_group(shape)
     wanted = min(chunk_numel_max, largest_group, sum(shape.group_shard_numels) // CHUNKS_WANTED)
-    chunk_numel = max(NORM_BLOCK, wanted // NORM_BLOCK * NORM_BLOCK)
-    while 2 * chunk_numel <= min(chunk_numel_max, LEASE_NUMEL) and _waste(shape, 2 * chunk_numel) <= WASTE_MAX:
-        chunk_numel *= 2
-    if chunk_numel >= LEASE_NUMEL:
-        for numel in _equal_parts(largest_group, chunk_numel, min(chunk_numel_max, large_numel)):
+    wanted = max(NORM_BLOCK, wanted // NORM_BLOCK * NORM_BLOCK)
+    while 2 * wanted <= min(chunk_numel_max, LEASE_NUMEL) and _waste(shape, 2 * wanted) <= WASTE_MAX:
+        wanted *= 2
+    if wanted >= LEASE_NUMEL:
+        for numel in _equal_parts(largest_group, wanted, min(chunk_numel_max, large_numel)):
             candidate = _plan_for_chunk(shape, numel, budget_bytes, local_world_size)
             if candidate.holds_all and _is_sparing(candidate) and _waste(shape, numel) <= WASTE_MAX:
                 return candidate
-    candidates: list[MemoryPlan] = []
-    while True:
-        candidate = _plan_for_chunk(shape, chunk_numel, budget_bytes, local_world_size)
+    smallest_that_works: MemoryPlan | None = None
+    for numel, sets in _sizes(shape, wanted, min(chunk_numel_max, large_numel)):
+        candidate = _plan_for_chunk(shape, numel, budget_bytes, local_world_size)
         streamed_frames = candidate.num_frames - candidate.pinned_frames
-        if candidate.holds_all or streamed_frames >= DEMAND_SETS_WANTED * candidate.demand_frames:
+        if candidate.holds_all or streamed_frames >= sets * candidate.demand_frames:
             return candidate
         if streamed_frames >= DEMAND_SETS_MIN * candidate.demand_frames:
-            candidates.append(candidate)
-        if chunk_numel == NORM_BLOCK:
-            break
-        chunk_numel = max(NORM_BLOCK, chunk_numel // 2 // NORM_BLOCK * NORM_BLOCK)
-    if candidates:
-        return candidates[-1]
+            smallest_that_works = candidate
+    if smallest_that_works is not None:
+        return smallest_that_works
     smallest = _plan_for_chunk(shape, NORM_BLOCK, None, local_world_size)
     frames = smallest.pinned_frames + DEMAND_SETS_MIN * smallest.demand_frames
     raise BudgetError(
@@ -176,17 +176,40 @@ def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | Non
     )
 
 
+def _sizes(shape: StateShape, wanted: int, large_numel: int) -> Iterator[tuple[int, int]]:
+    """Sizes of chunks, and the number of sets with which each is as good as any: large ones that cut groups evenly, and
+    halves of ``wanted`` above and below them."""
+    numel = wanted
+    while numel > large_numel:
+        yield numel, DEMAND_SETS_WANTED
+        numel = numel // 2 // NORM_BLOCK * NORM_BLOCK
+    most = min(large_numel, sum(shape.group_shard_numels) // LARGE_CHUNKS_WANTED)
+    for part in _equal_parts(_largest_group(shape), LEASE_NUMEL, most):
+        if _waste(shape, part) <= WASTE_MAX:
+            yield part, LARGE_SETS_WANTED
+    while numel > NORM_BLOCK:
+        yield numel, DEMAND_SETS_WANTED
+        numel = max(NORM_BLOCK, numel // 2 // NORM_BLOCK * NORM_BLOCK)
+    yield NORM_BLOCK, DEMAND_SETS_WANTED
+
+
+def _largest_group(shape: StateShape) -> int:
+    return align_up(max(shape.group_shard_numels, default=NORM_BLOCK), NORM_BLOCK)
+
+
 def _is_sparing(plan: MemoryPlan) -> bool:
     """Whether the sets that updates need beside the state are no great part of the frames."""
     return DEMAND_SETS_MIN * plan.demand_frames <= WASTE_MAX * plan.num_frames
 
 
 def _equal_parts(numel: int, above: int, numel_max: int) -> Iterator[int]:
-    """The sizes between ``above`` and ``numel_max``, largest first, of which ``numel`` is a whole number, about."""
-    for count in range(-(-numel // numel_max), -(-numel // above)):
-        part = align_up(-(-numel // count), NORM_BLOCK)
-        if above < part <= numel_max:
+    """Sizes between ``above`` and ``numel_max``, largest first, of which ``numel`` is a whole number, about; some of
+    them, where they are many."""
+    count = -(-numel // max(numel_max, 1))
+    while (part := align_up(-(-numel // count), NORM_BLOCK)) > above:
+        if part <= numel_max:
             yield part
+        count += 1 + count // 16
 
 
 def _waste(shape: StateShape, chunk_numel: int) -> float:

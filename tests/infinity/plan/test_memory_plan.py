@@ -10,7 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.errors import BudgetError
-from infinity.plan.memory_plan import DEMAND_SETS_MIN, LARGE_NUMEL, MemoryPlan, StateShape, plan_memory
+from infinity.plan.memory_plan import (
+    DEMAND_SETS_MIN,
+    LARGE_CHUNKS_WANTED,
+    LARGE_NUMEL,
+    LARGE_SETS_WANTED,
+    MemoryPlan,
+    StateShape,
+    plan_memory,
+)
 from infinity.plan.sharding import NORM_BLOCK
 from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind
 
@@ -103,10 +111,10 @@ def test_a_chunk_never_exceeds_the_sub_group() -> None:
 
 
 def test_where_everything_fits_chunks_are_large_and_equal_parts_of_a_group() -> None:
-    """Fewer leases on as many bytes; a budget that does not hold them, or that they would fill with empty frames, has
-    those of any other."""
+    """Fewer leases on as many bytes; a budget that holds few of them, or that they would fill with empty frames, has
+    smaller ones."""
     layers = shape([12_600_000] * 12, BF16)
-    roomy, tight = plan(layers, 4 << 30), plan(layers, 1 << 30)
+    roomy, tight = plan(layers, 4 << 30), plan(layers, 256 << 20)
     assert 4 * roomy.chunk_numel >= 12_600_000 > 4 * (roomy.chunk_numel - NORM_BLOCK)
     assert roomy.chunk_numel <= LARGE_NUMEL
     assert roomy.num_frames * roomy.frame_bytes < 1.1 * 16 * 12 * 12_600_000
@@ -115,6 +123,28 @@ def test_where_everything_fits_chunks_are_large_and_equal_parts_of_a_group() -> 
     assert pinned.chunk_numel == roomy.chunk_numel
     uneven = plan(shape([12_600_000] + [700_000] * 200, BF16), 4 << 30)
     assert uneven.chunk_numel < roomy.chunk_numel / 2, "two thirds of most chunks would be empty"
+
+
+@pytest.mark.parametrize("budget_bytes", [256 << 20, 512 << 20, 1 << 30])
+def test_what_streams_is_cut_into_equal_parts_of_a_group_that_leave_sets_to_overlap(budget_bytes: int) -> None:
+    """What a chunk costs, however large it is, is the larger part of a step beyond the bytes."""
+    made = plan(shape([12_600_000] * 12, BF16), budget_bytes)
+    parts = round(12_600_000 / made.chunk_numel)
+    assert 0 <= parts * made.chunk_numel - 12_600_000 < parts * NORM_BLOCK
+    assert LARGE_SETS_WANTED <= made.num_frames // made.demand_frames < 2 * LARGE_SETS_WANTED
+    assert not made.holds_all
+    assert made.chunk_numel > 900_000
+
+
+def test_large_chunks_are_no_larger_than_the_device_and_the_model_have_use_for() -> None:
+    large = shape([200_000_000] * 40, BF16)
+    assert LARGE_NUMEL / 2 < plan(large, 2 << 30).chunk_numel <= LARGE_NUMEL
+    on_a_device = plan_memory(
+        large, budget_bytes=8 << 30, chunk_numel_max=10**9, local_world_size=1, budget_key="k", large_numel=1 << 26
+    )
+    assert LARGE_NUMEL < on_a_device.chunk_numel <= 1 << 26
+    small = plan(shape([1_000_000] * 30, BF16), 100 << 20)
+    assert small.chunks_max >= LARGE_CHUNKS_WANTED
 
 
 def test_a_small_model_has_few_chunks_unless_they_would_stay_empty() -> None:
