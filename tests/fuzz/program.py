@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tests.fuzz import parts as library
+from tests.fuzz import calls, leaves, wrappers
 from tests.support.judge import Script, Verdict, judge
 from tests.support.world import Setting
 
@@ -20,7 +20,10 @@ LEAVES = (
     "Linear()", "Linear()", "Linear(bias=False)", "Wide()", "Wide(7)", "Wide(dropout=0.2)", "Norm()", "Norm('batch')",
     "Raw()", "Scale()", "Sliced()", "TwoWays()", "Strided()", "LowRank()", "LowRank(merged=True)", "Listed()",
     "Recurrent()", "Recurrent('GRU')", "Attention()", "Normed()", "Normed('old_weight')", "Normed('spectral')",
-    "OnContext()", "Hooked()", "Counting()",
+    "OnContext()", "Hooked()", "Counting()", "Convolved()", "Convolved(transposed=True)", "Grouped()", "Grouped('rms')",
+    "Looked()", "Looked('bag')", "Looked(max_norm=1.0)", "Rectified()", "Encoder()", "Celled()", "Celled('GRUCell')",
+    "Named()", "Orthogonal()", "Pruned()", "Quantized()", "Detached()", "Doubled()", "Ensemble()", "Damped()",
+    "Regular()",
 )  # fmt: skip
 WRAPPERS = (
     "Residual({})", "Residual({}, in_place=True)", "Twice({})", "Checkpointed({})", "Checkpointed({})",
@@ -28,7 +31,9 @@ WRAPPERS = (
     "Branches({}, {}, detached=True)", "WithoutGradient({})", "Routed({}, {})", "Routed({}, {}, {})",
     "Alternating({}, {})", "OnCpu({})", "InThread({})", "Keeps({})", "Chain({}, {})", "Chain({}, {}, {})",
     "Sequence({}, {})", "Sequence({}, {}, {})", "Narrow({})", "Overwriting({})", "Noisy({})", "Structured({})",
-    "Checkpointed(Noisy({}))",
+    "Checkpointed(Noisy({}))", "Direct({})", "Watched({}, 'forward')", "Watched({}, 'pre')", "Watched({}, 'backward')",
+    "Watched({}, 'backward_pre')", "Dropped({})", "Repeated({})", "Reversible({})", "Sloped({})", "Caught({})",
+    "InPieces({})", "Inferred({})", "Scaled({})",
 )  # fmt: skip
 OUTPUTS = ("tensor", "tensor", "tensor", "dict", "named", "dataclass", "weight", "generator", "closure")
 
@@ -53,6 +58,8 @@ BEFORE = (
     "loss_of(engine(x))  # a forward whose graph is dropped",
     "world.observe('norm', nth(model, {n}).detach().float().norm())",
     "penalty = nth(model, {n}).float().square().sum()",
+    "try: engine(x[:, :5])\nexcept (RuntimeError, ValueError, AssertionError, IndexError): pass",
+    "try: part_of(model, {n})(x[:, :5])\nexcept (RuntimeError, ValueError, AssertionError, IndexError): pass",
 )
 AFTER_FORWARD = (
     "loss = loss + 1e-2 * nth(model, {n}).float().square().sum()",
@@ -61,7 +68,16 @@ AFTER_FORWARD = (
     "world.observe('norm', [p.detach().float().norm() for p in model.parameters()])",
     "with torch.no_grad(): world.observe('evaluated', loss_of(engine(x)))",
     "loss = loss + 1e-2 * input_gradient(loss, engine, x).square().sum()",
-    "with torch.no_grad(): world.observe('module', engine.module(x) if False else loss_of(engine.module(x)))",
+    "with torch.no_grad(): world.observe('module', loss_of(engine.module(x)))",
+    "nth(model, {n}).register_hook(lambda gradient: gradient * 0.5)",
+    "loss.register_hook(lambda gradient: gradient * 2)",
+    "model.train(step % 2 == 0)",
+)
+AFTER_BACKWARD = (
+    "with torch.no_grad(): world.observe('between', loss_of(engine(x)))",
+    "world.observe('norm', nth(model, {n}).detach().float().norm())",
+    "engine.eval()\nwith torch.no_grad(): world.observe('evaluated', loss_of(engine(x)))\nengine.train()",
+    "loss_of(engine(x))  # a forward whose graph is dropped",
 )
 AFTER_STEP = (
     "follow(average, model)",
@@ -75,6 +91,8 @@ AFTER_STEP = (
     "with torch.inference_mode(): world.observe('inferred', loss_of(engine(x)).clone())",
     "world.observe('full', engine.full_state_dict())",
     "world.observe('norm', parameters_to_vector(model.parameters()).float().norm())",
+    "for group in engine.optimizer.param_groups: group['lr'] *= 0.7",
+    "for group in engine.optimizer.param_groups: group['weight_decay'] = 0.01 * step",
 )
 RARE = (
     "nth(model, {n}).data.mul_(0.9)",
@@ -87,6 +105,18 @@ RARE = (
     "nth(model, {n}).data = nth(model, {n}).data.clone()",
 )
 """What may well be refused: one program in ten has one."""
+
+OPTIMIZERS = (
+    "torch.optim.AdamW(params, lr=3e-3)", "torch.optim.AdamW(in_two_groups(params))",
+    "torch.optim.AdamW(in_two_groups(params), amsgrad=True, foreach=True)",
+    "torch.optim.Adam(params, lr=3e-3, weight_decay=0.1, fused=True)", "torch.optim.SGD(params, lr=0.05)",
+    "torch.optim.SGD(in_two_groups(params), momentum=0.9, nesterov=True)", "torch.optim.Adagrad(params, lr=0.01)",
+    "torch.optim.RMSprop(params, lr=1e-3, momentum=0.5, centered=True)", "torch.optim.NAdam(in_two_groups(params))",
+    "torch.optim.RAdam(params, lr=3e-3)", "torch.optim.Adamax(params, lr=3e-3)", "torch.optim.Adadelta(params)",
+    "torch.optim.ASGD(params, lr=0.01)", "torch.optim.Rprop(params, lr=1e-3)", "Lamb(params)",
+    "Lamb(in_two_groups(params))",
+)  # fmt: skip
+"""Passed as objects, by one program in four; the others have the configuration's AdamW."""
 
 BESIDE = {
     "teacher": (
@@ -138,6 +168,8 @@ class Program:
     beside_within: bool = False
     """Whether the second engine is used between the first one's forward and backward, else after its step."""
     clipping: float = 0.0
+    optimizer: str = ""
+    """One of ``OPTIMIZERS``, or the configuration's."""
 
     @property
     def writes(self) -> bool:
@@ -167,9 +199,11 @@ class Program:
             *self.after_step,
         ]
         make = "world.build(build)" if self.under_init else "build()"
+        options = [f"accumulation={self.accumulation}", f"clipping={self.clipping}"]
+        options += [f"optimizer=lambda params: {self.optimizer}"] if self.optimizer else []
         script = [
             f"model = {make}",
-            f"engine = world.initialize(model, accumulation={self.accumulation}, clipping={self.clipping})",
+            f"engine = world.initialize(model, {', '.join(options)})",
             *(
                 [f"beside = world.initialize(another({self.seed}, trains={self.beside != 'teacher'}))"]
                 if others
@@ -193,7 +227,8 @@ class Program:
         from torch.autograd.graph import save_on_cpu
         from torch.nn.utils import parameters_to_vector
 
-        names: dict[str, Any] = {**vars(library), "torch": torch, "copy": copy, "save_on_cpu": save_on_cpu}
+        library = {**vars(leaves), **vars(wrappers), **vars(calls)}
+        names: dict[str, Any] = {**library, "torch": torch, "copy": copy, "save_on_cpu": save_on_cpu}
         names["parameters_to_vector"] = parameters_to_vector
         exec(compile(self.source, f"<program {self.seed}>", "exec"), names)
         script: Script = names["script"]
@@ -221,6 +256,7 @@ class Program:
             "num_steps": 1,
             "beside": "",
             "clipping": 0.0,
+            "optimizer": "",
         }
         for field, value in plain.items():
             if getattr(self, field) != value:
@@ -237,7 +273,8 @@ class Program:
                 yield replace(self, setting=setting)
 
     def _with_split_and_clipping(self, split: bool, clipping: float) -> Program:
-        has_masters = self.setting.bf16 and self.setting.stage == 3
+        is_adam = not self.optimizer or self.optimizer.startswith(("torch.optim.AdamW(", "torch.optim.Adam("))
+        has_masters = self.setting.bf16 and self.setting.stage == 3 and is_adam
         return replace(self, setting=replace(self.setting, split=split and has_masters), clipping=clipping)
 
     def _with_part(self, number: int, text: str) -> Program:
@@ -285,11 +322,11 @@ def program(seed: int, *, nvme_share: float = 0.01) -> Program:
         return tuple(draw.choice(choices).replace("{n}", str(draw.randrange(99))) for _ in range(number))
 
     before, after_forward, after_step = some(BEFORE, 0.15), some(AFTER_FORWARD, 0.25), some(AFTER_STEP, 0.35)
-    after_backward: tuple[str, ...] = ()
+    after_backward = some(AFTER_BACKWARD, 0.1)
     if draw.random() < 0.1:
         rare = draw.choice(RARE).replace("{n}", str(draw.randrange(99)))
         if draw.random() < 0.5:
-            after_backward = (rare,)
+            after_backward = (*after_backward, rare)
         else:
             after_step = (*after_step, rare)
     return Program(
@@ -307,9 +344,9 @@ def program(seed: int, *, nvme_share: float = 0.01) -> Program:
         after_backward=after_backward,
         after_step=after_step,
         setting=_setting(draw, nvme_share),
-        # drawn last: what a seed gave before stays what it is
         beside=draw.choice(tuple(BESIDE)) if draw.random() < 0.1 else "",
         beside_within=draw.random() < 0.5,
+        optimizer=draw.choice(OPTIMIZERS) if draw.random() < 0.25 else "",
     )._with_split_and_clipping(draw.random() < SPLIT_SHARE, draw.choice(CLIPPINGS))
 
 
