@@ -305,7 +305,8 @@ def _replaced(structure: Any, lent: Mapping[int, torch.Tensor]) -> Any:
 def _kept_readable(result: Any, params: Mapping[int, nn.Parameter]) -> Any:
     """What C++ takes inside backward must hold its weights itself (``save_on_cpu`` may return the parameter), and an
     array of numpy's, which cannot show that it was written to, must not be written to."""
-    if isinstance(result, nn.Parameter) and id(result) in params and torch._C._current_graph_task_id() != -1:
+    inside_backward = torch._C._current_graph_task_id() != -1 and not torch.is_grad_enabled()  # enabled: made again
+    if isinstance(result, nn.Parameter) and id(result) in params and inside_backward:
         return result.detach()
     if type(result).__module__ == "numpy" and hasattr(result, "setflags"):
         result.setflags(write=False)

@@ -274,15 +274,6 @@ class Named(Part):
         return torch.einsum("ij,kj->ik", torch.tanh(x @ self.weights["in"]), self.weights["out"])
 
 
-class Orthogonal(Part):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH))
-
-    def forward(self, x: Tensor) -> Any:
-        return self.linear(x)
-
-
 class Pruned(Part):
     def __init__(self) -> None:
         super().__init__()

@@ -22,7 +22,7 @@ LEAVES = (
     "Recurrent()", "Recurrent('GRU')", "Attention()", "Normed()", "Normed('old_weight')", "Normed('spectral')",
     "OnContext()", "Hooked()", "Counting()", "Convolved()", "Convolved(transposed=True)", "Grouped()", "Grouped('rms')",
     "Looked()", "Looked('bag')", "Looked(max_norm=1.0)", "Rectified()", "Encoder()", "Celled()", "Celled('GRUCell')",
-    "Named()", "Orthogonal()", "Pruned()", "Quantized()", "Detached()", "Doubled()", "Ensemble()", "Damped()",
+    "Named()", "Pruned()", "Quantized()", "Detached()", "Doubled()", "Ensemble()", "Damped()",
     "Regular()",
 )  # fmt: skip
 WRAPPERS = (

@@ -375,6 +375,57 @@ def a_residual_added_in_place(world: Any) -> None:
     trains(world, Rule(rule))
 
 
+class Borrowed(nn.Module):
+    """Uses its children's weights by operations that give the parameter itself back where there is nothing to do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Any:
+        y = F.linear(torch.tanh(self.b(x)), self.a.weight.to(x.dtype))
+        return y * self.a.weight.contiguous().square().mean() + self.b.bias.to(x.device).sigmoid()
+
+
+class MadeAgain(torch.autograd.Function):
+    """Keeps the input alone and calls the module again in backward, as reversible networks do."""
+
+    @staticmethod
+    def forward(ctx: Any, module: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
+        ctx.module, ctx.x = module, x
+        return module(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        x = ctx.x.detach().requires_grad_()
+        with torch.enable_grad():
+            y = ctx.module(x)
+        wanted = [x, *ctx.module.parameters()]
+        return None, *torch.autograd.grad(y, wanted, gradients[0], allow_unused=True)
+
+
+def borrowed(name: str, call: Any) -> None:
+    def script(world: Any) -> None:
+        class Outer(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.inner, self.head = Borrowed(), nn.Linear(WIDTH, WIDTH)
+
+            def forward(self, x: Tensor) -> Any:
+                return self.head(torch.tanh(call(self.inner, x)))
+
+        engine = world.initialize(Outer())
+        world.train(engine, lambda step: square(engine(world.randn(ROWS, WIDTH, seed=step, requires_grad=True))))
+
+    script.__name__, script.__doc__ = name, f"Borrowed weights are used again in backward: {name.replace('_', ' ')}."
+    cases(settings=(EACH, GROUPED, DEFAULT, EACH_BF16, NVME))(script)
+
+
+borrowed("borrowed_under_a_checkpoint", lambda inner, x: checkpoint(inner, x, use_reentrant=False))
+borrowed("borrowed_under_a_reentrant_checkpoint", lambda inner, x: checkpoint(inner, x, use_reentrant=True))
+borrowed("borrowed_by_a_function_that_calls_again", lambda inner, x: MadeAgain.apply(inner, x, *inner.parameters()))
+
+
 @cases.parametrized()
 def test_saved_activations(case: Case, judged: Any) -> None:
     judged(__name__, case)

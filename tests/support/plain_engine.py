@@ -131,7 +131,9 @@ class PlainEngine(nn.Module):
             if not torch.equal(now, rounded):
                 master.copy_(torch.where(rounded == now, master, now.to(master.dtype)))
         if self.optimizer is not None:
-            stepped = [p for group in self.optimizer.param_groups for p in group["params"] if p.grad is not None]
+            known = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+            in_order = (self._master_of.get(p, p) for p in self.module.parameters())  # as scripts clip, groups or not
+            stepped = [p for p in in_order if id(p) in known and p.grad is not None]
             norm = nn.utils.get_total_norm([self._as_accumulated(p) for p in stepped])
             self._grad_norm = float(norm)
             if self.clipping:
