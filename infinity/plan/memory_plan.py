@@ -34,8 +34,8 @@ LARGE_SETS_WANTED: Final = 16
 LARGE_CHUNKS_WANTED: Final = 48
 """... and that many chunks, for residency that is fine-grained enough."""
 DEVICE_LARGE_NUMEL: Final = 1 << 26
-"""The same where another device computes: its kernels have no use for small pieces, and what the host says to it of
-each takes a millisecond."""
+"""``LARGE_NUMEL`` where another device computes: its kernels have no use for small pieces, and what the host says to it
+of each takes a millisecond."""
 AUTO_STREAMED_BYTES_MAX: Final = 2 << 30
 """Without a stated budget, the arena takes what is pinned plus at most this much for streaming."""
 

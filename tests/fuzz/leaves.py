@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.func import functional_call, vmap
 from torch.nn.utils import parametrizations, prune
 
+from tests.support.functions import KeepsOnContext
+
 WIDTH = 12
 ROWS = 3
 
@@ -168,22 +170,11 @@ class Normed(Part):
         return self.linear(x)
 
 
-class _OnContext(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x, ctx.weight = x, weight
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        return gradients[0] @ ctx.weight, gradients[0].t() @ ctx.x
-
-
 class OnContext(Raw):
     """A custom function that keeps the weight where no saved-tensor hook sees it."""
 
     def forward(self, x: Tensor) -> Any:
-        return _OnContext.apply(x, self.weight)
+        return KeepsOnContext.apply(x, self.weight)
 
 
 class Hooked(Raw):

@@ -12,6 +12,7 @@ from torch.autograd.graph import save_on_cpu
 from torch.utils.checkpoint import checkpoint
 
 from tests.fuzz.leaves import WIDTH, Part
+from tests.support.functions import MadeAgain
 
 
 class Chain(Part):
@@ -322,34 +323,13 @@ class Repeated(Part):
         return x
 
 
-class _Again(torch.autograd.Function):
-    """Keeps nothing of the part's call, and makes it again for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, part: Part, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.part, ctx.params = part, params
-        ctx.save_for_backward(x)
-        with torch.no_grad():
-            return part(x).clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (x,) = ctx.saved_tensors
-        given = x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.part(given)
-        wanted = [given, *(p for p in ctx.params if p.requires_grad)]
-        found = iter(torch.autograd.grad(y, wanted, gradients[0], allow_unused=True))
-        return None, next(found), *(next(found) if p.requires_grad else None for p in ctx.params)
-
-
 class Reversible(Part):
     def __init__(self, part: Part) -> None:
         super().__init__()
         self.part = part
 
     def forward(self, x: Tensor) -> Any:
-        return x + _Again.apply(self.part, x, *self.part.parameters())
+        return x + MadeAgain.apply(self.part, x, *self.part.parameters())
 
 
 class Sloped(Part):

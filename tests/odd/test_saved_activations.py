@@ -12,6 +12,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, Case, Cases
+from tests.support.functions import MadeAgain
 
 cases = Cases(__name__)
 
@@ -385,23 +386,6 @@ class Borrowed(nn.Module):
     def forward(self, x: Tensor) -> Any:
         y = F.linear(torch.tanh(self.b(x)), self.a.weight.to(x.dtype))
         return y * self.a.weight.contiguous().square().mean() + self.b.bias.to(x.device).sigmoid()
-
-
-class MadeAgain(torch.autograd.Function):
-    """Keeps the input alone and calls the module again in backward, as reversible networks do."""
-
-    @staticmethod
-    def forward(ctx: Any, module: nn.Module, x: Tensor, *params: Tensor) -> Tensor:
-        ctx.module, ctx.x = module, x
-        return module(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        x = ctx.x.detach().requires_grad_()
-        with torch.enable_grad():
-            y = ctx.module(x)
-        wanted = [x, *ctx.module.parameters()]
-        return None, *torch.autograd.grad(y, wanted, gradients[0], allow_unused=True)
 
 
 def borrowed(name: str, call: Any) -> None:

@@ -18,22 +18,9 @@ from torch.utils.hooks import RemovableHandle
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, POISON, STAGE_2, WHOLE, Case, Cases
+from tests.support.functions import KeepsOnContext
 
 cases = Cases(__name__)
-
-
-class KeepsOnContext(torch.autograd.Function):
-    """Keeps the weight as an attribute, where no saved-tensor hook sees it."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.weight, ctx.x = weight, x
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        (gradient,) = gradients
-        return gradient @ ctx.weight, gradient.t() @ ctx.x
 
 
 class SavesForBackward(torch.autograd.Function):
