@@ -181,13 +181,17 @@ def test_an_update_inside_backward_keeps_none_and_everybody_sees_the_same_bits(
 
 @pytest.mark.parametrize("live", [0, 100 * LAYER])
 def test_in_the_steady_state_no_weight_is_written_to_the_disk_nor_read_from_it(live: int, tmp_path: Path) -> None:
-    with engine_of(tmp_path, "nvme", live=live, io_daemon={"host_budget_bytes": 1200 << 10}) as engine:
+    """Where there is room for the weights from their update to their last read: with less it is as cheap to write a
+    weight as a master, and a plan may choose either."""
+    with engine_of(tmp_path, "nvme", live=live, io_daemon={"host_budget_bytes": 1400 << 10}) as engine:
+        num_steps_without = 0
         for step in range(NUM_STEPS_MAX):  # a plan comes from another process, some steps after the order is known
             train(engine, step, step + 1)
             moved = engine.io_report().nvme
             assert moved is not None
             written, weights = moved.bytes_written, (moved.bytes_written["weight"], moved.bytes_read["weight"])
-            if step > 5 and weights == (0, 0):
+            num_steps_without = num_steps_without + 1 if weights == (0, 0) else 0
+            if num_steps_without == 10:
                 break
         assert written["master"] > 0  # the state does not fit
         assert weights == (0, 0)
