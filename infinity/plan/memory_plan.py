@@ -167,7 +167,7 @@ def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | Non
     return MemoryPlan(
         chunk_numel=chunk_numel,
         frame_bytes=frame_bytes,
-        num_frames=num_frames,
+        num_frames=max(num_frames, 1),  # also of a rank that has nothing to keep
         pinned_frames=pinned_frames,
         demand_frames=demand_frames,
         swap_bytes=swap_bytes,

@@ -13,6 +13,7 @@ from torch import nn
 
 from tests.odd.nets import WIDTH, Net, batch, square, trains
 from tests.support.cases import DEFAULT, EACH, GROUPED, NVME, Case, Cases
+from tests.support.world import Setting
 
 cases = Cases(__name__)
 
@@ -34,6 +35,12 @@ def a_frozen_teacher_with_the_optimizer_of_the_config(world: Any) -> None:
     teacher = world.initialize(Net().requires_grad_(False).eval())
     with torch.no_grad():
         world.observe("target", teacher(batch(world, 0)))
+
+
+@cases(settings=[Setting(stage=stage, cpu=True, bf16=True) for stage in (0, 1, 2)], must="equal")
+def a_frozen_teacher_whose_states_would_be_offloaded(world: Any) -> None:
+    """Whole weights and nothing to optimize: nothing of it is kept anywhere else."""
+    a_frozen_teacher_with_an_engine(world)
 
 
 @cases(must="equal")

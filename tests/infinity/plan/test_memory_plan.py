@@ -98,6 +98,11 @@ def test_pinned_kinds_need_no_streaming_frames() -> None:
     assert made.pinned_frames * made.frame_bytes == 2 << 20
 
 
+def test_who_has_nothing_to_keep_has_the_smallest_arena() -> None:
+    made = plan(replace(shape([1 << 20], {ObjectKind.MASTER: 4}), group_trainable=[False]), 1 << 20)
+    assert (made.num_frames, made.pinned_frames, made.swap_bytes, made.holds_all) == (1, 0, 0, True)
+
+
 def test_the_arena_is_no_larger_than_the_state_needs() -> None:
     made = plan(shape([1 << 20], BF16), 1 << 40)
     assert made.arena_bytes < 3 * (16 << 20)
