@@ -6,7 +6,8 @@ the chunk's next use, and nobody can see a chunk without it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final
 
@@ -58,8 +59,17 @@ class DueStore(StoreLayer):
         """What was due of a chunk was begun and is not noted as done: done again, it would be done twice."""
 
     def bar(self, chunks: Iterable[int]) -> None:
-        """Nobody may have these chunks, which are ahead of all others, until ``lift_bar``."""
+        """Nobody may have these chunks, which are ahead of all others or about to be, until ``lift_bar``."""
         self._barred.update(chunks)
+
+    @contextmanager
+    def beyond_bar(self, chunks: Sequence[int]) -> Iterator[None]:
+        """Within, who puts these chunks ahead may have them; after it nobody may."""
+        self._barred.difference_update(chunks)
+        try:
+            yield
+        finally:
+            self.bar(chunks)
 
     def lift_bar(self) -> None:
         """Every chunk is where the others are."""

@@ -55,6 +55,13 @@ class InBackward:
             )
         return not group.persistent and len(params) == len(group.params)
 
+    def claim(self, group: ParamGroup) -> None:
+        """The group has all its gradients, which other ranks' are still to be added to: whoever needs its weights again
+        is told so from here on, whether it is stepped by then or not."""
+        if not group.persistent:
+            self._make_ready(group)
+            self._update.bar([chunk for chunk, _ in group.chunks])
+
     def step(self, group: ParamGroup, gradient_of: GradientOf) -> None:
         """Step all chunks of the group by its gradients, which reach the store only to be added to earlier ones."""
         self._make_ready(group)
@@ -62,7 +69,8 @@ class InBackward:
         chunks = [chunk for chunk, _ in group.chunks]
         indices = [param.index for param in group.params]
         given: GradientOf | None = gradient_of
-        if self._gradients.holds_any(indices):
-            self._gradients.add(chunks, gradient_of, indices, norms=False)
-            given = None
-        self._update.step_early(chunks, given)
+        with self._update.beyond_bar(chunks):
+            if self._gradients.holds_any(indices):
+                self._gradients.add(chunks, gradient_of, indices, norms=False)
+                given = None
+            self._update.step_early(chunks, given)

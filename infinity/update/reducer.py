@@ -136,6 +136,8 @@ class Reducer:
         if self.puts_off or self._collectives.world_size == 1:
             return
         self._completed[group.index] = None
+        if self.in_backward is not None:
+            self.in_backward.claim(group)
         while self._num_issued < len(self._order) and self._order[self._num_issued] in self._completed:
             self._issue()
         while self._in_flight and self._in_flight[0].work.is_completed():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Container, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from enum import Enum, auto
 from functools import partial
@@ -175,6 +175,14 @@ class Update:
             factor=None,
         )
 
+    def bar(self, chunks: Sequence[int]) -> None:
+        """The chunks are final: nobody may have them before they are stepped, and the step is over."""
+        self._store.bar(chunks)
+
+    def beyond_bar(self, chunks: Sequence[int]) -> AbstractContextManager[None]:
+        """``step_early`` is called within, of these chunks, and whatever it takes."""
+        return self._store.beyond_bar(chunks)
+
     def step_early(self, chunks: Sequence[int], gradient_of: GradientOf | None) -> None:
         """Step chunks that are final, by gradients as given, or as the store has them."""
         grad = 0 if gradient_of is None else ObjectKind.GRAD.mask
@@ -192,7 +200,6 @@ class Update:
         )
         stream(issued, step, num_held_max=EARLY_LEASES)
         self._early.update(chunks)
-        self._store.bar(chunks)
 
     def agree(self, collectives: Collectives, number: int, present: Sequence[bool]) -> None:
         """All ranks are about to do the same step, and take its norm if any wants it. Collective. Raises WorldError."""

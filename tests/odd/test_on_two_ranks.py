@@ -296,6 +296,28 @@ def func_grad_through_the_engine(world: Any) -> None:
         engine.train()
 
 
+class Behind(nn.Module):
+    """The gradient of its input takes the weight once more, when that has all of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.3)
+
+    def forward(self, x: Tensor) -> Any:
+        hidden = torch.tanh(F.linear(x, self.weight.detach()))
+        (slope,) = torch.autograd.grad(F.linear(hidden, self.weight).float().square().sum(), x, create_graph=True)
+        return F.linear(hidden, self.weight) + slope
+
+
+@cases(settings=[Setting(thresholds="1000000,6000,0,1000000", update="in_backward")], must="refused")
+def weights_that_backward_needs_behind_their_last_gradient(world: Any) -> None:
+    """Whether that gradient is reduced by then or not."""
+    engine = world.initialize(Behind())
+    for step in range(4):
+        world.backward(engine, square(engine(world.randn(ROWS, WIDTH, seed=step, requires_grad=True))))
+        engine.step()
+
+
 @cases.parametrized()
 def test_on_two_ranks(case: Case, judges: Judges) -> None:
     verdicts = [judges.verdict(__name__, case, setting, num_ranks=2) for setting in case.settings]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import infinity
+from infinity.errors import BudgetError
 from tests.support.averaging_engine import AveragingEngine
 from tests.support.device import USED
 from tests.support.plain_engine import BETAS, EPS, LEARNING_RATE, PlainEngine, cast_weights
@@ -48,6 +50,8 @@ THRESHOLDS: dict[str, dict[str, int]] = {
 
 
 RANK_SEEDS = 10_000
+ROOM_BYTES = 64 << 20
+"""A host budget in which everything stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,10 @@ class Setting:
     poison: bool = False
     split: bool = False
     """Whether the store has masters in halves, where there are some."""
+    update: str = "on_use"
+    """When chunks are stepped: "on_use", "in_step" or "in_backward"."""
+    budget_times: float = 0.0
+    """The host budget on NVMe, times the smallest that works; 0: 64 MiB, in which everything stays."""
 
     @property
     def reshards(self) -> bool:
@@ -78,7 +86,9 @@ class Setting:
 
     def __str__(self) -> str:
         words = [self.thresholds if self.stage == 3 else f"stage{self.stage}", "bf16" if self.bf16 else "fp32"]
-        return "-".join([*words, *(name for name in ("nvme", "cpu", "poison", "split") if getattr(self, name))])
+        words += [name for name in ("nvme", "cpu", "poison", "split") if getattr(self, name)]
+        words += [self.update] if self.update != "on_use" else []
+        return "-".join([*words, *([f"{self.budget_times:g}x"] if self.budget_times else [])])
 
 
 @dataclass
@@ -225,7 +235,9 @@ class InfinityWorld(World):
     @classmethod
     @contextlib.contextmanager
     def opened(cls, setting: Setting, swap_dir: str | None = None) -> Iterator[InfinityWorld]:
-        """With a swap directory of its own, or the ranks'; engines that the script left are destroyed."""
+        """With a swap directory of its own, the ranks', or the daemon's; engines that the script left are destroyed."""
+        if "INFINITY_IO_SOCKET" in os.environ:
+            swap_dir = tempfile.gettempdir()  # the daemon's
         own = (
             tempfile.TemporaryDirectory(prefix="infinity-odd-")
             if swap_dir is None
@@ -239,7 +251,9 @@ class InfinityWorld(World):
                 for engine in world.engines:
                     engine.destroy()
 
-    def config(self, *, accumulation: int = 1, clipping: float = 0.0, **changes: Any) -> dict[str, Any]:
+    def config(
+        self, *, accumulation: int = 1, clipping: float = 0.0, budget_bytes: int = ROOM_BYTES, **changes: Any
+    ) -> dict[str, Any]:
         zero: dict[str, Any] = {"stage": self.setting.stage, "sub_group_size": 16384, **self.setting.zero}
         if self.setting.nvme or self.setting.cpu:
             offload = {"device": "nvme", "nvme_path": self._swap_dir} if self.setting.nvme else {"device": "cpu"}
@@ -254,8 +268,12 @@ class InfinityWorld(World):
             "steps_per_print": 0,
         }
         section: dict[str, Any] = {"master_weights": "split"} if self.setting.split else {}
+        if self.setting.update != "on_use":
+            early = self.setting.update == "in_backward"
+            section |= {"update_in_backward": True} if early else {"update": self.setting.update}
         if self.setting.nvme:
-            section |= {"host_budget_bytes": 64 << 20, "engine": "require:posix"}
+            section |= {"host_budget_bytes": budget_bytes}
+            section |= {} if "INFINITY_IO_SOCKET" in os.environ else {"engine": "require:posix"}
         return config | {"io_daemon": section} | changes
 
     def init(self) -> AbstractContextManager[Any]:
@@ -272,11 +290,22 @@ class InfinityWorld(World):
         **changes: Any,
     ) -> Any:
         self.models.append(model)
-        config = self.config(accumulation=accumulation, clipping=clipping, **changes)
         made = None
         if optimizer is not None:
             made, parameters = optimizer(list(parameters if parameters is not None else model.parameters())), None
-            del config["optimizer"]
-        engine = infinity.initialize(model=model, model_parameters=parameters, optimizer=made, config=config)[0]
+
+        def initialized(budget_bytes: int) -> Any:
+            config = self.config(accumulation=accumulation, clipping=clipping, budget_bytes=budget_bytes, **changes)
+            if made is not None:
+                del config["optimizer"]
+            return infinity.initialize(model=model, model_parameters=parameters, optimizer=made, config=config)[0]
+
+        budget_bytes = ROOM_BYTES
+        if self.setting.nvme and self.setting.budget_times:
+            try:
+                initialized(4096).destroy()
+            except BudgetError as error:  # and the model is as it was
+                budget_bytes = int(error.smallest_bytes * self.setting.budget_times)
+        engine = initialized(budget_bytes)
         self.engines.append(engine)
         return engine

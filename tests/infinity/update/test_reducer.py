@@ -316,7 +316,12 @@ class Early:
     """Takes whatever is complete, and says what it was given to step."""
 
     def __init__(self) -> None:
+        self.claimed: list[int] = []
         self.stepped: list[int] = []
+
+    def claim(self, group: Any) -> None:
+        assert group.index not in self.stepped
+        self.claimed.append(group.index)
 
     def takes(self, group: Any, params: Sequence[int]) -> bool:
         return len(params) == len(group.params)
@@ -331,6 +336,7 @@ def test_only_groups_whose_parameters_all_have_a_gradient_are_stepped_early() ->
         own.reducer.in_backward = cast(InBackward, early)
         for param in (3, 2, 0):
             own.give(param, 1.0)
+        assert early.claimed == [2, 1], "at once, however long reductions take: else who needs it again may be lucky"
         own.reducer.finish()
         return early.stepped
 
