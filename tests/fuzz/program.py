@@ -10,10 +10,12 @@ import random
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from tests.fuzz import calls, leaves, wrappers
 from tests.support.judge import Script, Verdict, judge
+from tests.support.judged_on_ranks import verdict_of_ranks
 from tests.support.world import Setting
 
 LEAVES = (
@@ -141,6 +143,11 @@ SPLIT_SHARE = 0.3
 """Of the programs in bf16, those whose masters the store has in halves."""
 CLIPPINGS = (0.0, 0.0, 0.01, 1.0)
 """Largest norms of gradients: every one is cut, few are."""
+CPU_SHARE = 0.1
+"""Of the programs, those whose weights and states are offloaded to host memory."""
+STAGES = (3, 3, 3, 3, 3, 3, 3, 2, 1, 0)
+RANKS_TIMEOUT_S = 50.0
+PEER_TIMEOUT_S = 20.0
 
 WRITES = re.compile(r"mul_\(0\.9\)|load_state_dict|\.data = ")
 PART = re.compile(r"\bp(\d+)\b")
@@ -170,6 +177,7 @@ class Program:
     clipping: float = 0.0
     optimizer: str = ""
     """One of ``OPTIMIZERS``, or the configuration's."""
+    num_ranks: int = 1
 
     @property
     def writes(self) -> bool:
@@ -214,11 +222,27 @@ class Program:
             *_indented(step),
             "world.observe('average', average)",
         ]
-        lines = [f"# seed {self.seed}, {self.setting}", "def build():", *_indented(build), ""]
+        where = f", {self.num_ranks} ranks" if self.num_ranks > 1 else ""
+        lines = [f"# seed {self.seed}, {self.setting}{where}", "def build():", *_indented(build), ""]
         return "\n".join([*lines, "def script(world):", *_indented(script), ""])
 
     def judged(self) -> Verdict:
-        return judge(self.script(), self.setting, name=f"seed {self.seed}", writes=self.writes)
+        name, script = f"seed {self.seed}", self.script()
+
+        def judge_one(directory: Path | None = None) -> Verdict:
+            swap_dir = None if directory is None else str(directory)
+            return judge(script, self.setting, name=name, writes=self.writes, swap_dir=swap_dir)
+
+        if self.num_ranks == 1:
+            return judge_one()
+        return verdict_of_ranks(
+            judge_one,
+            name,
+            str(self.setting),
+            num_ranks=self.num_ranks,
+            timeout_s=RANKS_TIMEOUT_S,
+            peer_timeout_s=PEER_TIMEOUT_S,
+        )
 
     def script(self) -> Script:
         import copy
@@ -257,25 +281,38 @@ class Program:
             "beside": "",
             "clipping": 0.0,
             "optimizer": "",
+            "num_ranks": 1,
         }
         for field, value in plain.items():
             if getattr(self, field) != value:
                 yield replace(self, **{field: value})
         for change in (
             {"split": False},
+            {"update": "on_use"},
+            {"budget_times": 0.0},
             {"poison": False},
             {"nvme": False},
             {"bf16": False, "split": False},
+            {"stage": 3},
             {"thresholds": "each"},
         ):
             setting = replace(self.setting, **change)
             if setting != self.setting:
                 yield replace(self, setting=setting)
 
-    def _with_split_and_clipping(self, split: bool, clipping: float) -> Program:
+    def _allowed(self, *, split: bool, clipping: float) -> Program:
+        """With as much of its setting as the configuration allows together, and with clipping."""
         is_adam = not self.optimizer or self.optimizer.startswith(("torch.optim.AdamW(", "torch.optim.Adam("))
         has_masters = self.setting.bf16 and self.setting.stage == 3 and is_adam
-        return replace(self, setting=replace(self.setting, split=split and has_masters), clipping=clipping)
+        early = self.setting.update == "in_backward" and self.setting.stage == 3 and not self.optimizer
+        is_alone = not (self.under_init or self.beside)  # these share a host budget
+        setting = replace(
+            self.setting,
+            split=split and has_masters,
+            update="on_use" if self.setting.update == "in_backward" and not early else self.setting.update,
+            budget_times=self.setting.budget_times if self.setting.nvme and is_alone else 0.0,
+        )
+        return replace(self, setting=setting, clipping=0.0 if early else clipping)
 
     def _with_part(self, number: int, text: str) -> Program:
         return replace(self, parts=(*self.parts[:number], text, *self.parts[number + 1 :]))
@@ -297,12 +334,14 @@ def _indented(lines: list[str]) -> list[str]:
     return ["    " + inner for line in lines for inner in line.split("\n")]
 
 
-def program(seed: int, *, nvme_share: float = 0.01) -> Program:
+def program(seed: int, *, num_ranks: int = 1, nvme_share: float = 0.1) -> Program:
     """The program of a seed, always the same."""
     draw = random.Random(seed)
     parts = [draw.choice(LEAVES) for _ in range(draw.randint(1, 4))]
     for _ in range(draw.randint(0, 5)):
         wrapper = draw.choice(WRAPPERS)
+        if num_ranks > 1:
+            wrapper = wrapper.replace(", use_reentrant=True", "")  # weights in two of these: DDP takes no such model
         # recent parts are likelier, so that programs nest; older ones are taken again, so that they share
         operands = [f"p{max(0, len(parts) - 1 - int(draw.expovariate(0.7)))}" for _ in range(wrapper.count("{}"))]
         parts.append(wrapper.format(*operands))
@@ -347,7 +386,8 @@ def program(seed: int, *, nvme_share: float = 0.01) -> Program:
         beside=draw.choice(tuple(BESIDE)) if draw.random() < 0.1 else "",
         beside_within=draw.random() < 0.5,
         optimizer=draw.choice(OPTIMIZERS) if draw.random() < 0.25 else "",
-    )._with_split_and_clipping(draw.random() < SPLIT_SHARE, draw.choice(CLIPPINGS))
+        num_ranks=num_ranks,
+    )._allowed(split=draw.random() < SPLIT_SHARE, clipping=draw.choice(CLIPPINGS))
 
 
 def _setting(draw: random.Random, nvme_share: float) -> Setting:
@@ -358,6 +398,10 @@ def _setting(draw: random.Random, nvme_share: float) -> Setting:
     return Setting(
         thresholds=f"{live},{bucket},{persistent},{reuse}",
         bf16=draw.random() < 0.3,
-        nvme=draw.random() < nvme_share,
+        nvme=(tier := draw.random()) < nvme_share,
+        cpu=1 - tier < CPU_SHARE,
         poison=draw.random() < 0.2,
+        stage=draw.choice(STAGES),
+        update=draw.choice(("on_use", "on_use", "on_use", "in_step", "in_backward")),
+        budget_times=draw.choice((0.0, 1.0, 1.05, 1.3, 2.0)),
     )

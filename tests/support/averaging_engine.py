@@ -24,10 +24,14 @@ class AveragingEngine(PlainEngine):
         self._sums: dict[nn.Parameter, Tensor] = {}
         for hook in self._hooks:
             hook.remove()
+        self._is_due = True
+        """Whether the next forward takes rank 0's buffers: DDP's do unless the last one ran without gradients."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        for buffer in self.module.buffers():
-            dist.broadcast(buffer, 0)
+        if self._is_due:
+            for buffer in self.module.buffers():
+                dist.broadcast(buffer, 0)
+        self._is_due = torch.is_grad_enabled()
         return super().forward(*args, **kwargs)
 
     def backward(self, loss: Tensor, retain_graph: bool = False) -> Tensor:
@@ -59,7 +63,7 @@ class AveragingEngine(PlainEngine):
     def _add(self, param: nn.Parameter, gradient: Tensor) -> None:
         master = self._master_of.get(param)
         if master is not None and self.accumulation > 1:
-            gradient = gradient.float().clone(memory_format=torch.contiguous_format)
+            gradient = gradient.float().clone(memory_format=self._layout)
             master.grad = gradient if master.grad is None else master.grad + gradient
         else:
             param.grad = gradient if param.grad is None else param.grad + gradient

@@ -1,12 +1,13 @@
 """Judge one script under one setting: bits equal to plain torch's, refused in words, or failed.
 
 A refusal is an exception of a class that infinity or io_daemon defines, that is no fault of the world, and whose
-message names a parameter or module of the model and a remedy; what was trained until then must still be there, to the
-bit. A refusal that plain torch shares is equal behaviour. Everything else is a failure.
+message names a parameter or module of the model, or the key that asked for it, and a remedy; what was trained until
+then must still be there, to the bit. A refusal that plain torch shares is equal behaviour. All else is a failure.
 """
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
 import random
@@ -19,6 +20,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from infinity.errors import BudgetError, ProtocolError, WorldError
@@ -35,7 +37,12 @@ REMEDIES = re.compile(
 )
 
 
+KEYS = ("io_daemon.update_in_backward",)
+"""What somebody has asked for that has restrictions."""
+
 NODES_BEYOND_THREADS = 10_000
+REFERENCE_TIMEOUT = datetime.timedelta(seconds=90)
+"""Longer than a rank waits for another in a collective of plain torch."""
 
 RELAYED = "an exception occurred :"
 """How torch's load_state_dict passes on the words of what a parameter raised; the exception itself it drops."""
@@ -79,7 +86,10 @@ def judge(
         writes: the script itself writes to weights, so after a refusal they only must be finite.
         swap_dir: what the ranks that judge together share; None: a directory of its own.
     """
+    apart = dist.new_group(timeout=REFERENCE_TIMEOUT) if dist.is_initialized() else None
     plain = _run(script, PlainWorld(setting))
+    if apart is not None and (alone := _fails_alone(plain, apart)) is not None:
+        return Verdict(script=name, setting=str(setting), outcome="equal", message=alone)
     if (broken := _not_finite(plain)) is not None:
         return Verdict(script=name, setting=str(setting), outcome="failed", message=f"the reference: {broken}")
     with _environment(setting), InfinityWorld.opened(setting, swap_dir) as world:
@@ -168,7 +178,7 @@ def _missing_words(message: str, models: Sequence[nn.Module], about: str) -> str
     names = {name for model in models for name, _ in model.named_parameters(remove_duplicate=False)}
     names |= {name for model in models for name, _ in model.named_buffers(remove_duplicate=False)}
     names |= {name for model in models for name, _ in model.named_modules()}
-    names |= {type(module).__name__ for model in models for module in model.modules()}
+    names |= {type(module).__name__ for model in models for module in model.modules()} | set(KEYS)
     if not any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", message) for name in names if name):
         return "the refusal names no parameter and no module"
     return None if REMEDIES.search(message) else "the refusal has no remedy"
@@ -246,6 +256,15 @@ def _tensor_difference(name: str, expected: Any, found: Any, tolerance: float) -
     bits = differing_bits(left.reshape(-1), right.reshape(-1)) if left.numel() else 0
     nans = " (NaN)" if found.dtype.is_floating_point and bool(torch.isnan(right.double()).any()) else ""
     return f"{name}: {bits} differing bits{nans}" if bits else None
+
+
+def _fails_alone(run: Run, group: dist.ProcessGroup) -> str | None:
+    """A script that plain torch refuses on some ranks, whose others then wait for nothing, judges nothing."""
+    errors: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, run.error and f"{type(run.error).__name__}: {run.error}", group=group)
+    if not any(errors) or (all(errors) and not any("gloo" in error for error in errors)):
+        return None
+    return f"plain torch fails on one rank alone: {' / '.join(str(error) for error in errors)}"
 
 
 def _not_finite(run: Run) -> str | None:

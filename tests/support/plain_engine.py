@@ -1,8 +1,9 @@
 """Plain torch behind the engine's surface: the same user's script runs on both, and the bits are compared.
 
-fp32 parameters are stepped as they are by torch's fused AdamW; other dtypes, and what is not contiguous
-(which that optimizer gets wrong), have a contiguous fp32 master. What a user writes to a parameter between
-steps counts: the master takes over what is no longer its rounding. Nothing here knows infinity.
+fp32 parameters are stepped as they are, by torch's fused AdamW unless the script has an optimizer; other dtypes have an
+fp32 master, and so has what is not contiguous where the optimizer is fused, which gets that wrong: a contiguous one.
+What a user writes to a parameter between steps counts: the master takes over what is no longer its rounding. Nothing
+here knows infinity.
 """
 
 from __future__ import annotations
@@ -64,6 +65,9 @@ class PlainEngine(nn.Module):
         ]
         given = list(parameters) if parameters is not None else list(module.parameters())
         groups = [dict(group) for group in given] if given and isinstance(given[0], dict) else [{"params": given}]
+        self._layout = torch.preserve_format
+        if optimizer is None or optimizer([nn.Parameter(torch.zeros(1))]).defaults.get("fused"):
+            self._layout = torch.contiguous_format
         self._master_of: dict[nn.Parameter, Tensor] = {}
         for group in groups:
             group["params"] = [self._stepped(param) for param in group["params"]]
@@ -81,9 +85,10 @@ class PlainEngine(nn.Module):
     def _stepped(self, param: nn.Parameter) -> Tensor:
         """The tensor that the optimizer steps for ``param``: itself, or its master."""
         on_its_own = param.device.type == self._masters_on.type
-        if on_its_own and not self.bf16 and param.dtype is torch.float32 and param.is_contiguous():
+        is_as_is = self._layout is torch.preserve_format or param.is_contiguous()
+        if on_its_own and not self.bf16 and param.dtype is torch.float32 and is_as_is:
             return param
-        master = param.detach().clone(memory_format=torch.contiguous_format).float().to(self._masters_on)
+        master = param.detach().clone(memory_format=self._layout).float().to(self._masters_on)
         self._master_of[param] = master
         return master
 
@@ -115,7 +120,7 @@ class PlainEngine(nn.Module):
         if master is None or param.grad is None:
             return
         gradient = param.grad.detach()
-        gradient = gradient.float().to(master.device).clone(memory_format=torch.contiguous_format)
+        gradient = gradient.float().to(master.device).clone(memory_format=self._layout)
         master.grad = gradient if master.grad is None else master.grad.add_(gradient)
         param.grad = None
 

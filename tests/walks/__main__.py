@@ -8,30 +8,12 @@ what was refused. A seed is tried again by ``--seed S --walks 1``.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from functools import partial
-from pathlib import Path
 
 from tests.fuzz.report import report
-from tests.support.daemon import ServedDaemon
-from tests.support.parity import DAEMON_OPTIONS
+from tests.support.one_daemon import beside_a_daemon
 from tests.walks.walk import walk
-
-
-@contextmanager
-def beside_a_daemon() -> Iterator[None]:
-    """One daemon serves all walks, whose files lie in one directory."""
-    with tempfile.TemporaryDirectory(prefix="walks-") as ground:
-        tempfile.tempdir = ground
-        with closing(ServedDaemon([Path(ground)], *DAEMON_OPTIONS)) as daemon:
-            os.environ["INFINITY_IO_SOCKET"] = daemon.socket
-            yield
-        tempfile.tempdir = None
-
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
