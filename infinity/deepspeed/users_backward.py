@@ -94,7 +94,8 @@ class UsersBackward:
         loop = self._loop
         if loop.config.io_daemon.update_in_backward:
             raise EngineStateError(
-                "io_daemon.update_in_backward needs engine.backward(loss), which knows whether another backward follows"
+                "io_daemon.update_in_backward is true: call engine.backward(loss), which knows whether another one "
+                "follows, or write false for it"
             )
         scale = None if loop.update is None else loop.update.scale
         if scale is not None and (scale.dynamic or scale.value != 1.0) and not self._is_scaled:

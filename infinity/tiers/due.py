@@ -52,24 +52,26 @@ class DueStore(StoreLayer):
         self._due: dict[int, Work] = {}
         self._leases: dict[int, DueLease] = {}
         """By chunk, the lease that was acquired to do what is due and was not waited for yet."""
-        self._barred: set[int] = set()
+        self._barred: dict[int, str] = {}
+        """By chunk, whose it is."""
         self._was_barred = False
         """Whether some pass has barred chunks."""
         self.is_torn = False
         """What was due of a chunk was begun and is not noted as done: done again, it would be done twice."""
 
-    def bar(self, chunks: Iterable[int]) -> None:
+    def bar(self, chunks: Iterable[int], whose: str) -> None:
         """Nobody may have these chunks, which are ahead of all others or about to be, until ``lift_bar``."""
-        self._barred.update(chunks)
+        self._barred.update(dict.fromkeys(chunks, whose))
 
     @contextmanager
-    def beyond_bar(self, chunks: Sequence[int]) -> Iterator[None]:
+    def beyond_bar(self, chunks: Sequence[int], whose: str) -> Iterator[None]:
         """Within, who puts these chunks ahead may have them; after it nobody may."""
-        self._barred.difference_update(chunks)
+        for chunk in chunks:
+            self._barred.pop(chunk, None)
         try:
             yield
         finally:
-            self.bar(chunks)
+            self.bar(chunks, whose)
 
     def lift_bar(self) -> None:
         """Every chunk is where the others are."""
@@ -113,8 +115,8 @@ class DueStore(StoreLayer):
             )
         if chunk in self._barred:
             raise EngineStateError(
-                "weights or states that this needs were updated inside backward, others not yet: call step() first; "
-                "if backward itself needs them, as re-entrant checkpoints do, write false for "
+                f"{self._barred[chunk]} is updated inside backward, and others are not yet: call step() before it is "
+                "needed again; if backward itself needs it, as re-entrant checkpoints do, write false for "
                 '"io_daemon.update_in_backward"'
             )
         snapshot = self._snapshots.snapshot

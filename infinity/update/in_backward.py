@@ -60,7 +60,7 @@ class InBackward:
         is told so from here on, whether it is stepped by then or not."""
         if not group.persistent:
             self._make_ready(group)
-            self._update.bar([chunk for chunk, _ in group.chunks])
+            self._update.bar([chunk for chunk, _ in group.chunks], group.name)
 
     def step(self, group: ParamGroup, gradient_of: GradientOf) -> None:
         """Step all chunks of the group by its gradients, which reach the store only to be added to earlier ones."""
@@ -69,7 +69,7 @@ class InBackward:
         chunks = [chunk for chunk, _ in group.chunks]
         indices = [param.index for param in group.params]
         given: GradientOf | None = gradient_of
-        with self._update.beyond_bar(chunks):
+        with self._update.beyond_bar(chunks, group.name):
             if self._gradients.holds_any(indices):
                 self._gradients.add(chunks, gradient_of, indices, norms=False)
                 given = None

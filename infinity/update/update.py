@@ -175,13 +175,13 @@ class Update:
             factor=None,
         )
 
-    def bar(self, chunks: Sequence[int]) -> None:
-        """The chunks are final: nobody may have them before they are stepped, and the step is over."""
-        self._store.bar(chunks)
+    def bar(self, chunks: Sequence[int], whose: str) -> None:
+        """Gradients of the chunks are final: nobody may have these before they are stepped, and the step is over."""
+        self._store.bar(chunks, whose)
 
-    def beyond_bar(self, chunks: Sequence[int]) -> AbstractContextManager[None]:
+    def beyond_bar(self, chunks: Sequence[int], whose: str) -> AbstractContextManager[None]:
         """``step_early`` is called within, of these chunks, and whatever it takes."""
-        return self._store.beyond_bar(chunks)
+        return self._store.beyond_bar(chunks, whose)
 
     def step_early(self, chunks: Sequence[int], gradient_of: GradientOf | None) -> None:
         """Step chunks that are final, by gradients as given, or as the store has them."""

@@ -290,6 +290,8 @@ class Program:
             {"split": False},
             {"update": "on_use"},
             {"budget_times": 0.0},
+            {"by_hand": False},
+            {"dialect": False, "by_hand": False},
             {"poison": False},
             {"nvme": False},
             {"bf16": False, "split": False},
@@ -404,4 +406,6 @@ def _setting(draw: random.Random, nvme_share: float) -> Setting:
         stage=draw.choice(STAGES),
         update=draw.choice(("on_use", "on_use", "on_use", "in_step", "in_backward")),
         budget_times=draw.choice((0.0, 1.0, 1.05, 1.3, 2.0)),
+        dialect=(dialect := draw.random() < 0.15),
+        by_hand=dialect and draw.random() < 0.5,
     )

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields, replace
+from operator import attrgetter
 from typing import Any
 
 TIERS = ("none", "cpu", "nvme")
@@ -133,18 +134,29 @@ def _is_crossed(core: Cell) -> bool:
 
 def pairs_of(cell: Cell) -> set[tuple[int, Any, int, Any]]:
     """All pairs of factor values that the cell covers, as (factor, value, factor, value)."""
-    return {(i, x, j, y) for (i, x), (j, y) in itertools.combinations(enumerate(astuple(cell)), 2)}
+    return {(i, x, j, y) for (i, x), (j, y) in itertools.combinations(enumerate(_values_of(cell)), 2)}
+
+
+_values_of = attrgetter(*(field.name for field in fields(Cell)))
 
 
 def pairwise(cells: Sequence[Cell], *, seed: int = PAIRWISE_SEED) -> list[Cell]:
     """A small subset of ``cells`` that covers every pair which any of them covers: greedy, ties broken by ``seed``."""
     shuffled = list(cells)
     random.Random(seed).shuffle(shuffled)
-    pairs = {cell: pairs_of(cell) for cell in shuffled}
-    uncovered = set().union(*pairs.values())
+    numbers: dict[tuple[int, Any, int, Any], int] = {}
+    masks = [_mask(numbers.setdefault(pair, len(numbers)) for pair in pairs_of(cell)) for cell in shuffled]
+    uncovered = (1 << len(numbers)) - 1
     chosen: list[Cell] = []
     while uncovered:
-        best = max(shuffled, key=lambda cell: len(pairs[cell] & uncovered))
-        uncovered -= pairs[best]
-        chosen.append(best)
+        best = max(range(len(masks)), key=lambda number: (masks[number] & uncovered).bit_count())
+        uncovered &= ~masks[best]
+        chosen.append(shuffled[best])
     return sorted(chosen)
+
+
+def _mask(numbers: Iterable[int]) -> int:
+    mask = 0
+    for number in numbers:
+        mask |= 1 << number
+    return mask

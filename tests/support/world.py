@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 import infinity
+import infinity.deepspeed
 from infinity.errors import BudgetError
 from tests.support.averaging_engine import AveragingEngine
 from tests.support.device import USED
@@ -69,6 +70,10 @@ class Setting:
     """Whether the store has masters in halves, where there are some."""
     update: str = "on_use"
     """When chunks are stepped: "on_use", "in_step" or "in_backward"."""
+    dialect: bool = False
+    """Whether the script's names are DeepSpeed's."""
+    by_hand: bool = False
+    """Whether its backward is the loss's own, which the dialect alone has."""
     budget_times: float = 0.0
     """The host budget on NVMe, times the smallest that works; 0: 64 MiB, in which everything stays."""
 
@@ -86,7 +91,7 @@ class Setting:
 
     def __str__(self) -> str:
         words = [self.thresholds if self.stage == 3 else f"stage{self.stage}", "bf16" if self.bf16 else "fp32"]
-        words += [name for name in ("nvme", "cpu", "poison", "split") if getattr(self, name)]
+        words += [name for name in ("nvme", "cpu", "poison", "split", "dialect", "by_hand") if getattr(self, name)]
         words += [self.update] if self.update != "on_use" else []
         return "-".join([*words, *([f"{self.budget_times:g}x"] if self.budget_times else [])])
 
@@ -158,6 +163,9 @@ class World:
 
     def backward(self, engine: Any, loss: Tensor, **kwargs: Any) -> None:
         self.observe("loss", loss)
+        self._backward(engine, loss, **kwargs)
+
+    def _backward(self, engine: Any, loss: Tensor, **kwargs: Any) -> None:
         engine.backward(loss, **kwargs)
 
     def train(self, engine: Any, loss_of: Callable[[int], Tensor], *, num_steps: int = 3) -> None:
@@ -249,7 +257,7 @@ class InfinityWorld(World):
                 yield world
             finally:
                 for engine in world.engines:
-                    engine.destroy()
+                    engine.destroy(**({"keep_weights": False} if setting.dialect else {}))
 
     def config(
         self, *, accumulation: int = 1, clipping: float = 0.0, budget_bytes: int = ROOM_BYTES, **changes: Any
@@ -276,8 +284,16 @@ class InfinityWorld(World):
             section |= {} if "INFINITY_IO_SOCKET" in os.environ else {"engine": "require:posix"}
         return config | {"io_daemon": section} | changes
 
+    def _backward(self, engine: Any, loss: Tensor, **kwargs: Any) -> None:
+        if self.setting.by_hand:
+            torch.autograd.backward(loss, **kwargs)
+        else:
+            super()._backward(engine, loss, **kwargs)
+
     def init(self) -> AbstractContextManager[Any]:
-        return infinity.Init(config_dict_or_path=self.config())
+        init: Any = infinity.deepspeed.zero.Init if self.setting.dialect else infinity.Init
+        made: AbstractContextManager[Any] = init(config_dict_or_path=self.config())
+        return made
 
     def initialize(
         self,
@@ -294,11 +310,13 @@ class InfinityWorld(World):
         if optimizer is not None:
             made, parameters = optimizer(list(parameters if parameters is not None else model.parameters())), None
 
+        initialize: Any = infinity.deepspeed.initialize if self.setting.dialect else infinity.initialize
+
         def initialized(budget_bytes: int) -> Any:
             config = self.config(accumulation=accumulation, clipping=clipping, budget_bytes=budget_bytes, **changes)
             if made is not None:
                 del config["optimizer"]
-            return infinity.initialize(model=model, model_parameters=parameters, optimizer=made, config=config)[0]
+            return initialize(model=model, model_parameters=parameters, optimizer=made, config=config)[0]
 
         budget_bytes = ROOM_BYTES
         if self.setting.nvme and self.setting.budget_times:
