@@ -56,9 +56,9 @@ class InBackward:
         return not group.persistent and len(params) == len(group.params)
 
     def claim(self, group: ParamGroup) -> None:
-        """The group has all its gradients, which other ranks' are still to be added to: whoever needs its weights again
-        is told so from here on, whether it is stepped by then or not."""
-        if not group.persistent:
+        """No gradient of the group comes any more on this rank, and others' are still to be added. If it is to be
+        stepped then, whoever needs its weights again is told so from here on, whether that is done or not."""
+        if not group.persistent and all(map(group.has_gradient_of, group.params)):
             self._make_ready(group)
             self._update.bar([chunk for chunk, _ in group.chunks], group.name)
 

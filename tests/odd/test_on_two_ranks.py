@@ -296,6 +296,14 @@ def func_grad_through_the_engine(world: Any) -> None:
         engine.train()
 
 
+@cases(settings=[Setting(thresholds="each", update="in_backward")], must="equal")
+def experts_that_are_updated_inside_backward(world: Any) -> None:
+    """Of whose parameters some have no gradient on a rank."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), Routed(8))
+    infinity.zero.set_leaf_modules(model, [Routed])
+    loop(world, world.initialize(model), num_steps=6)
+
+
 class Behind(nn.Module):
     """The gradient of its input takes the weight once more, when that has all of its own."""
 
