@@ -22,8 +22,8 @@ BETAS = (0.9, 0.95)
 EPS = 1e-8
 
 
-def cast_weights(model: nn.Module) -> None:
-    """fp32 parameters to bf16 in place, as a bf16 section asks, and with them all of an fp32 model's buffers that its
+def cast_weights(model: nn.Module, *, with_buffers: bool = True) -> None:
+    """fp32 parameters to bf16 in place, as a bf16 section asks, and ``with_buffers`` all of an fp32 model's that its
     state dict holds; what has another dtype keeps it."""
     all_fp32 = all(param.dtype is torch.float32 for param in model.parameters())
     values = [
@@ -32,7 +32,7 @@ def cast_weights(model: nn.Module) -> None:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     ]
-    for tensor in [*model.parameters(), *(values if all_fp32 else [])]:
+    for tensor in [*model.parameters(), *(values if all_fp32 and with_buffers else [])]:
         if tensor.dtype is torch.float32 and not tensor.is_meta:
             tensor.data = tensor.data.bfloat16()
 
@@ -50,6 +50,7 @@ class PlainEngine(nn.Module):
         parameters: Iterable[Any] | None,
         optimizer: Callable[[Iterable[Any]], torch.optim.Optimizer] | None = None,
         offloaded: bool = False,
+        casts_buffers: bool = True,
     ) -> None:
         """``offloaded``: masters are on the CPU and stepped there, wherever the module is."""
         super().__init__()
@@ -72,7 +73,7 @@ class PlainEngine(nn.Module):
         for group in groups:
             group["params"] = [self._stepped(param) for param in group["params"]]
         if bf16:
-            cast_weights(module)
+            cast_weights(module, with_buffers=casts_buffers)
         if any(group["params"] for group in groups):
             self.optimizer = (
                 optimizer(groups)

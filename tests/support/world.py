@@ -222,6 +222,7 @@ class PlainWorld(World):
             parameters=parameters,
             optimizer=optimizer,
             offloaded=self.setting.nvme or self.setting.cpu,
+            casts_buffers=not self.setting.dialect,  # DeepSpeed's stay in their dtype
             **({"each": self.setting.stage >= 2} if dist.is_initialized() else {}),
         )
         self.engines.append(engine)
@@ -229,7 +230,7 @@ class PlainWorld(World):
 
     def cast(self, model: nn.Module) -> nn.Module:
         if self.setting.bf16:
-            cast_weights(model)
+            cast_weights(model, with_buffers=not self.setting.dialect)
         return model
 
 
