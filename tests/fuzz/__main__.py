@@ -6,17 +6,10 @@ shrunk, its source; at the end the counts and the rate of refusals. A seed is tr
 
 from __future__ import annotations
 
-import argparse
 import sys
-from functools import partial
 
 from tests.fuzz.program import program
 from tests.fuzz.report import report
-from tests.support.one_daemon import beside_a_daemon
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--num-ranks", type=int, default=1)
-    ranks, sys.argv[1:] = parser.parse_known_args()
-    make = partial(program, num_ranks=ranks.num_ranks)
-    sys.exit(report(make, "programs", about=__doc__, number=2000, around=beside_a_daemon))
+    sys.exit(report(program, "programs", about=__doc__, number=2000))

@@ -10,6 +10,10 @@ from tests.support.forked import Child, Say
 from tests.support.judge import Verdict
 
 PROGRAM_TIMEOUT_S = 60.0
+RANKS_TIMEOUT_S = 50.0
+"""For ranks that one process starts and waits for."""
+PEER_TIMEOUT_S = 20.0
+"""How long a rank waits for the others in a collective."""
 PROGRAMS_A_PROCESS = 200
 """A fresh process now and then, so that nothing adds up."""
 

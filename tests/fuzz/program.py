@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.fuzz import calls, leaves, wrappers
+from tests.fuzz.judged import PEER_TIMEOUT_S, RANKS_TIMEOUT_S
 from tests.support.judge import Script, Verdict, judge
 from tests.support.judged_on_ranks import verdict_of_ranks
 from tests.support.world import Setting
@@ -146,8 +147,6 @@ CLIPPINGS = (0.0, 0.0, 0.01, 1.0)
 CPU_SHARE = 0.1
 """Of the programs, those whose weights and states are offloaded to host memory."""
 STAGES = (3, 3, 3, 3, 3, 3, 3, 2, 1, 0)
-RANKS_TIMEOUT_S = 50.0
-PEER_TIMEOUT_S = 20.0
 
 WRITES = re.compile(r"mul_\(0\.9\)|load_state_dict|\.data = ")
 PART = re.compile(r"\bp(\d+)\b")

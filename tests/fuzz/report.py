@@ -7,34 +7,34 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 
 from tests.fuzz.judged import Some, judged, judged_alone, shrunk
 from tests.support.forked import warm_up
 from tests.support.judge import Verdict
+from tests.support.one_daemon import beside_a_daemon
 
 
 def report(
-    make: Callable[[int], Some],
+    make: Callable[..., Some],
     noun: str,
     *,
     about: str | None,
     number: int,
     refusals_in: Callable[[str], Sequence[str]] = lambda message: [message],
-    around: Callable[[], AbstractContextManager[object]] = nullcontext,
 ) -> int:
     """The command ``python -m tests.…``; its exit code, 1 if anything failed.
 
     Args:
-        make: what a seed gives.
+        make: what a seed gives, for ``num_ranks``.
         noun: what that is called, many of them.
         number: how many are judged unless ``--NOUN`` says.
         refusals_in: the refusals that a verdict's message tells of.
-        around: what all are judged inside of.
     """
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(f"--{noun}", dest="number", type=int, default=number)
     parser.add_argument("--seed", type=int, default=0, help=f"of the first of the {noun}; the others follow")
+    parser.add_argument("--num-ranks", type=int, default=1, help="on which each is judged")
     parser.add_argument("--json", action="store_true", help="one object at the end instead of lines")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--refusals", action="store_true", help="print what was refused, and how often")
@@ -42,8 +42,9 @@ def report(
     arguments = parser.parse_args()
     warm_up()
     start, outcomes, refusals, failures = time.monotonic(), Counter[str](), Counter[str](), []
-    with around():
-        for found, verdict in judged(range(arguments.seed, arguments.seed + arguments.number), make):
+    with beside_a_daemon():
+        seeds = range(arguments.seed, arguments.seed + arguments.number)
+        for found, verdict in judged(seeds, partial(make, num_ranks=arguments.num_ranks)):
             outcomes[verdict.outcome] += 1
             if verdict.outcome == "refused":
                 refusals.update(refusals_in(verdict.message))

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from typing import Any
@@ -145,7 +145,7 @@ def pairwise(cells: Sequence[Cell], *, seed: int = PAIRWISE_SEED) -> list[Cell]:
     shuffled = list(cells)
     random.Random(seed).shuffle(shuffled)
     numbers: dict[tuple[int, Any, int, Any], int] = {}
-    masks = [_mask(numbers.setdefault(pair, len(numbers)) for pair in pairs_of(cell)) for cell in shuffled]
+    masks = [sum(1 << numbers.setdefault(pair, len(numbers)) for pair in pairs_of(cell)) for cell in shuffled]
     uncovered = (1 << len(numbers)) - 1
     chosen: list[Cell] = []
     while uncovered:
@@ -153,10 +153,3 @@ def pairwise(cells: Sequence[Cell], *, seed: int = PAIRWISE_SEED) -> list[Cell]:
         uncovered &= ~masks[best]
         chosen.append(shuffled[best])
     return sorted(chosen)
-
-
-def _mask(numbers: Iterable[int]) -> int:
-    mask = 0
-    for number in numbers:
-        mask |= 1 << number
-    return mask

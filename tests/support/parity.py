@@ -27,7 +27,7 @@ import torch
 from torch import distributed
 
 import infinity
-from infinity.errors import BudgetError
+from tests.support.budgets import smallest_budget_bytes
 from tests.support.daemon import ServedDaemon
 from tests.support.device import CPU, USED, be_deterministic
 from tests.support.matrix import Cell
@@ -161,15 +161,16 @@ def initialized(model: Any, config: dict[str, Any], optimizer: str = "AdamW") ->
 
 
 def least_budget_bytes(build: Any, config: dict[str, Any], optimizer: str = "AdamW") -> int:
-    """What the BudgetError for a budget of one page names as the smallest that works."""
-    starved = {**config, "io_daemon": {**config["io_daemon"], "host_budget_bytes": 4096}}
-    model = seeded(build)
-    try:
-        engine = initialized(model, starved, optimizer)
-    except BudgetError as error:
-        return error.smallest_bytes
-    engine.destroy()
-    raise RuntimeError("a host budget of 4096 bytes was accepted")
+    """The smallest host budget that works, which is more than a page."""
+
+    def with_budget(budget_bytes: int) -> Any:
+        section = {**config["io_daemon"], "host_budget_bytes": budget_bytes}
+        return initialized(seeded(build), {**config, "io_daemon": section}, optimizer)
+
+    least = smallest_budget_bytes(with_budget)
+    if least is None:
+        raise RuntimeError("a host budget of one page was accepted")
+    return least
 
 
 def train_engine(build: Any, recipe: Recipe, config: dict[str, Any], *, rank: int = 0) -> Run:

@@ -52,7 +52,11 @@ class PlainEngine(nn.Module):
         offloaded: bool = False,
         casts_buffers: bool = True,
     ) -> None:
-        """``offloaded``: masters are on the CPU and stepped there, wherever the module is."""
+        """
+        Args:
+            offloaded: masters are on the CPU and stepped there, wherever the module is.
+            casts_buffers: those of an fp32 model follow its weights into bf16.
+        """
         super().__init__()
         self.module = module
         self._masters_on = CPU if offloaded else USED

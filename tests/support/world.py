@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 
 import infinity
 import infinity.deepspeed
-from infinity.errors import BudgetError
 from tests.support.averaging_engine import AveragingEngine
+from tests.support.budgets import ROOM_BYTES, smallest_budget_bytes
 from tests.support.device import USED
 from tests.support.plain_engine import BETAS, EPS, LEARNING_RATE, PlainEngine, cast_weights
 
@@ -51,8 +51,6 @@ THRESHOLDS: dict[str, dict[str, int]] = {
 
 
 RANK_SEEDS = 10_000
-ROOM_BYTES = 64 << 20
-"""A host budget in which everything stays."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -319,12 +317,8 @@ class InfinityWorld(World):
                 del config["optimizer"]
             return initialize(model=model, model_parameters=parameters, optimizer=made, config=config)[0]
 
-        budget_bytes = ROOM_BYTES
-        if self.setting.nvme and self.setting.budget_times:
-            try:
-                initialized(4096).destroy()
-            except BudgetError as error:  # and the model is as it was
-                budget_bytes = int(error.smallest_bytes * self.setting.budget_times)
-        engine = initialized(budget_bytes)
+        starves = self.setting.nvme and self.setting.budget_times
+        least = smallest_budget_bytes(initialized) if starves else None  # refused, it leaves the model as it was
+        engine = initialized(ROOM_BYTES if least is None else int(least * self.setting.budget_times))
         self.engines.append(engine)
         return engine

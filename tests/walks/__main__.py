@@ -7,18 +7,10 @@ what was refused. A seed is tried again by ``--seed S --walks 1``.
 
 from __future__ import annotations
 
-import argparse
 import sys
-from functools import partial
 
 from tests.fuzz.report import report
-from tests.support.one_daemon import beside_a_daemon
 from tests.walks.walk import walk
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--num-ranks", type=int, default=1)
-    ranks, sys.argv[1:] = parser.parse_known_args()
-    make = partial(walk, num_ranks=ranks.num_ranks)
-    code = report(make, "walks", about=__doc__, number=500, refusals_in=str.splitlines, around=beside_a_daemon)
-    sys.exit(code)
+    sys.exit(report(walk, "walks", about=__doc__, number=500, refusals_in=str.splitlines))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import infinity
 import infinity.deepspeed
-from infinity.errors import BudgetError
+from tests.support.budgets import ROOM_BYTES, smallest_budget_bytes
 from tests.support.optimizers import CHOICES
 from tests.support.world import Setting as Thresholds
 from tests.walks.model import Walker, groups_of, loss_of, tokens_of, values_like
@@ -36,26 +36,25 @@ class Driven:
         self.engine = self._built(seed)
 
     def _built(self, seed: int) -> Any:
-        budget = 64 << 20
-        if self.setting.budget_times and "nvme" in (self.setting.params, self.setting.states):
-            try:
-                self._initialized(self._model(seed, 4096), 4096).destroy()
-            except BudgetError as error:
-                budget = int(error.smallest_bytes * self.setting.budget_times)
-        return self._initialized(self._model(seed, budget), budget)
+        def initialized(budget: int) -> Any:
+            return self._initialized(self._model(seed, budget), budget)
+
+        starves = self.setting.budget_times and "nvme" in (self.setting.params, self.setting.states)
+        least = smallest_budget_bytes(initialized) if starves else None
+        return initialized(ROOM_BYTES if least is None else int(least * self.setting.budget_times))
 
     def _model(self, seed: int, budget: int) -> Walker:
         del budget
         if not self.setting.under_init:
             return seeded(self.recipe, seed)
-        with infinity.Init(config_dict_or_path=self._config(64 << 20)):
+        with infinity.Init(config_dict_or_path=self._config(ROOM_BYTES)):
             return seeded(self.recipe, seed)
 
     def again(self) -> None:
         if self.setting.deepspeed and self.recipe.width % 8:
             self.engine.destroy()
         self.losses.clear()
-        self.engine = self._initialized(self.engine.module, 64 << 20)
+        self.engine = self._initialized(self.engine.module, ROOM_BYTES)
 
     def _initialized(self, model: Walker, budget: int) -> Any:
         choice, config = CHOICES[self.recipe.optimizer], self._config(budget)

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map_only
 
 from infinity.engine.lost import Lost
 from infinity.errors import CheckpointError, WorldError
+from tests.fuzz.judged import PEER_TIMEOUT_S, RANKS_TIMEOUT_S
 from tests.support.judge import REMEDIES, Verdict, _difference, _refusal_in
 from tests.support.judged_on_ranks import verdict_of_ranks
 from tests.walks.averaging import AveragingShadow
@@ -33,8 +34,6 @@ SETTLING = ("weights", "save", "export")
 """The calls that look at everything: what they pass is kept."""
 NEEDS_SAVED = {"load", "load_export"}
 DIVERGED: Final = re.compile(r"the ranks diverge: .*\(rank 0: .+; rank 1: .+\)", re.DOTALL)
-RANKS_TIMEOUT_S: Final = 50.0
-PEER_TIMEOUT_S: Final = 20.0
 RANK_BATCHES: Final = 10_000
 """By so much the numbers of the ranks' batches differ."""
 
