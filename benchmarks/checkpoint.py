@@ -28,7 +28,7 @@ import torch
 from torch import nn
 
 import infinity
-from benchmarks.deepspeed_venv import prepare_venv
+from benchmarks.deepspeed_venv import environment_of, prepare_venv
 from benchmarks.files_on_disk import drop_cache, sync
 from benchmarks.place import add_directory
 from benchmarks.side import Side, keep_results
@@ -148,13 +148,15 @@ def _deepspeed(venv: Path, directory: Path, num_layers: int) -> Side:
     place = directory / "deepspeed"
     place.mkdir()
     words = ["--directory", str(place), "--width", str(WIDTH), "--num-layers", str(num_layers)]
+    python = prepare_venv(venv)
     return Side(
         "DeepSpeed",
-        python=prepare_venv(venv),
+        python=python,
         module="benchmarks.deepspeed_checkpoint",
         arguments=words,
         swap_dir=place,
         log=directory / "deepspeed.log",
+        environment=environment_of(python),
         sampled=False,
     )
 

@@ -13,7 +13,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from benchmarks.deepspeed_venv import prepare_venv
+from benchmarks.deepspeed_venv import environment_of, prepare_venv
 from benchmarks.gpt import GPTShape
 from benchmarks.machine import free_port
 from benchmarks.side import Side
@@ -84,11 +83,7 @@ def start(
     elif word.startswith("deepspeed-"):
         python = str(arguments.deepspeed_python or prepare_venv(arguments.deepspeed_venv))
         module, own = "benchmarks.deepspeed_worker", ["--device", word.partition("-")[2], *setting.words]
-        environment = {
-            "PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}",
-            "MASTER_PORT": str(free_port()),
-            "DS_ACCELERATOR": "cpu",
-        }
+        environment = {**environment_of(python), "MASTER_PORT": str(free_port())}
         threads = arguments.plain_threads
     return Side(
         word,

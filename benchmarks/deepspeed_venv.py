@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import venv
@@ -39,6 +40,14 @@ def prepare_venv(directory: Path, extras: Sequence[str] = (), *, compiled: bool 
     return str(python)
 
 
+def environment_of(python: str | Path) -> dict[str, str]:
+    """What is set for that Python, by whoever starts it and where its extensions are compiled.
+
+    Its own ninja comes first: to another version of ninja everything looks changed, and is compiled anew.
+    """
+    return {"PATH": f"{Path(python).parent}{os.pathsep}{os.environ['PATH']}", "DS_ACCELERATOR": "cpu"}
+
+
 def _compile(python: Path, extensions: Path) -> None:
     """Whoever starts this Python finds the extensions, by a file that it reads at its start."""
     (packages,) = python.parent.parent.glob("lib/python*/site-packages")
@@ -51,4 +60,6 @@ def _compile(python: Path, extensions: Path) -> None:
         f"for name in {BUILDERS!r}:\n"
         "    get_accelerator().create_op_builder(name).load(verbose=False)\n"
     )
-    subprocess.run([str(python), "-P", "-c", load], check=True, stdout=sys.stderr, stderr=subprocess.DEVNULL)
+    environment = {**os.environ, **environment_of(python)}
+    command = [str(python), "-P", "-c", load]
+    subprocess.run(command, env=environment, check=True, stdout=sys.stderr, stderr=subprocess.DEVNULL)

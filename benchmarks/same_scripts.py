@@ -26,7 +26,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from benchmarks.deepspeed_venv import prepare_venv
+from benchmarks.deepspeed_venv import environment_of, prepare_venv
 from benchmarks.machine import free_port
 from benchmarks.place import add_directory
 from benchmarks.script_rows import ENVIRONMENT, EXAMPLES, OUT, Row, furnish, rows
@@ -216,8 +216,7 @@ def main() -> int:
     options = parser.parse_args()
     extras = [f"{name}=={importlib.metadata.version(name)}" for name in ("transformers", "accelerate", "peft")]
     python = prepare_venv(options.deepspeed_venv, () if options.packages else extras)
-    path = {"PATH": f"{options.deepspeed_venv / 'bin'}:{os.environ['PATH']}", "DS_ACCELERATOR": "cpu"}
-    packages = {"PYTHONPATH": str(options.packages)} if options.packages else {}
+    theirs = environment_of(python) | ({"PYTHONPATH": str(options.packages)} if options.packages else {})
     lines = []
     with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.dir) as name:
         directory, model = Path(name), Path(name) / "model"
@@ -227,7 +226,7 @@ def main() -> int:
             model.symlink_to(options.model.absolute())
         as_deepspeed = [sys.executable, "-m", "infinity", "as-deepspeed", sys.executable]
         contenders = {
-            "deepspeed": Contender([python], directory, model, options.timeout, {**path, **packages}, meets=True),
+            "deepspeed": Contender([python], directory, model, options.timeout, theirs, meets=True),
             "infinity": Contender(as_deepspeed, directory, model, options.timeout),
             # without DeepSpeed Accelerate has several ranks on CPUs only where it hears of them
             "plain": Contender([sys.executable], directory, model, options.timeout, {"ACCELERATE_USE_CPU": "true"}),
