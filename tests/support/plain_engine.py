@@ -24,13 +24,14 @@ EPS = 1e-8
 
 def cast_weights(model: nn.Module, *, with_buffers: bool = True) -> None:
     """fp32 parameters to bf16 in place, as a bf16 section asks, and ``with_buffers`` all of an fp32 model's that its
-    state dict holds; what has another dtype keeps it."""
+    state dict holds and Transformers does not list as to be kept; what has another dtype keeps it."""
     all_fp32 = all(param.dtype is torch.float32 for param in model.parameters())
+    kept = {name for module in model.modules() for name in getattr(module, "_keep_in_fp32_modules_strict", None) or ()}
     values = [
         buffer
         for module in model.modules()
         for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
+        if name not in module._non_persistent_buffers_set | kept
     ]
     for tensor in [*model.parameters(), *(values if all_fp32 and with_buffers else [])]:
         if tensor.dtype is torch.float32 and not tensor.is_meta:
