@@ -1,7 +1,8 @@
 """``python -m tests.zoo [NAME ...] --ways init pretrained --settings each-bf16``: Transformers' architectures, tiny.
 
 Each is judged against plain torch: bits equal, refused in words, or failed. What plain torch has no small model of that
-runs counts as "not built". ``--num-ranks 2``: on as many ranks, against a loop that averages as DDP.
+runs counts as "not built", and what it does not train in that setting as "plain torch fails". ``--num-ranks 2``: on as
+many ranks, against a loop that averages as DDP.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ import json
 import os
 import queue
 import sys
-import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
 from dataclasses import replace
 
 from tests.odd.on_ranks import SETTINGS
@@ -38,51 +40,50 @@ def main() -> int:
         "--json", action="store_true", help="one verdict a line; else what is not equal, and the counts"
     )
     arguments = parser.parse_args()
-    wanted: queue.SimpleQueue[tuple[Case, Setting]] = queue.SimpleQueue()
+    wanted = []
     for name, case in cases_of(MODULE).by_name.items():
         model, _, way = name.partition("/")
         if way in arguments.ways and (not arguments.names or model in arguments.names):
-            for setting in arguments.settings:
-                wanted.put((case, replace(SETTINGS[setting], dialect=way == "pretrained")))
+            settings = [SETTINGS[word] for word in arguments.settings]
+            wanted += [(case, replace(setting, dialect=way == "pretrained")) for setting in settings]
     counts = Counter[str]()
     for verdict in _judged(wanted, arguments.jobs, arguments.num_ranks):
-        outcome = "not built" if verdict.error_type == NOT_BUILT else verdict.outcome
+        outcome = _outcome_of(verdict)
         counts[outcome] += 1
         if arguments.json:
             print(json.dumps(verdict.as_json() | {"outcome": outcome}), flush=True)
-        elif outcome in ("refused", "failed"):
+        elif outcome not in ("equal", "not built"):
             print(f"{verdict.setting} {verdict.script}: {outcome}, {verdict.message}", flush=True)
     if not arguments.json:
         print(" ".join(f"{outcome.replace(' ', '_')}={number}" for outcome, number in sorted(counts.items())))
     return 1 if counts["failed"] or not counts["equal"] else 0
 
 
-def _judged(wanted: queue.SimpleQueue[tuple[Case, Setting]], num_jobs: int, num_ranks: int) -> Iterator[Verdict]:
+def _outcome_of(verdict: Verdict) -> str:
+    """Only what has trained is "equal" here."""
+    if verdict.error_type == NOT_BUILT:
+        return "not built"
+    return "plain torch fails" if verdict.outcome == "equal" and verdict.message else verdict.outcome
+
+
+def _judged(wanted: Sequence[tuple[Case, Setting]], num_jobs: int, num_ranks: int) -> Iterator[Verdict]:
     """As they come, from so many servers."""
-    found: queue.SimpleQueue[Verdict | BaseException | None] = queue.SimpleQueue()
+    idle: queue.SimpleQueue[Judges] = queue.SimpleQueue()
 
-    def work() -> None:
+    def verdict(case: Case, setting: Setting) -> Verdict:
+        judges = idle.get()
         try:
-            with Judges(MODULE) as judges:
-                while True:
-                    case, setting = wanted.get_nowait()
-                    found.put(judges.verdict(MODULE, case, setting, num_ranks=num_ranks))
-        except queue.Empty:
-            found.put(None)
-        except BaseException as error:  # noqa: BLE001 (whoever takes the verdicts raises it)
-            found.put(error)
+            return judges.verdict(MODULE, case, setting, num_ranks=num_ranks)
+        finally:
+            idle.put(judges)
 
-    for _ in range(num_jobs):
-        threading.Thread(target=work, daemon=True).start()
-    num_working = num_jobs
-    while num_working:
-        verdict = found.get()
-        if isinstance(verdict, BaseException):
-            raise verdict
-        if verdict is None:
-            num_working -= 1
-        else:
-            yield verdict
+    with ExitStack() as stack:
+        for _ in range(num_jobs):
+            idle.put(stack.enter_context(Judges(MODULE)))
+        pool = ThreadPoolExecutor(num_jobs)
+        stack.callback(pool.shutdown, cancel_futures=True)  # whatever ends the run ends it now
+        for done in as_completed([pool.submit(verdict, *each) for each in wanted]):
+            yield done.result()
 
 
 if __name__ == "__main__":

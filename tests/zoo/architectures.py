@@ -139,7 +139,7 @@ def inputs(model: Any, seed: int, dtype: torch.dtype = torch.float32, *, with_pi
     main, kind = getattr(model, "main_input_name", "input_ids"), type(model).__name__
     made: dict[str, Tensor] = {}
     if main == "input_values":
-        made[main] = _noise(seed, 2, 1, 4096) if taken.keys() & {"padding_mask"} else _noise(seed, 2, 4096)
+        made[main] = _noise(seed, 2, 1, 4096) if "padding_mask" in taken else _noise(seed, 2, 4096)
     elif main == "input_features":
         made[main] = _features(config, kind, seed)
     else:

@@ -5,17 +5,19 @@ from __future__ import annotations
 
 import importlib
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import infinity.deepspeed
 from tests.support.cases import EACH, Cases
-from tests.support.world import InfinityWorld
+from tests.support.world import RANK_SEEDS, InfinityWorld
 from tests.zoo.architectures import architectures, build, inputs, loss_of, variant_of
 
 infinity.deepspeed.install()  # before anything of Transformers
@@ -24,7 +26,8 @@ cases = Cases(__name__)
 
 def train(world: Any, engine: Any, *, with_pictures: bool) -> None:
     def outputs(step: int) -> Any:
-        return engine(**inputs(engine.module, step, world.dtype, with_pictures=with_pictures))
+        seed = step + RANK_SEEDS * world.rank
+        return engine(**inputs(engine.module, seed, world.dtype, with_pictures=with_pictures))
 
     torch.manual_seed(2)  # a model that is built on meta first draws nothing where others do
     np.random.seed(2)  # some mask parts of a sound by numpy's
@@ -44,12 +47,29 @@ def under_init(world: Any, make: Callable[[], nn.Module]) -> nn.Module:
     return built
 
 
+def wait_for_all() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
+@contextmanager
+def rank_0s_directory() -> Iterator[str]:
+    """One that all ranks share; gone when all are done with it."""
+    with tempfile.TemporaryDirectory(prefix="infinity-zoo-") as own:
+        shared = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(shared)
+        yield shared[0]
+        wait_for_all()
+
+
 def from_pretrained(world: Any, make: Callable[[], nn.Module]) -> nn.Module:
     """Of a directory of safetensors; Transformers asks a live ``HfDeepSpeedConfig`` whether weights are sharded."""
     model: Any = make()
     integration: Any = importlib.import_module("transformers.integrations")
-    with tempfile.TemporaryDirectory(prefix="infinity-zoo-") as directory:
-        model.save_pretrained(directory)
+    with rank_0s_directory() as directory:
+        model.save_pretrained(directory)  # which rank 0 alone writes
+        wait_for_all()
         alive = integration.HfDeepSpeedConfig(world.config()) if isinstance(world, InfinityWorld) else None
         loaded: nn.Module = type(model).from_pretrained(directory).train()
         del alive

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, Final
 
 WORDS: Final = 99
@@ -14,9 +14,10 @@ SIDE: Final = 32
 PATCH: Final = 8
 
 Rules = Mapping[str, int]
-
+LAYERS: Final = r"(num_)?(\w*_)?(hidden_)?(layers?|blocks)"
+HEADS: Final = r"(num_)?(\w*_)?(attention_|self_|cross_)?heads?|n_heads?|num_\w*heads"
 RULES: Final[Rules] = {
-    r"(num_)?(\w*_)?(hidden_)?(layers?|blocks)": 2,
+    LAYERS: 2,
     r"n_layers?|depth|num_layers?_\w+|num_stacks": 2,
     r"depths|num_layers_per_stage|num_blocks": 1,
     r"(\w+_)?vocab(ulary)?_size(_\w+)?": WORDS,
@@ -25,7 +26,7 @@ RULES: Final[Rules] = {
     r"projection_hidden_size|decoder_hidden_dim|conv_dim|feature_size|fpn_feature_size|mask_feature_size|"
     r"embed_dims|encoder_hidden_dim|neck_hidden_sizes|reassemble_hidden_size|out_channels|output_channels|"
     r"output_dim|num_fpn_filters|prompt_embed_dim|block_channels|z_channels|codebook_dim": 32,
-    r"(num_)?(\w*_)?(attention_|self_|cross_)?heads?|n_heads?|num_\w*heads": 4,
+    HEADS: 4,
     r"(\w+_)?(num_key_value_heads|num_kv_heads|n_kv_heads|multi_query_group_num)": 2,
     r"head_dim|attention_head_size|d_kv|global_head_dim|kv_channels|v_head_dim|qk_nope_head_dim|d_head|"
     r"\w+_head_dim": 8,
@@ -53,10 +54,10 @@ RULES: Final[Rules] = {
 }
 """What a field whose name matches is set to; of a list each entry. Later rules win."""
 
-DEEPER: Final[Rules] = {**RULES, r"(num_)?(\w*_)?(hidden_)?(layers?|blocks)": 8}
+DEEPER: Final[Rules] = {**RULES, LAYERS: 8}
 """Where the first layers are of one kind and later ones of another."""
 WIDER: Final[Rules] = {
-    pattern: 128 if value == 32 else 2 if pattern.startswith("(num_)?(\\w*_)?(attention_") else value
+    pattern: 2 if pattern == HEADS else 128 if value == 32 else value
     for pattern, value in RULES.items()
     if "head_dim" not in pattern
 }
@@ -71,9 +72,7 @@ VARIANTS: Final = (RULES, DEEPER, WIDER, AS_IT_IS)
 def _ruled(name: str, default: Any, rules: Rules) -> Any:
     """The value that rules give a field; its default where none does."""
     found = [value for pattern, value in rules.items() if re.fullmatch(pattern, name)]
-    if not found:
-        return default
-    if isinstance(default, bool) or default is None:
+    if not found or isinstance(default, bool):
         return default
     if isinstance(default, int):
         return min(default, found[-1]) if default > 0 else default
@@ -99,7 +98,7 @@ def settings(kind: type, rules: Rules) -> dict[str, Any]:
         if raw is dataclasses.MISSING or field.name.startswith("_"):
             continue
         value = _ruled(field.name, raw, rules)
-        if field.name.endswith("token_id") or field.name.endswith("token_index"):
+        if field.name.endswith(("token_id", "token_index")):
             value = _token(field.name, raw)
         if value is not raw and value != raw:
             chosen[field.name] = value
@@ -115,7 +114,6 @@ def _token(name: str, raw: Any) -> Any:
     return raw
 
 
-def small(kind: type, rules: Rules) -> Any:
+def small(kind: type[Any], rules: Rules) -> Any:
     """A small configuration of a class."""
-    make: Callable[..., Any] = kind
-    return make(**settings(kind, rules))
+    return kind(**settings(kind, rules))
