@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from infinity.config import read_environment
 from infinity.deepspeed.accelerators import get_accelerator
+from infinity.deepspeed.callers import locals_of
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT, default_pg_timeout
 from infinity.errors import ConfigError
 from infinity.tiers.world import start_for_user
@@ -68,6 +69,39 @@ def init_distributed(
     )
     if verbose:
         _log.info("torch.distributed runs %s on %d ranks", dist.get_backend(), dist.get_world_size())
+    _name_backend()
+
+
+def is_initialized() -> bool:
+    """Whether torch.distributed runs."""
+    runs = dist.is_initialized()
+    if runs:
+        _name_backend()
+    return runs
+
+
+def _name_backend() -> None:
+    """Accelerate names none where it sees no GPU, and counts one process then: if it is who asks, it is told ours."""
+    asking = locals_of("accelerate.state", "__init__").get("self")
+    if asking is not None and asking.backend is None and dist.get_world_size() > 1:
+        asking.backend = dist.get_backend()
+
+
+def refuse_uncounted_ranks() -> None:
+    """Accelerate is about to have an engine made.
+
+    Raises:
+        ConfigError: it counts other processes than there are: each would take all of the data, and save.
+    """
+    counted = getattr(locals_of("accelerate.accelerator", "_prepare_deepspeed").get("self"), "num_processes", None)
+    if counted is not None and counted != dist.get_world_size():
+        raise ConfigError(
+            "accelerator.num_processes",
+            counted,
+            f"there are {dist.get_world_size()} ranks, and Accelerate, to which nobody has named a backend, would give "
+            "all of the data to each: name it, "
+            f'Accelerator(kwargs_handlers=[InitProcessGroupKwargs(backend="{dist.get_backend()}")])',
+        )
 
 
 def get_local_rank() -> int:

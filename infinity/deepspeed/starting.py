@@ -20,7 +20,7 @@ from infinity.deepspeed import optimizer_kinds
 from infinity.deepspeed.asserted import asserted
 from infinity.deepspeed.config_classes import CLIPPING
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
-from infinity.deepspeed.distributed import init_distributed
+from infinity.deepspeed.distributed import init_distributed, refuse_uncounted_ranks
 from infinity.deepspeed.experts import is_moe_param
 from infinity.deepspeed.logs import logger
 from infinity.deepspeed.raw_config import raw_config, section_of
@@ -116,6 +116,7 @@ def initialize(
             raise ConfigError(f"{name}.allreduce", False, remedy)
     raw = raw_config(config, args, config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    refuse_uncounted_ranks()
     for former in [each for each in _engines if each.holds(model)]:
         _log.info("the model goes over from an engine that it had")
         former.destroy()

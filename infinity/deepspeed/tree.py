@@ -119,7 +119,7 @@ _MODULES = _of(f"{_OURS}.building", "recursive_getattr recursive_setattr")
 _COLLECTIVES = _of(
     "torch.distributed",
     "ReduceOp ProcessGroup P2POp new_group destroy_process_group all_gather_object all_to_all batch_isend_irecv "
-    "broadcast_object_list get_rank get_world_size is_initialized is_available get_global_rank",
+    "broadcast_object_list get_rank get_world_size is_available get_global_rank",
 ) | _of(
     f"{_OURS}.collectives",
     "all_gather all_gather_into_tensor all_reduce all_to_all_single barrier broadcast gather irecv isend "
@@ -148,8 +148,8 @@ _COMM = (
     | _COLLECTIVES
     | _of(
         f"{_OURS}.distributed",
-        "get_local_rank get_world_group get_all_ranks_from_group allgather_fn reduce_scatter_fn inference_all_reduce "
-        "has_all_gather_into_tensor has_reduce_scatter_tensor",
+        "is_initialized get_local_rank get_world_group get_all_ranks_from_group allgather_fn reduce_scatter_fn "
+        "inference_all_reduce has_all_gather_into_tensor has_reduce_scatter_tensor",
     )
     | _of(f"{_OURS}.constants", "default_pg_timeout")
     | _of(f"{_OURS}.starting", "log_summary")
