@@ -31,7 +31,7 @@ def main() -> None:
     parser.add_argument("--output", default="out", help="where the state is saved, and the model")
     options = parser.parse_args()
     plugin = DeepSpeedPlugin(hf_ds_config=options.plugin) if options.plugin else None
-    # without a GPU Accelerate sees one rank alone unless a backend is named; cpu=True would leave the plugin out
+    # over DeepSpeed itself Accelerate sees one rank alone on CPUs, unless a backend is named; cpu=True drops the plugin
     on_cpus = torch.distributed.is_torchelastic_launched() and not torch.cuda.is_available()
     groups = [InitProcessGroupKwargs(backend="gloo")] if on_cpus else None
     accelerator = Accelerator(deepspeed_plugin=plugin, gradient_accumulation_steps=2, kwargs_handlers=groups)

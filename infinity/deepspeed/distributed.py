@@ -83,7 +83,7 @@ def is_initialized() -> bool:
 def _name_backend() -> None:
     """Accelerate names none where it sees no GPU, and counts one process then: if it is who asks, it is told ours."""
     asking = locals_of("accelerate.state", "__init__").get("self")
-    if asking is not None and asking.backend is None and dist.get_world_size() > 1:
+    if asking is not None and getattr(asking, "backend", "") is None and dist.get_world_size() > 1:
         asking.backend = dist.get_backend()
 
 
