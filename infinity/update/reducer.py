@@ -7,12 +7,16 @@ that is used on one rank only delays a reduction, and neither mixes up nor deadl
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Sequence
+from types import FrameType
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
+from infinity.errors import WeightsError
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.reductions import Reducing
 from infinity.update.gradients import GradientChunks
@@ -50,11 +54,14 @@ class Reducer:
         self._groups = {group.index: group for group in groups if group.placement.trainable}
         self._gradients, self._collectives = gradients, collectives
         self._gradient_dtype = gradient_dtype
+        self._reduces_each = reduces_each
         self._rounds = reduces_each or rounds_sums
         """Whether what a rank adds by itself is rounded to the dtype of reductions."""
         self._adds_at_once = collectives.world_size == 1 and not rounds_sums
         """Whether a gradient goes to the step's as it comes: nobody waits for it, and it is not rounded with others."""
         self._used = torch.zeros(num_params, dtype=torch.uint8, device="cpu")
+        self._reduced = torch.zeros_like(self._used)
+        """For each parameter, whether the running backward has begun to reduce a gradient of this rank's for it."""
         self._order = sorted(self._groups, reverse=True)
         self._completed: dict[int, None] = {}
         self._order_learnt = False
@@ -89,8 +96,11 @@ class Reducer:
         added up first they would be rounded otherwise than in ``param.grad``.
         """
         self.has_taken = True
-        if self._adds_at_once and group.has_gradient_of(param):
-            self._add_own(group)
+        if group.has_taken(param):
+            if self._adds_at_once:
+                self._add_own(group)
+            elif not self._reduces_each:
+                group.keep_gradients(self._gradient_dtype)
         return group.take_gradient(param, self.divisor)
 
     def take_put(self, group: ParamGroup, param: ShardedParam) -> None:
@@ -121,6 +131,7 @@ class Reducer:
         self._num_dropped += by_user and self.has_any
         self._gradients.clear()
         self._used.zero_()
+        self._reduced.zero_()
         self._completed.clear()
         self._in_flight.clear()
         self._num_issued = 0
@@ -135,6 +146,8 @@ class Reducer:
             return
         if self.puts_off or self._collectives.world_size == 1:
             return
+        if not self._reduces_each and _is_within_checkpoint():
+            return  # it may come again, and nobody counts on its memory before
         self._completed[group.index] = None
         if self.in_backward is not None:
             self.in_backward.claim(group)
@@ -177,24 +190,42 @@ class Reducer:
             self._issue()
         while self._in_flight:
             self._add_reduced()
-        self._reduce_again()
         self._completed.clear()
         self._num_issued = 0
-        self._collectives.max(self._used, "agree which parameters were used")
+        self._agree()
         if not self._order_learnt:
             seen = self._collectives.broadcast_object(completed, "learn the order of reductions")
             self._order = [*seen, *(index for index in self._order if index not in seen)]
             self._order_learnt = bool(seen)
 
-    def _reduce_again(self) -> None:
-        """Re-entrant checkpointing may accumulate into a group that was reduced already: once more, on every rank."""
-        order = sorted(self._groups)
-        again = torch.tensor([self._groups[index].has_gradients for index in order], dtype=torch.uint8, device="cpu")
-        self._collectives.max(again, "agree which groups to reduce again")
-        for index, flag in zip(order, again.tolist(), strict=True):
-            if flag:
-                self._start(self._groups[index])
-                self._add_reduced()
+    def _agree(self) -> None:
+        """On what any rank had, and reduce what has come since: to a leaf's group, which is complete without it.
+
+        Raises WeightsError, on every rank, for a parameter whose gradient was reduced before: the mean of a sum has
+        other bits than the sum of two means.
+        """
+        late = torch.zeros_like(self._used)
+        groups = [group for group in self._groups.values() if group.has_gradients]
+        late[[param.index for group in groups for param in group.params if group.has_gradient_of(param)]] = 1
+        told = torch.stack([self._used, self._reduced, late])
+        self._collectives.max(told, "agree which parameters were used")
+        used, reduced, given = told.bool()
+        self._used.copy_(used | given)
+        self._reduced.zero_()
+        if not given.any():
+            return
+        params = [(group, param) for group in self._groups.values() for param in group.params]
+        if (reduced & given).any():
+            raise WeightsError(
+                ", ".join(param.name for _, param in params if reduced[param.index] and given[param.index]),
+                "got a gradient after its mean over the ranks was taken, as re-entrant checkpoints give several in one "
+                "backward",
+                "checkpoint with use_reentrant=False, whose gradients come once",
+            )
+        for group in dict.fromkeys(group for group, param in params if given[param.index]):
+            self._start(group)
+            self._add_reduced()
+        self._reduced.zero_()
 
     def _add_own(self, group: ParamGroup, *, final: bool = False) -> None:
         if group.has_gradients or group.has_kept_gradients:
@@ -215,7 +246,7 @@ class Reducer:
 
     def _start(self, group: ParamGroup) -> None:
         used = [param.index for param in group.params if group.has_gradient_of(param)]
-        self._used[used] = 1
+        self._used[used] = self._reduced[used] = 1
         final = group.index in self._completed and len(used) == len(group.params)
         self._in_flight.append(_InFlight(group, *group.reduce_gradients(), final))
 
@@ -223,3 +254,12 @@ class Reducer:
         group, work, gradient_of, final = self._in_flight.popleft()
         work.wait()
         self._add(group, gradient_of, [param.index for param in group.params], final=final)
+
+
+def _is_within_checkpoint() -> bool:
+    """Whether this runs within a node's backward that is written in Python, as that of re-entrant checkpoints is: it
+    runs a backward of its own, which is over before all gradients are there."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not BackwardCFunction.apply.__code__:
+        frame = frame.f_back
+    return frame is not None

@@ -349,6 +349,10 @@ class ParamGroup:
             self._gradients[param.index] = gradient if held is None else held + gradient
         return len(self._gradients) == len(self.params)
 
+    def has_taken(self, param: ShardedParam) -> bool:
+        """Whether the running backward has given the parameter a gradient that nobody has taken on."""
+        return param.index in self._gradients
+
     def has_gradient_of(self, param: ShardedParam) -> bool:
         return param.index in self._gradients or param.index in self._kept
 

@@ -341,8 +341,6 @@ def program(seed: int, *, num_ranks: int = 1, nvme_share: float = 0.1) -> Progra
     parts = [draw.choice(LEAVES) for _ in range(draw.randint(1, 4))]
     for _ in range(draw.randint(0, 5)):
         wrapper = draw.choice(WRAPPERS)
-        if num_ranks > 1:
-            wrapper = wrapper.replace(", use_reentrant=True", "")  # weights in two of these: DDP takes no such model
         # recent parts are likelier, so that programs nest; older ones are taken again, so that they share
         operands = [f"p{max(0, len(parts) - 1 - int(draw.expovariate(0.7)))}" for _ in range(wrapper.count("{}"))]
         parts.append(wrapper.format(*operands))

@@ -273,6 +273,36 @@ def re_entrant_checkpoints(world: Any) -> None:
         engine.step()
 
 
+class Looped(nn.Module):
+    """Its one block, in a re-entrant checkpoint each time, gets three gradients in one backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = Net(1)
+
+    def forward(self, x: Tensor) -> Any:
+        for _ in range(3):
+            x = torch.tanh(checkpoint(self.net.blocks[0], x, use_reentrant=True))
+        return self.net.head(x)
+
+
+def loops(world: Any) -> None:
+    engine = world.initialize(Looped(), optimizer=lambda params: torch.optim.SGD(params, lr=1.0), accumulation=2)
+    for step in range(4):
+        world.backward(engine, square(engine(world.randn(ROWS, WIDTH, seed=step, requires_grad=True))))
+        engine.step()
+
+
+@cases(settings=(STAGE_1, STAGE_1_BF16, WHOLE), must="equal")
+def a_block_in_several_re_entrant_checkpoints_whose_sum_is_averaged(world: Any) -> None:
+    loops(world)
+
+
+@cases(settings=(EACH, NVME, STAGE_2), must="refused")
+def a_block_in_several_re_entrant_checkpoints_averaged_one_by_one(world: Any) -> None:
+    loops(world)
+
+
 @cases(slow=True, settings=EVERY, must="refused")
 def sparse_gradients_on_ranks(world: Any) -> None:
     model = nn.Sequential(nn.Embedding(20, WIDTH, sparse=True), nn.Linear(WIDTH, WIDTH))

@@ -21,7 +21,7 @@ class AveragingEngine(PlainEngine):
     def __init__(self, module: nn.Module, *, each: bool, **kwargs: Any) -> None:
         super().__init__(module, **kwargs)
         self._each = each
-        self._sums: dict[nn.Parameter, Tensor] = {}
+        self._sums: dict[Tensor, Tensor] = {}
         for hook in self._hooks:
             hook.remove()
         self._is_due = True
@@ -38,27 +38,33 @@ class AveragingEngine(PlainEngine):
         before = {param: param.grad for param in self.module.parameters()}
         for param in before:
             param.grad = None
+        summing = [
+            param.register_post_accumulate_grad_hook(self._sum)  # type: ignore[no-untyped-call]
+            for param in before
+            if param.requires_grad and not self._each
+        ]
         scaled = super().backward(loss, retain_graph)
+        for hook in summing:
+            hook.remove()
         travels = self._each or self.micro_steps + 1 == self.accumulation
         for param, averaged in before.items():
-            gradient = None if param.grad is None else self._summed(param.grad, param)
-            if not travels:
-                if gradient is not None:
-                    self._sums[param] = self._sums[param] + gradient if param in self._sums else gradient
-                param.grad = averaged
-                continue
-            if not self._each and (held := self._sums.pop(param, None)) is not None:
-                gradient = held if gradient is None else held + gradient
-            gradient = mean(gradient, param)
+            gradient = param.grad.detach() if self._each and param.grad is not None else None
             param.grad = averaged
+            if not travels:
+                continue
+            gradient = mean(gradient if self._each else self._sums.pop(param, None), param)
             if gradient is not None:
                 self._add(param, gradient)
         return scaled
 
-    def _summed(self, gradient: Tensor, param: nn.Parameter) -> Tensor:
-        """In the dtype in which micro-batches add up, where they do before they travel."""
-        gradient = gradient.detach()
-        return gradient.float() if not self._each and self.accumulation > 1 else gradient
+    def _sum(self, param: Tensor) -> None:
+        """In the dtype in which micro-batches add up, where they do before they travel; re-entrant checkpoints give
+        several gradients in one backward."""
+        if param.grad is None:
+            raise AssertionError("a gradient was accumulated")
+        gradient = param.grad.detach().float() if self.accumulation > 1 else param.grad.detach()
+        param.grad = None
+        self._sums[param] = self._sums[param] + gradient if param in self._sums else gradient
 
     def _add(self, param: nn.Parameter, gradient: Tensor) -> None:
         master = self._master_of.get(param)

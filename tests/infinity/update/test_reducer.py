@@ -8,6 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from infinity.errors import WeightsError
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.under_way import UnderWay
 from infinity.update.gradients import GradientChunks
@@ -237,14 +238,16 @@ def test_a_reduction_that_is_done_is_added_before_backward_ends() -> None:
     assert_mean(ranks, 3, 1.0)
 
 
-def test_what_comes_after_its_group_was_reduced_is_reduced_again_on_every_rank() -> None:
+def test_what_a_complete_group_had_no_gradient_for_is_reduced_when_it_comes() -> None:
+    """As of a leaf, which is passed without some of its parameters, and of which others are used outside, too."""
+
     def work(own: OneRank) -> None:
         own.give(3, 1.0)
+        own.give(0, 1.0)
+        own.reducer.complete(own.shards.groups[0])  # in the order of the first backward after the two others
         own.give(2, 1.0)
         if own.rank == 1:
-            own.give(3, 2.0)  # re-entrant checkpointing
-        own.give(0, 1.0)
-        own.give(1, 1.0)
+            own.give(1, 2.0)
         own.reducer.finish()
         for param in range(4):
             own.give(param, 1.0)
@@ -252,9 +255,62 @@ def test_what_comes_after_its_group_was_reduced_is_reduced_again_on_every_rank()
 
     ranks = on_two(work)
     for own in ranks:
-        assert sorted(groups_reduced(own)[:4]) == [0, 1, 2, 2]
+        assert groups_reduced(own)[:4] == [2, 1, 0, 0]
         assert sorted(groups_reduced(own)[4:]) == [0, 1, 2]
-    assert_mean(ranks, 3, 3.0)
+    assert_mean(ranks, 0, 2.0)
+    assert_mean(ranks, 1, 2.0)
+
+
+def test_a_gradient_after_its_mean_was_taken_is_refused_on_every_rank() -> None:
+    def work(own: OneRank) -> None:
+        own.give(3, 1.0)
+        own.give(2, 1.0)
+        if own.rank == 1:
+            own.give(3, 2.0)  # re-entrant checkpointing
+        own.give(0, 1.0)
+        own.give(1, 1.0)
+        with pytest.raises(WeightsError, match=r"^p3 got a gradient after its mean.*use_reentrant=False"):
+            own.reducer.finish()
+        own.reducer.clear()
+        for param in range(4):
+            own.give(param, 2.0)
+        own.reducer.finish()
+
+    ranks = on_two(work)
+    for param in range(4):
+        assert_mean(ranks, param, 2.0)
+
+
+def test_where_sums_are_reduced_a_checkpoints_gradients_wait_for_the_end_of_backward() -> None:
+    """As ``p.grad`` adds them, one after another: 1 is lost in 2^24, and would not be if it were added to 1 first."""
+
+    class Checkpoint(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, run: Callable[[], None]) -> torch.Tensor:
+            ctx.run = run
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+            ctx.run()
+            return gradients[0], None
+
+    def work(own: OneRank) -> None:
+        def backward(values: Sequence[float]) -> None:
+            out = torch.ones(1, requires_grad=True)
+            for value in values:
+                out = Checkpoint.apply(out, lambda value=value: own.give(3, value))  # type: ignore[no-untyped-call]
+            out.backward()  # type: ignore[no-untyped-call]
+
+        own.reducer.puts_off = True
+        backward([2.0**24])
+        own.reducer.finish()
+        own.reducer.puts_off = False
+        backward([1.0, 1.0])
+        assert groups_reduced(own) == []
+        own.reducer.finish()
+
+    assert on_two(work)[0].held(3)[0] == 2.0**24
 
 
 def test_a_failed_step_is_begun_anew_on_every_rank() -> None:
