@@ -84,16 +84,14 @@ class SavedTensors:
 
         Only a parameter itself is handed to them as an alias, since what they keep of it must not be hidden again. What
         they make of weights, if it is still a view of them, is noted instead: a node that nobody asks any more would
-        keep it (checkpointing's, of a recomputed output that a module keeps).
+        keep it (checkpointing's, of a recomputed output that a module keeps; or one that torch never frees, since what
+        such hooks keep of its output holds the node).
         """
         top = _top()
         if top is None or isinstance(top[0], (_Pack, _PackForUser)):
             return nullcontext()
         unpack = top[1]
-        return saved_tensors_hooks(
-            _PackForUser(self, top[0]),
-            lambda packed: unpack(self._view(packed) if isinstance(packed, SavedWeights) else packed),
-        )
+        return saved_tensors_hooks(_PackForUser(self, top[0]), lambda packed: unpack(self._viewed(packed)))
 
     def _unpacker(self, outer: Hooks | None) -> Callable[[Any], torch.Tensor]:
         def unpack(packed: Any) -> torch.Tensor:
@@ -108,6 +106,14 @@ class SavedTensors:
             return outer[1](packed.packed)
 
         return unpack
+
+    def _viewed(self, packed: Any) -> Any:
+        """What ``_PackForUser`` was given, with weights where it has noted some."""
+        if isinstance(packed, SavedWeights):
+            return self._view(packed)
+        if type(packed) is tuple and any(isinstance(part, SavedWeights) for part in packed):
+            return tuple(self._view(part) if isinstance(part, SavedWeights) else part for part in packed)
+        return packed
 
     def _view(self, saved: SavedWeights) -> torch.Tensor:
         param = saved.param
@@ -204,6 +210,12 @@ class _PackForUser:
         if isinstance(tensor, torch.nn.Parameter):
             tensor = tensor.detach().requires_grad_(tensor.requires_grad)
         packed = self._pack(tensor)
+        if type(packed) is not tuple:
+            return self._noted(packed)
+        noted = tuple(map(self._noted, packed))  # as torch's ``save_on_cpu`` gives, which keeps what is there already
+        return noted if any(isinstance(part, SavedWeights) for part in noted) else packed
+
+    def _noted(self, packed: Any) -> Any:
         note = self._owner.note_of(packed) if isinstance(packed, torch.Tensor) else None
         return packed if note is None else note
 

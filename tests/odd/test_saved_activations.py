@@ -183,6 +183,23 @@ def save_on_cpu_inside(world: Any) -> None:
     trains(world, Saves())
 
 
+@cases(must="equal")
+def save_on_cpu_of_what_nobody_differentiates(world: Any) -> None:
+    """Torch never frees a graph whose hooks kept an output, which holds its node: weights are not among what stays."""
+
+    class Warm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cell = nn.GRU(WIDTH, WIDTH, batch_first=True)
+
+        def forward(self, x: Tensor) -> Any:
+            with save_on_cpu():
+                start = self.cell(x[None])[1]
+                return self.cell(x[None], start.detach())[0]
+
+    trains(world, Warm())
+
+
 @cases
 def packed_to_bytes_outside(world: Any) -> None:
     """Activations are compressed by the user: here, copied through numpy."""

@@ -260,7 +260,9 @@ def test_hooks_of_the_users_inside_a_call_see_every_tensor_and_never_the_paramet
     with fixture.saved.around_call(), saved_tensors_hooks(user.pack, user.unpack), beside(), beside():
         output = torch.nn.functional.linear(x, fixture.param).square().sum()
         top: Any = saved_tensors._top()
-        alias = top[0](fixture.param)[1]
+        noted = top[0](fixture.param)
+    alias = user.packed[-1]
+    assert [type(part) for part in noted] == [str, SavedWeights], "which keeps no memory"
     assert any(tensor.numel() == 12 for tensor in user.packed)
     assert all(tensor is not fixture.param for tensor in user.packed)
     assert alias.requires_grad
