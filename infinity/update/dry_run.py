@@ -116,8 +116,14 @@ def births_of(optimizer: Optimizer) -> Mapping[str, Birth]:
             if value is None:
                 continue
             birth = _birth(value, param, births.get(label))
-            if birth is None or births.setdefault(label, birth) != birth or (label == "step" and birth.value):
-                remedy = "has state: pass it before its first step; state is sharded from step 0 on"
+            remedy = "has state: pass it before its first step; state is sharded from step 0 on"
+            if birth is None or (label == "step" and birth.value):
+                raise ConfigError("optimizer", type(optimizer).__name__, remedy)
+            if births.setdefault(label, birth) != birth:
+                remedy += (
+                    f". If its constructor has made it, {label} must be the same for all parameters: have options of "
+                    "param groups tell them apart"
+                )
                 raise ConfigError("optimizer", type(optimizer).__name__, remedy)
     return births
 

@@ -476,6 +476,15 @@ def test_an_optimizer_that_has_taken_a_step_is_refused() -> None:
             rule_of(optimizer, dtype=torch.float32)
 
 
+def test_marks_that_a_constructor_leaves_on_some_parameters_are_refused_by_name() -> None:
+    """As of Muon in one class with AdamW, which keeps in its state which parameter is whose."""
+    first, second = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
+    optimizer = optim.SGD([first, second])
+    optimizer.state[first]["use_muon"], optimizer.state[second]["use_muon"] = True, False
+    with pytest.raises(ConfigError, match="its constructor has made it, use_muon must be the same.*param groups"):
+        rule_of(optimizer, dtype=torch.float32)
+
+
 def test_states_and_history_are_found_by_a_dry_run() -> None:
     def of(optimizer: optim.Optimizer) -> list[str]:
         return list(rule_of(optimizer, dtype=torch.float32).states)
