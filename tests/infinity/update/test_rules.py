@@ -481,7 +481,7 @@ def test_marks_that_a_constructor_leaves_on_some_parameters_are_refused_by_name(
     first, second = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))
     optimizer = optim.SGD([first, second])
     optimizer.state[first]["use_muon"], optimizer.state[second]["use_muon"] = True, False
-    with pytest.raises(ConfigError, match="its constructor has made it, use_muon must be the same.*param groups"):
+    with pytest.raises(ConfigError, match=r"its constructor has made it, use_muon must be the same.*param groups"):
         rule_of(optimizer, dtype=torch.float32)
 
 
