@@ -258,7 +258,7 @@ def _kvikio(has_gpu: bool) -> Finding:
 
 def _directory(text: str) -> list[Finding]:
     try:
-        from io_daemon.disk.swap_dir import MEMORY_FILESYSTEMS, THIN_FILESYSTEMS, check_swap_dir, probe_direct
+        from io_daemon.disk.swap_dir import THIN_FILESYSTEMS, check_swap_dir, probe_direct
     except ImportError:
         return [_fail(text, "cannot be examined without the I/O core", "build it: make build, or pip install .")]
     path = Path(text)
@@ -268,7 +268,7 @@ def _directory(text: str) -> list[Finding]:
         return [_fail(text, "cannot hold swap files", error.remedy)]
     findings = []
     filesystem = swap_dir.filesystem
-    if filesystem in MEMORY_FILESYSTEMS:
+    if swap_dir.in_memory:
         findings.append(
             _fail(f"{text}: filesystem", f"{filesystem} lies in memory: swapping to it saves none", "name a disk")
         )

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from io_daemon.config import is_text
-from io_daemon.disk.mounts import find_mount
+from io_daemon.disk.mounts import find_mount, mount_written
 from io_daemon.disk.swap_file import PREFIX, SUFFIX, SwapHeader
 from io_daemon.errors import ConfigError, SwapBusyError, remedy_against
 from io_daemon.shared.protocol import PAGE_BYTES
@@ -43,6 +43,8 @@ class SwapDir:
     direct: bool
     filesystem: str
     notes: tuple[str, ...]
+    in_memory: bool = False
+    """What is written there goes to memory, be it by way of an overlay."""
 
     def free_bytes(self) -> int:
         """0 if the directory is there no more, or its filesystem does not answer: nothing more can be had of it."""
@@ -95,9 +97,9 @@ def check_swap_dir(path: Path) -> SwapDir:
     filesystem = filesystem_of(path)
     if filesystem in THIN_FILESYSTEMS:
         notes.append(f"{path}: on {filesystem} a reservation is no guarantee: writes may still find the disk full")
-    if filesystem in MEMORY_FILESYSTEMS:
+    if in_memory := filesystem_written(path) in MEMORY_FILESYSTEMS:
         notes.append(f"{path}: {filesystem} lies in memory: swapping to it saves none")
-    return SwapDir(path, direct_error is None, filesystem, tuple(notes))
+    return SwapDir(path, direct_error is None, filesystem, tuple(notes), in_memory)
 
 
 def resolved(path: Path, key: str) -> Path:
@@ -141,6 +143,12 @@ def filesystem_of(path: Path) -> str:
     """Kind of the filesystem that holds ``path``."""
     mount = find_mount(path)
     return "unknown" if mount is None else mount.filesystem
+
+
+def filesystem_written(path: Path) -> str:
+    """Kind of the filesystem that takes what is written to ``path``."""
+    mount = find_mount(path)
+    return "unknown" if mount is None else mount_written(mount).filesystem
 
 
 @dataclass(frozen=True)

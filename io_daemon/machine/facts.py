@@ -15,7 +15,7 @@ from typing import Final, Literal
 
 from io_daemon.config import ENGINES_BY_RANK
 from io_daemon.disk.kernel_text import read_integer, read_text
-from io_daemon.disk.mounts import PROC, Mount, find_mount
+from io_daemon.disk.mounts import PROC, Mount, find_mount, mount_written
 from io_daemon.machine.block_device import BlockDevice, cached_loops, find_block_device
 from io_daemon.machine.cpuinfo import processor_name
 from io_daemon.machine.meminfo import cgroup_ram_max_bytes, meminfo
@@ -173,7 +173,7 @@ def describe_directory(path: Path, *, proc: Path = PROC, sys: Path = SYS) -> Dir
 def cached_loops_below(path: Path, *, proc: Path = PROC, sys: Path = SYS) -> list[str]:
     """The names of loop devices below ``path`` that make of direct I/O such as goes through the page cache."""
     mount = _mount(path, proc)
-    return [] if mount is None else cached_loops(mount, sys)
+    return [] if mount is None else cached_loops(mount_written(mount, proc), sys)
 
 
 def _directory_notes(
