@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -22,8 +23,8 @@ from io_daemon.errors import DeviceIOError
 from io_daemon.machine.buffers import Buffers, open_buffers
 
 BATCH_READS_S, BATCH_WRITES_S = 0.2, 0.05
-"""One batch has so many seconds of I/O: Python's share of each I/O becomes small, and a stop does not take long. What
-is in flight then is performed and counts for the write limit, so batches with writes in them are shorter."""
+"""One batch has so many seconds of I/O: Python's share of each I/O becomes small, and a stop does not take long. One
+that would pass the write limit is not begun, so batches with writes in them are shorter."""
 BATCH_IOS_MIN, BATCH_IOS_MAX = 4, 4096
 BATCH_SHARE_MAX: Final = 1 / 8
 """A batch takes at most this part of the measured time: most of a shorter round would be in flight at its end."""
@@ -64,15 +65,35 @@ def open_buffers_for(settings: IoSettings, num_bytes: int) -> Iterator[Buffers]:
         yield buffers
 
 
+class WriteAllowance:
+    """What all jobs together may still write. Thread-safe."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self._num_bytes, self._lock = num_bytes, threading.Lock()
+        self.spent = threading.Event()
+        """Somebody wanted to write more than was left."""
+
+    def take(self, num_bytes: int) -> bool:
+        """Whether so much may be written now."""
+        with self._lock:
+            if num_bytes > self._num_bytes:
+                self.spent.set()
+                return False
+            self._num_bytes -= num_bytes
+            return True
+
+
 class Job:
     """Owns its engine and its arena. Not thread-safe: one thread runs a job.
 
     Arena: what is written comes from the first ``iodepth`` slots, what is read goes into the next ``iodepth``, and
     what is read to be looked at into those behind them, a batch apart."""
 
-    def __init__(self, settings: IoSettings, target: Target, job: int, open_engine: OpenEngine) -> None:
+    def __init__(
+        self, settings: IoSettings, target: Target, job: int, open_engine: OpenEngine, allowance: WriteAllowance
+    ) -> None:
         self.target = target
-        self._settings = settings
+        self._settings, self._allowance = settings, allowance
         self._number = job
         bs, depth = settings.bs, settings.iodepth
         self._ios_min = min(max(depth, BATCH_IOS_MIN), settings.num_blocks)
@@ -96,7 +117,8 @@ class Job:
         self.engine.sync()
 
     def load(self, should_stop: Callable[[], bool]) -> None:
-        """The workload from its beginning, until told to stop and everything in flight has ended."""
+        """The workload from its beginning, until told to stop, or no more may be written, and everything in flight has
+        ended."""
         workload = Workload(self._settings, self._number)
         self._perform(self._endless(workload, should_stop), writes=self._settings.writes)
 
@@ -143,6 +165,8 @@ class Job:
             if should_stop():
                 return
             blocks = np.arange(begin, min(begin + self._ios_verified, self._settings.num_blocks), dtype=np.uint64)
+            if write:
+                self._allowance.take(blocks.size * self._settings.bs)  # it is there: see ``check_limit``
             yield Batch(np.full(blocks.size, write, np.uint8), blocks)
             progress(blocks.size * self._settings.bs)
 
@@ -154,9 +178,10 @@ class Job:
         while True:
             ahead = workload.next(BATCHES_AHEAD * num_ios)
             for begin in range(0, ahead.blocks.size, num_ios):
-                if should_stop():
+                batch = Batch(ahead.writes[begin : begin + num_ios], ahead.blocks[begin : begin + num_ios])
+                if should_stop() or not self._allowance.take(batch.written.size * self._settings.bs):
                     return
-                yield Batch(ahead.writes[begin : begin + num_ios], ahead.blocks[begin : begin + num_ios])
+                yield batch
             now_s = time.perf_counter()
             rate = (self._num_ended - num_before) / (now_s - begin_s)
             begin_s, num_before = now_s, self._num_ended

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from io_daemon._native import Region
 from io_daemon.bench.engines.engine import BlockEngine, Counters
 from io_daemon.bench.engines.factory import open_engine
-from io_daemon.bench.job import Job, buffer_bytes
+from io_daemon.bench.job import Job, WriteAllowance, buffer_bytes
 from io_daemon.bench.latency import Latencies
 from io_daemon.bench.result import IoResult, Verification
 from io_daemon.bench.sample import Sample, cpu_between, cpu_seconds, direction_between, series_of
@@ -27,7 +27,7 @@ from io_daemon.machine.meminfo import available_bytes, ram_bytes
 SAMPLES_MAX: Final = 1000
 SAMPLE_INTERVAL_MIN_S: Final = 0.1
 WATCH_INTERVAL_S: Final = 0.5
-"""Errors and the write limit are looked at this often, however long a sample is."""
+"""Errors are looked at this often, however long a sample is."""
 JOIN_TIMEOUT_S: Final = 120.0
 
 
@@ -89,8 +89,9 @@ def open_bench(settings: IoSettings, targets: Sequence[Target]) -> Iterator[Benc
     check_memory(settings)
     with ExitStack() as stack:
         opener = _engine_opener(settings)
-        jobs = [stack.enter_context(Job(settings, target, job, opener)) for job, target in enumerate(targets)]
-        yield Bench(settings, jobs)
+        allowance = WriteAllowance(settings.write_limit_bytes)
+        jobs = [Job(settings, target, job, opener, allowance) for job, target in enumerate(targets)]
+        yield Bench(settings, [stack.enter_context(job) for job in jobs], allowance)
 
 
 def check_memory(settings: IoSettings, *, beside_bytes: int = 0) -> None:
@@ -148,9 +149,8 @@ def cache_warnings(settings: IoSettings, targets: Sequence[Target]) -> list[str]
 class Bench:
     """Jobs that can be measured again and again; made by ``open_bench``."""
 
-    def __init__(self, settings: IoSettings, jobs: Sequence[Job]) -> None:
-        self.settings = settings
-        self.jobs = jobs
+    def __init__(self, settings: IoSettings, jobs: Sequence[Job], allowance: WriteAllowance) -> None:
+        self.settings, self.jobs, self._allowance = settings, jobs, allowance
 
     def lay_out(self, observer: Observer) -> None:
         """Write every block once: a first write of reserved space is slower, and reads need something to read."""
@@ -167,14 +167,15 @@ class Bench:
         with self._running(lambda job, stopped: job.load(stopped.is_set)) as still_works:
             observer.phase("ramp", settings.ramp_time_s)
             ramp = self._sample_for(settings.ramp_time_s, still_works, observer)
+            was_spent = self._allowance.spent.is_set()
             for job in self.jobs:
                 job.engine.reset_latencies()
             observer.phase(settings.rw, settings.runtime_s)
             measured = self._sample_for(settings.runtime_s, still_works, observer)
-            latencies = self._latencies()
+            latencies, ended_early = self._latencies(), self._allowance.spent.is_set()
         series = series_of(ramp, measured)
         begin, end = measured[0], measured[-1]
-        self._refuse_empty(begin, end)
+        self._refuse_empty(begin, end, was_spent=was_spent)
         rates = [
             read + write
             for at_s, read, write in zip(series.at_s, series.read_bw_bytes, series.write_bw_bytes, strict=True)
@@ -193,7 +194,7 @@ class Bench:
             verification=None,
             warnings=cache_warnings(settings, [job.target for job in self.jobs])
             + self._memory_warning()
-            + self._limit_warning(end),
+            + (self._limit_warning() if ended_early else []),
         )
 
     def verify(self, observer: Observer) -> Verification:
@@ -259,7 +260,7 @@ class Bench:
             raise WorldError(f"I/O in flight has not ended within {JOIN_TIMEOUT_S:g} s of the end of the measurement")
 
     def _sample_for(self, seconds: float, still_works: Callable[[], bool], observer: Observer) -> list[Sample]:
-        """Samples at equal intervals over so long, or until the write limit is reached."""
+        """Samples at equal intervals over so long, or until no more may be written."""
         interval_s = max(SAMPLE_INTERVAL_MIN_S, seconds / SAMPLES_MAX)
         samples = [self._sample()]
         begin_s = samples[0].at_s
@@ -273,15 +274,14 @@ class Bench:
         return samples
 
     def _wait_until(self, at_s: float, still_works: Callable[[], bool]) -> bool:
-        """False, and sooner, if the write limit is reached."""
+        """False, and sooner, once no more may be written."""
         while True:
             still_works()
-            if sum(job.engine.counters().write_bytes for job in self.jobs) > self.settings.write_limit_bytes:
-                return False
             left_s = at_s - time.perf_counter()
+            if self._allowance.spent.wait(max(0.0, min(left_s, WATCH_INTERVAL_S))):
+                return False
             if left_s <= 0:
                 return True
-            time.sleep(min(left_s, WATCH_INTERVAL_S))
 
     def _report(self, samples: Sequence[Sample], observer: Observer) -> None:
         before, after = samples[-2:]
@@ -292,11 +292,11 @@ class Bench:
             (after.counters.write_bytes - before.counters.write_bytes) / elapsed_s,
         )
 
-    def _refuse_empty(self, begin: Sample, end: Sample) -> None:
+    def _refuse_empty(self, begin: Sample, end: Sample, *, was_spent: bool) -> None:
         """Raises NothingMeasured. Past the limit the measured time is as short as it takes to see that, whatever
         ended in it."""
         limit_bytes, runtime_s = self.settings.write_limit_bytes, self.settings.runtime_s
-        if begin.counters.write_bytes > limit_bytes:
+        if was_spent:
             remedy = "the limit was reached before anything was measured: lower --size or --ramp-time, raise it, or say"
             raise NothingMeasured("write_limit", limit_bytes, f"{remedy} --yes")
         if begin.moved_bytes == end.moved_bytes:
@@ -309,10 +309,8 @@ class Bench:
             "not all buffers lie in huge pages, which costs CPU and, on some drives, bandwidth: see `infinity doctor`"
         ]
 
-    def _limit_warning(self, end: Sample) -> list[str]:
+    def _limit_warning(self) -> list[str]:
         limit_bytes = self.settings.write_limit_bytes
-        if end.counters.write_bytes <= limit_bytes:
-            return []
         return [f"ended early: --write-limit of {limit_bytes / 1e9:g} GB was reached; raise it, or say --yes"]
 
     def _sample(self) -> Sample:

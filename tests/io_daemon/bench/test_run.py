@@ -12,8 +12,9 @@ import pytest
 
 from io_daemon.bench import run
 from io_daemon.bench.engines.factory import engine_problem
-from io_daemon.bench.result import IoResult
+from io_daemon.bench.result import IoResult, Verification
 from io_daemon.bench.run import NothingMeasured, Silent, open_bench, open_targets, run_io
+from io_daemon.bench.sample import Sample
 from io_daemon.bench.settings import RW, IoSettings
 from io_daemon.bench.target import DATA_OFFSET
 from io_daemon.errors import ConfigError, DeviceIOError, SwapSpaceError
@@ -213,10 +214,23 @@ def test_a_loop_device_that_caches_is_warned_about(tmp_path: Path, monkeypatch: 
     assert warning.endswith("losetup --direct-io=on /dev/loop3")
 
 
-def test_the_write_limit_ends_it_early(tmp_path: Path) -> None:
-    limit_bytes = SIZE + (512 << 20)  # a busy machine may look late
-    result = measure(tmp_path, rw="write", runtime_s=60, ramp_time_s=0, write_limit_bytes=limit_bytes)
+def test_no_byte_is_written_beyond_the_write_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit_bytes = SIZE + (512 << 20)
+    written: list[int] = []
+
+    class Watching(run.Bench):
+        def _sample(self) -> Sample:
+            written.append(sum(job.engine.counters().write_bytes for job in self.jobs))
+            return super()._sample()
+
+        def verify(self, observer: run.Observer) -> Verification:
+            self._sample()  # behind the last write
+            return super().verify(observer)
+
+    monkeypatch.setattr(run, "Bench", Watching)
+    result = measure(tmp_path, rw="write", runtime_s=60, ramp_time_s=0, numjobs=2, write_limit_bytes=limit_bytes)
     assert any("--write-limit" in warning for warning in result.warnings)
+    assert limit_bytes / 2 < written[-1] <= limit_bytes
     assert result.measured_s < 60
 
 
