@@ -447,7 +447,7 @@ class TrainingLoop:
     def _phase_of(self, phase: StepPhase) -> Iterator[None]:
         """Be in ``phase``; an error leaves the engine IDLE where the step may be repeated, else FAILED."""
         self.runtime.calls.end_interrupted()
-        around = self.phases.phase
+        around, has_graph = self.phases.phase, torch.is_grad_enabled()
         self.phases.go(phase)
         try:  # an interrupt may come anywhere
             spinning.restore()  # until this phase waits for I/O, too
@@ -457,8 +457,14 @@ class TrainingLoop:
             if self.phases.phase is phase:  # else what the model did inside has failed, and it went on
                 self.phases.go(around)
         except BaseException as error:
-            if self.phases.phase is phase:
-                self._abort(phase, error)
+            torch.set_grad_enabled(has_graph)  # an interrupt may have come as it was being switched back
+            try:
+                if self.phases.phase is phase:
+                    self._abort(phase, error)
+            except BaseException:  # one more: nobody else would end the phase
+                if self.phases.phase is phase:
+                    self._abort(phase, error)
+                raise
             raise
 
     def _abort(self, phase: StepPhase, error: BaseException) -> None:

@@ -50,8 +50,10 @@ class Refusals:
     def refuse_unseen(self, param: ShardedParam) -> NoReturn:
         self.refuse(
             param.param,
-            "was saved for backward where its engine does not see it, in another thread or with hooks switched off",
-            "use it in the thread that calls the engine, or call a module that owns it there",
+            "was saved for backward where its engine does not see it, or is read, in another thread or with hooks switched "
+            "off",
+            "use it in the thread that calls the engine, or call a module that owns it there, or take turns by a "
+            "threading.Lock",
         )
 
     def refuse_views(self, param: ShardedParam) -> None:

@@ -176,6 +176,7 @@ class Runtime(owners.Owner):
             handle.remove()
         self._removable.clear()
         self.reducer.clear()
+        self._saved.end()
         kept = [param for param in self.sharded.params if owners.owner_of(param.param) is self]
         ended = Ended(kept)
         for param in kept:

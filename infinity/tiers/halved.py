@@ -15,6 +15,7 @@ from infinity.errors import ConfigError
 from infinity.plan.precision import REST
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore, StoreLayer, spans
 from infinity.tiers.halves import cut, join, unmark
+from infinity.tiers.inference import outside_inference
 from infinity.tiers.spare import Spare
 from io_daemon.shared.protocol import Access, ObjectKind
 
@@ -118,7 +119,7 @@ class HalvedLease(Lease):
         self._inner.wait()
         if self._buffer is not None:
             return
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             stored = self._inner.pieces(self._markers)
             self._buffer = self._store.take(stored[0].device)
             self._shown = list(stored) if self._writes else [piece.clone() for piece in stored]
@@ -147,7 +148,7 @@ class HalvedLease(Lease):
         changed = 0
         try:
             if self._buffer is not None:
-                with torch.inference_mode(mode=False), torch.no_grad():
+                with outside_inference(), torch.no_grad():
                     changed = self._put(dirty)
                 self._store.give_back(self._buffer)
                 self._buffer, self._shown = None, []

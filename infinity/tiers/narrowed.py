@@ -14,6 +14,7 @@ import torch
 from infinity.errors import ConfigError
 from infinity.plan.narrow import Narrow
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore, StoreLayer
+from infinity.tiers.inference import outside_inference
 from infinity.tiers.narrow import narrow, widen
 from infinity.tiers.spare import Spare
 from io_daemon.shared.protocol import ObjectKind, kinds_of
@@ -87,7 +88,7 @@ class NarrowedLease(Lease):
         self._inner.wait()
         if self._memory:
             return
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             for kind in kinds_of(self._kinds):
                 stored = self._stored(kind)
                 self._memory[kind] = memory = self._store.take(stored.device)
@@ -102,7 +103,7 @@ class NarrowedLease(Lease):
 
     def release(self, *, dirty: int = 0, dead: int = 0) -> None:
         try:
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with outside_inference(), torch.no_grad():
                 for kind, memory in self._memory.items():
                     if dirty & ~dead & 1 << kind:
                         self._put(kind, memory[: self._numel])

@@ -12,6 +12,7 @@ from collections.abc import Container, Sequence
 import torch
 
 from infinity.tiers.base import Lease, ShardStore, StoreLayer
+from infinity.tiers.inference import outside_inference
 from io_daemon.shared.protocol import Access, ObjectKind
 
 WEIGHT, MASTER = ObjectKind.WEIGHT.mask, ObjectKind.MASTER.mask
@@ -107,7 +108,7 @@ class RemadeLease(Lease):
     def wait(self) -> None:
         self._inner.wait()
         if self._makes:
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with outside_inference(), torch.no_grad():
                 self._inner.round_masters()
             self._makes, self._made = False, WEIGHT
 

@@ -217,6 +217,8 @@ class _Trial:
         try:
             return self.stand_in.step_groups(own, options)
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises, the optimizer is refused)
+            if any(isinstance(told, torch.Tensor) for told in error.args):  # the key of a KeyError
+                refuse(self.stand_in, "asks which parameter it steps (it looks one up in a set or a dict)")
             refuse(self.stand_in, f"cannot step parts of parameters ({error})")
 
     def only(self, i: int) -> _Trial:

@@ -18,6 +18,7 @@ import torch
 
 from infinity.plan.sharding import ChunkPlacement, Segment, runs_of
 from infinity.tiers.base import Lease, ShardStore, spans, stream
+from infinity.tiers.inference import outside_inference
 from infinity.tiers.under_way import Copying, UnderWay
 from infinity.update.norms import Norm, Norms
 from infinity.weights.param_group import GradientOf
@@ -138,7 +139,7 @@ class GradientChunks:
 
         def add() -> None:
             copied.synchronize()
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with outside_inference(), torch.no_grad():
                 for target, gradient in added:
                     for first in range(0, target.numel(), SERIAL_NUMEL):
                         target[first : first + SERIAL_NUMEL].add_(gradient[first : first + SERIAL_NUMEL])

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from infinity.tiers.inference import outside_inference
+
 
 class Scratch:
     def __init__(self) -> None:
@@ -19,6 +21,6 @@ class Scratch:
         if memory is None or memory.numel() < numel or (memory.dtype, memory.device) != (dtype, device):
             self._memory.pop(of, None)
             del memory  # the old one goes first
-            with torch.inference_mode(mode=False):
+            with outside_inference():
                 self._memory[of] = memory = torch.empty(numel, dtype=dtype, device=device)
         return memory[:numel]

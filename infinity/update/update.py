@@ -20,6 +20,7 @@ from infinity.errors import EngineStateError
 from infinity.tiers.base import Lease, stream
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.due import DueStore, Work
+from infinity.tiers.inference import outside_inference
 from infinity.update.dry_run import in_words, options_of
 from infinity.update.gradients import GradientChunks
 from infinity.update.loss_scale import LossScale
@@ -398,7 +399,7 @@ def _undisturbed() -> Iterator[None]:
     """Whoever needs weights that are due an update may be within anything that changes what operations do."""
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     with ExitStack() as modes:
-        modes.enter_context(torch.inference_mode(mode=False))
+        modes.enter_context(outside_inference())
         modes.enter_context(torch.no_grad())
         for kind in kinds:
             modes.enter_context(torch.autocast(kind, enabled=False))

@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from infinity.errors import WeightsError
+from infinity.tiers.inference import outside_inference
 from infinity.weights.param import ShardedParam
 
 KEPT_NUMEL: Final = 1 << 20
@@ -80,7 +81,7 @@ class CastOnce:
         """The node of the cast of our own tensor: the same as long as it is in the cache."""
         with (
             _disable_current_modes(),
-            torch.inference_mode(mode=False),
+            outside_inference(),
             torch.enable_grad(),
             saved_tensors_hooks(lambda saved: saved, lambda saved: saved),  # the user's own see nothing of it
         ):

@@ -24,6 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.multiprocessing import reductions
 
 from infinity.errors import EngineStateError
+from infinity.tiers.inference import outside_inference
 from infinity.tiers.pool import MemoryPool
 from infinity.weights import access, dispatcher, placeholder
 from io_daemon._native import checksum
@@ -140,7 +141,7 @@ class ShardedParam:
     def allocate(self) -> torch.Tensor:
         """Memory for the full weights, contents undefined; flat view of it. What is there already is taken again."""
         if self.full is None:
-            with torch.inference_mode(mode=False):
+            with outside_inference():
                 self.full = self._come_back()
                 if self.full is None:
                     self.full = self._pool.empty_strided(self.shape, self.layout.stride(), self.dtype)

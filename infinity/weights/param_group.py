@@ -19,6 +19,7 @@ from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment
 from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.tiers.collectives import Collectives
+from infinity.tiers.inference import outside_inference
 from infinity.tiers.memory import MemoryStore, Views
 from infinity.tiers.pool import MemoryPool
 from infinity.tiers.reductions import Reducing
@@ -164,7 +165,7 @@ class ParamGroup:
                     self._go(ShardedState.UNSHARDING)
                 else:
                     self.unshard()
-            with torch.inference_mode(mode=False), torch.no_grad():
+            with outside_inference(), torch.no_grad():
                 if own_is_here:
                     self._share({param.index: param.allocate() for param in self.params})
                 else:

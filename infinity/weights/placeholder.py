@@ -19,6 +19,8 @@ from typing import Any, Final, NoReturn
 
 import torch
 
+from infinity.tiers.inference import outside_inference
+
 KEY: Final = "Fake"
 TAKING_KEY: Final = "DeferredInit"
 _DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
@@ -44,7 +46,7 @@ def make(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = 
     if torch.device(device).type not in _DEVICES:
         return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
     make_wrapper: Any = torch.Tensor._make_wrapper_subclass
-    with torch.inference_mode(mode=False):
+    with outside_inference():
         wrapper = make_wrapper(_Wrapper, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=_ALL_KEYS)
         torch._C._set_throw_on_mutable_data_ptr(wrapper)
         made = torch.empty(0, dtype=dtype, device=device)

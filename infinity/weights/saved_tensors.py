@@ -73,11 +73,19 @@ class SavedTensors:
     def around_call(self) -> AbstractContextManager[None]:
         """Hooks for a call of a module from outside, or for one operation."""
         top = _top()
-        if top is not None and isinstance(top[0], (_Pack, _PackForUser)):
+        if top is not None and self._is_own(top[0]):
             return nullcontext()
         if top is None or not _counts_what_it_sees(top[0]):
             return saved_tensors_hooks(_Pack(self, top), self._unpacker(top))
         return self.beside_user_hooks()
+
+    def end(self) -> None:
+        """Nothing is a view of weights any more. Hooks that an interrupt has left on the stack pass all on."""
+        self._params, self._resident = {}, {}
+
+    def _is_own(self, pack: Any) -> bool:
+        """Whether the hook is this owner's: inside a model another engine's may be called, whose weights are its."""
+        return isinstance(pack, (_Pack, _PackForUser)) and pack.owner is self
 
     def beside_user_hooks(self) -> AbstractContextManager[None]:
         """Inside hooks that the user put around a part of the model (or checkpointing did), theirs see every tensor.
@@ -88,8 +96,10 @@ class SavedTensors:
         such hooks keep of its output holds the node).
         """
         top = _top()
-        if top is None or isinstance(top[0], (_Pack, _PackForUser)):
+        if top is None or self._is_own(top[0]):
             return nullcontext()
+        if isinstance(top[0], (_Pack, _PackForUser)):
+            return self.around_call()
         unpack = top[1]
         return saved_tensors_hooks(_PackForUser(self, top[0]), lambda packed: unpack(self._viewed(packed)))
 
@@ -168,18 +178,18 @@ class _Pack:
     """The pack hook; a class, so that it is recognised on the stack of hooks."""
 
     def __init__(self, owner: SavedTensors, outer: Hooks | None) -> None:
-        self._owner, self._outer = owner, outer
+        self.owner, self._outer = owner, outer
 
     def __call__(self, tensor: torch.Tensor) -> SavedWeights | SavedCast | SavedTensor | SavedByUser:
-        if (whole := self._owner._params.get(id(tensor))) is not None:
+        if (whole := self.owner._params.get(id(tensor))) is not None:
             return SavedWeights(whole, whole.note_saved(), whole.layout.size(), whole.layout.stride(), 0)
-        if (note := self._owner.note_of(tensor)) is not None:
+        if (note := self.owner.note_of(tensor)) is not None:
             return note
         if (cast := self._cast(tensor)) is not None:
             return cast
         if self._outer is not None:
             return SavedByUser(self._outer[0](tensor))
-        if tensor._base is not None and id(tensor._base) in self._owner._params:
+        if tensor._base is not None and id(tensor._base) in self.owner._params:
             return SavedTensor(tensor.detach(), None)  # a view of weights that are gone by now: it keeps their memory
         # an output would hold the node that saves it, and so itself: its alias holds no history, but the same counter
         return SavedTensor(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
@@ -192,10 +202,10 @@ class _Pack:
         if tensor.grad_fn is None or tensor.is_meta:
             return None
         whole = tensor._base if tensor._base is not None else tensor
-        param = self._owner.find_cast(whole)
+        param = self.owner.find_cast(whole)
         if param is None:
             return None
-        self._owner._note_casts((param,))
+        self.owner._note_casts((param,))
         weights = SavedWeights(param, param.note_saved(), param.layout.size(), param.layout.stride(), 0)
         return SavedCast(weights, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
 
@@ -204,7 +214,7 @@ class _PackForUser:
     """What the user's hooks stand for inside a call."""
 
     def __init__(self, owner: SavedTensors, pack: Callable[[torch.Tensor], Any]) -> None:
-        self._owner, self._pack = owner, pack
+        self.owner, self._pack = owner, pack
 
     def __call__(self, tensor: torch.Tensor) -> Any:
         if isinstance(tensor, torch.nn.Parameter):
@@ -216,7 +226,7 @@ class _PackForUser:
         return noted if any(isinstance(part, SavedWeights) for part in noted) else packed
 
     def _noted(self, packed: Any) -> Any:
-        note = self._owner.note_of(packed) if isinstance(packed, torch.Tensor) else None
+        note = self.owner.note_of(packed) if isinstance(packed, torch.Tensor) else None
         return packed if note is None else note
 
 

@@ -22,6 +22,7 @@ from infinity.tiers.base import ChunkLayout, ShardStore, leased
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
 from infinity.tiers.daemon import DaemonStore
+from infinity.tiers.inference import outside_inference
 from infinity.tiers.memory import MemoryStore
 from infinity.weights import access, arrays, owners, placeholder, shard_copies
 from infinity.weights.ds_names import end_loan, lend
@@ -356,7 +357,7 @@ class StagedParam:
             self._read_into(shard, self.start)
             return torch.empty(collectives.world_size * self.shard_numel, dtype=memory.dtype, device="cpu"), shard
 
-        with torch.inference_mode(mode=False), torch.no_grad():
+        with outside_inference(), torch.no_grad():
             full, shard = collectives.prepared(own, f"bring back {self.name}")
             if collectives.world_size > 1:
                 collectives.all_gather(full, shard)

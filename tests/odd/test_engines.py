@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from tests.odd.nets import WIDTH, Net, batch, square, trains
 from tests.support.cases import DEFAULT, EACH, GROUPED, NVME, Case, Cases
@@ -53,6 +53,25 @@ def a_plain_teacher_beside_an_engine(world: Any) -> None:
             target = teacher(batch(world, step))
         world.backward(student, F.mse_loss(student(batch(world, step)).float(), target.float()))
         student.step()
+
+
+class Perceptual(nn.Module):
+    """Compares what another engine's model, which is no part of this one, makes of its output."""
+
+    def __init__(self, critic: Any) -> None:
+        super().__init__()
+        self.net, self.critic = Net(1), (critic,)
+
+    def forward(self, x: Tensor) -> Any:
+        made = self.net(x)
+        return self.critic[0](torch.cat([made, torch.sin(made)], -1).repeat(1, WIDTH)[:, :WIDTH])
+
+
+@cases(must="equal", also=(NVME,))
+def an_engine_that_anothers_model_calls(world: Any) -> None:
+    """A frozen critic of linear and normalised layers, inside the forward of what is trained by it."""
+    critic = world.initialize(Net().requires_grad_(False).eval(), optimizer=None)
+    trains(world, Perceptual(critic))
 
 
 @cases(must="equal")

@@ -476,6 +476,21 @@ def test_an_optimizer_that_has_taken_a_step_is_refused() -> None:
             rule_of(optimizer, dtype=torch.float32)
 
 
+def test_rates_that_are_looked_up_by_parameter_are_refused_without_printing_it() -> None:
+    class ByParameter(optim.Optimizer):
+        def __init__(self, params: list[nn.Parameter]) -> None:
+            super().__init__(params, {"lr": 0.1})
+            self.rates = dict.fromkeys(params, 0.1)
+
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            for param in self.param_groups[0]["params"]:
+                param.data -= self.rates[param] * param.grad
+
+    with pytest.raises(ConfigError, match=r"ByParameter'?: asks which parameter it steps") as refusal:
+        rule_of(ByParameter([nn.Parameter(torch.zeros(4, 4))]), dtype=torch.float32)
+    assert "tensor" not in str(refusal.value).lower()
+
+
 def test_marks_that_a_constructor_leaves_on_some_parameters_are_refused_by_name() -> None:
     """As of Muon in one class with AdamW, which keeps in its state which parameter is whose."""
     first, second = nn.Parameter(torch.zeros(4, 4)), nn.Parameter(torch.zeros(4))

@@ -321,3 +321,32 @@ def test_inside_the_users_hooks_an_operation_of_its_own_shows_them_every_tensor(
     ):
         x @ fixture.param.t()
     assert sorted(seen) == [torch.Size([2, 4]), torch.Size([4, 3])]
+
+
+def test_another_owners_hooks_around_a_call_pass_on_what_is_not_theirs() -> None:
+    """A model that calls another engine's: each notes its own weights, and backward finds both."""
+    outer, inner = Fixture(), Fixture()
+    x = torch.ones(2, 4, requires_grad=True)
+    with outer.saved.around_call(), inner.saved.around_call(), outer.saved.beside_user_hooks():
+        first: Any = saved_tensors._top()
+        y = torch.nn.functional.linear(x, outer.param)
+        z = torch.nn.functional.linear(torch.cat([y, y[:, :1]], 1), inner.param).square().sum()
+        theirs = first[0](outer.param)
+        with inner.saved.beside_user_hooks():
+            top: Any = saved_tensors._top()
+            own = top[0](inner.param)
+    assert first[0].owner is outer.saved
+    assert type(own) is type(theirs) is SavedWeights
+    torch.autograd.backward(z)
+    assert x.grad is not None
+
+
+def test_hooks_that_an_interrupt_has_left_pass_all_on_once_their_engine_is_over() -> None:
+    left, fixture = Fixture(), Fixture()
+    stays = left.saved.around_call()
+    stays.__enter__()  # and nobody leaves it
+    try:
+        left.saved.end()
+        assert torch.equal(gradient_of(fixture), expected_gradient())
+    finally:
+        stays.__exit__(None, None, None)
