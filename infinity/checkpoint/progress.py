@@ -5,9 +5,10 @@ from __future__ import annotations
 import sys
 from types import TracebackType
 
-from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
 from rich.progress import Progress as Bars
+
+from io_daemon.command.console import open_console
 
 
 class Progress:
@@ -16,7 +17,7 @@ class Progress:
     def __init__(self, what: str, total_bytes: int, *, shown: bool) -> None:
         columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
         shown = shown and sys.stderr.isatty()
-        self._bars = Bars(*columns, console=Console(stderr=True), transient=True) if shown else None
+        self._bars = Bars(*columns, console=open_console(stderr=True), transient=True) if shown else None
         self._task = self._bars.add_task(what, total=total_bytes) if self._bars is not None else None
 
     def advance(self, num_bytes: int) -> None:

@@ -65,6 +65,8 @@ class StoredCheckpoint:
         """Open a checkpoint: the one of ``tag`` in ``directory``, by default its latest; or ``directory`` itself."""
         directory = Path(directory)
         path = chosen(directory, tag)
+        if path is None and not directory.exists():
+            raise CheckpointError(directory, "is not there", "name a directory of checkpoints, or one of them")
         if path is None:
             there = ", ".join(tags_of(directory)[-8:]) or "none"
             raise CheckpointError(

@@ -6,7 +6,6 @@ import argparse
 import json
 from typing import Any
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
@@ -14,6 +13,7 @@ from infinity.checkpoint.manifest import TensorEntry
 from infinity.checkpoint.progress import Progress
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.errors import CheckpointError
+from io_daemon.command.console import open_console
 from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK
 
 
@@ -75,7 +75,7 @@ def _as_json(stored: StoredCheckpoint) -> dict[str, Any]:
 
 
 def _show(stored: StoredCheckpoint) -> None:
-    manifest, console = stored.manifest, Console()
+    manifest, console = stored.manifest, open_console()
     facts = ", ".join(f"{name} {value}" for name, value in manifest.facts.items())
     console.print(
         f"{stored.path}: {manifest.num_bytes:,} bytes by {manifest.world_size} ranks; {facts}",

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 
 from io_daemon.command.interrupt import quiet_interrupt
+from io_daemon.command.options import parse_name, parse_path
 from io_daemon.command.outcome import outcome
 from io_daemon.command.sizes import parse_bytes
 
@@ -51,7 +52,7 @@ def _parser() -> argparse.ArgumentParser:
         help="what this machine offers, and a remedy for each no",
         description="Exit code 1 if a check failed.",
     )
-    doctor.add_argument("directories", nargs="*", metavar="DIR", help="where swap files would go")
+    doctor.add_argument("directories", nargs="*", type=parse_name, metavar="DIR", help="where swap files would go")
     doctor.add_argument("--json", action="store_true", help="print one JSON object")
     doctor.set_defaults(function=_doctor)
 
@@ -121,7 +122,9 @@ def _add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         metavar="BYTES",
         help="instead of the configuration's, e.g. 64G or 64e9",
     )
-    trace.add_argument("--out", metavar="FILE", help="default: the model's name and .json.gz, in this directory")
+    trace.add_argument(
+        "--out", type=parse_name, metavar="FILE", help="default: the model's name and .json.gz, in this directory"
+    )
     trace.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     trace.set_defaults(function=_trace)
 
@@ -134,7 +137,7 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "Exit code 1 if none of them can be trained with.",
     )
     _add_step_arguments(plan)
-    plan.add_argument("--swap-dir", required=True, metavar="DIR", help="where swap files will go")
+    plan.add_argument("--swap-dir", required=True, type=parse_name, metavar="DIR", help="where swap files will go")
     plan.add_argument(
         "--host-budget-bytes", type=parse_bytes, nargs="+", required=True, metavar="BYTES", help="e.g. 512M 1G 64e9"
     )
@@ -143,7 +146,12 @@ def _add_plan(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--size", type=parse_bytes, default=8 << 30, metavar="BYTES", help="most bytes to write (default 8G)"
     )
     plan.add_argument("--steps", type=_steps, default=5, metavar="N", help="replayed and measured (default 5)")
-    plan.add_argument("--plot", metavar="FILE", help="step time and traffic against the budget, a picture (.svg, .png)")
+    plan.add_argument(
+        "--plot",
+        type=parse_path,
+        metavar="FILE",
+        help="step time and traffic against the budget, a picture (.svg, .png)",
+    )
     plan.add_argument("--json", action="store_true", help="print one JSON array")
     plan.set_defaults(function=_plan)
 
@@ -188,8 +196,10 @@ def _add_export(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         description="Write the weights of a checkpoint as files that from_pretrained() and load_pretrained() read. "
         "Nothing is loaded whole: it takes the same memory for any model.",
     )
-    export.add_argument("checkpoint", metavar="CHECKPOINT", help="a directory of checkpoints, or one of them")
-    export.add_argument("out", metavar="OUT", help="a directory, made where it is not there")
+    export.add_argument(
+        "checkpoint", type=parse_name, metavar="CHECKPOINT", help="a directory of checkpoints, or one of them"
+    )
+    export.add_argument("out", type=parse_name, metavar="OUT", help="a directory, made where it is not there")
     export.add_argument("--tag", help="which checkpoint of the directory (default: the one called latest)")
     export.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="default: fp32")
     export.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of one file (default 5GB)")
@@ -206,8 +216,12 @@ def _add_import(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "ranks, as one that engine.load_checkpoint(OUT) takes: fp32 weights, optimizer states, steps, schedule, loss "
         "scale, client state. DeepSpeed is not needed, and no code in its files is run.",
     )
-    importing.add_argument("directory", metavar="DIR", help="a directory of DeepSpeed's checkpoints, or one of them")
-    importing.add_argument("out", metavar="OUT", help="a directory of checkpoints, made where it is not there")
+    importing.add_argument(
+        "directory", type=parse_name, metavar="DIR", help="a directory of DeepSpeed's checkpoints, or one of them"
+    )
+    importing.add_argument(
+        "out", type=parse_name, metavar="OUT", help="a directory of checkpoints, made where it is not there"
+    )
     importing.add_argument("--tag", help="which checkpoint of the directory (default: the one called latest)")
     importing.add_argument("--json", action="store_true", help="print what was written as one JSON object")
     importing.set_defaults(function=_import_deepspeed)
@@ -237,7 +251,9 @@ def _add_checkpoint(commands: argparse._SubParsersAction[argparse.ArgumentParser
     ).add_subparsers(required=True, metavar="COMMAND")
     for name, summary, description, function in described:
         command = checkpoint.add_parser(name, help=summary, description=description)
-        command.add_argument("directory", metavar="DIR", help="a directory of checkpoints, or one of them")
+        command.add_argument(
+            "directory", type=parse_name, metavar="DIR", help="a directory of checkpoints, or one of them"
+        )
         command.add_argument("--tag", help="which checkpoint of the directory (default: the one called latest)")
         command.add_argument("--json", action="store_true", help="print one JSON object")
         command.set_defaults(function=function)

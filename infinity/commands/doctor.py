@@ -27,6 +27,8 @@ TORCH_VERSION_MIN = (2, 6)
 GIB = 1 << 30
 FREE_BYTES_WARNED = 10 * GIB
 MEMLOCK_BYTES_WARNED = 1 * GIB
+FILES_MIN = 64
+"""Below, a daemon or a rank of some size opens no more."""
 COLLAPSE_KERNEL_MIN = (6, 1)
 """From here on huge pages are asked for (MADV_COLLAPSE), whatever the setting below says."""
 SHMEM_ENABLED = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
@@ -75,8 +77,9 @@ def _failed(findings: Sequence[Finding]) -> list[Finding]:
 
 
 def _show(findings: Sequence[Finding]) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from io_daemon.command.console import open_console
 
     colours = {Verdict.OK: "green", Verdict.ABSENT: "yellow", Verdict.FAILED: "red"}
     table = Table(title="infinity doctor", show_lines=False)
@@ -85,7 +88,7 @@ def _show(findings: Sequence[Finding]) -> None:
     for finding in findings:
         colour = colours[finding.verdict]
         table.add_row(finding.subject, f"[{colour}]{finding.verdict.value}[/]", finding.value, finding.remedy)
-    console = Console()
+    console = open_console()
     console.print(table)
     failed = _failed(findings)
     console.print(
@@ -176,11 +179,11 @@ def _limits(facts: MachineFacts) -> list[Finding]:
             "ulimit -l unlimited, or LimitMEMLOCK=infinity in the unit",
         )
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    open_files = (
-        _ok("open files limit", str(files))
-        if files >= 1024
-        else _absent("open files limit", str(files), "ulimit -n 65536")
-    )
+    open_files = _ok("open files limit", str(files))
+    if files < FILES_MIN:
+        open_files = _fail("open files limit", f"{files}: training is refused", "ulimit -n 65536")
+    elif files < 1024:
+        open_files = _absent("open files limit", str(files), "ulimit -n 65536")
     findings = [memlock, open_files]
     if facts.aio_max_nr is not None:
         used = facts.aio_nr or 0

@@ -57,18 +57,18 @@ def chosen(nodes: Mapping[str, Sequence[int]], *, include: str, exclude: str) ->
 
 
 def first(nodes: Mapping[str, Sequence[int]], *, num_nodes: int, num_devices: int) -> Nodes:
-    """The first so many nodes, and of each the first so many devices; -1: all.
+    """The first so many nodes, and of each the first so many devices; -1 or 0: all.
 
     Raises:
         ConfigError: there are fewer.
     """
     if num_nodes > len(nodes):
         raise ConfigError("--num_nodes", num_nodes, f"there are {len(nodes)}: {', '.join(nodes)}")
-    kept = dict(list(nodes.items())[: num_nodes if num_nodes >= 0 else None])
+    kept = dict(list(nodes.items())[: num_nodes if num_nodes > 0 else None])
     for node, slots in kept.items():
         if num_devices > len(slots):
             raise ConfigError("--num_gpus", num_devices, f"{node} has {len(slots)}")
-    return {node: list(slots)[: num_devices if num_devices >= 0 else None] for node, slots in kept.items()}
+    return {node: list(slots)[: num_devices if num_devices > 0 else None] for node, slots in kept.items()}
 
 
 def _named(nodes: Mapping[str, Sequence[int]], text: str, option: str) -> Nodes:

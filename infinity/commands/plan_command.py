@@ -17,15 +17,15 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
 from rich.table import Table
 
 from infinity.commands.demo.footprint import pss_bytes
 from infinity.commands.trace_command import StepOfModel, say, traced
-from infinity.errors import BudgetError, ConfigError
+from infinity.errors import BudgetError, ConfigError, WorldError
 from infinity.plan.precision import Precision
 from infinity.plan.stage import StagePolicy
-from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK
+from io_daemon.command.console import open_console
+from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK, EXIT_USAGE
 from io_daemon.command.output_files import check_output
 from io_daemon.command.scratch import scratch_directory
 from io_daemon.policy.step_trace import SUFFIX, save
@@ -63,17 +63,20 @@ def plan(parsed: argparse.Namespace) -> int:
         raise ConfigError(
             "swap-dir", parsed.swap_dir, "name a directory that can be written, on the disk to train from"
         )
+    if parsed.compute_tflops is not None and not (parsed.meta or parsed.model_params):
+        remedy = "is divided into FLOPs, which are counted with --meta: add it, or leave this out"
+        raise ConfigError("compute-tflops", parsed.compute_tflops, remedy)
     if parsed.plot is not None:
-        _need_matplotlib()
-        check_output("plot", Path(parsed.plot))
+        _need_matplotlib(parsed.plot)
+        check_output("plot", parsed.plot)
     interpreter_bytes, budgets = pss_bytes(os.getpid()), sorted(set(parsed.host_budget_bytes))
     found = []
-    with scratch_directory("infinity-plan-", parsed.swap_dir) as directory:
+    with scratch_directory("infinity-plan-") as directory:
         for number, budget in enumerate(budgets, start=1):
             say(f"host budget {size_text(budget)}, {number} of {len(budgets)}")
             found.append(_predict(parsed, budget, interpreter_bytes, directory))
     if parsed.plot is not None:
-        _plot(found, Path(parsed.plot))
+        _plot(found, parsed.plot)
     if parsed.json:
         print(json.dumps([asdict(each) for each in found], indent=2))
     else:
@@ -113,13 +116,21 @@ def _beside_arena(step: StepOfModel) -> int:
 
 
 def _replay(parsed: argparse.Namespace, trace: Path) -> dict[str, Any]:
-    """The result of ``io-daemon bench step`` as JSON. Raises ConfigError if there is none."""
+    """The result of ``io-daemon bench step`` as JSON. Raises ConfigError or WorldError if there is none."""
     words = [*BENCH_STEP, "--trace", str(trace), "--json", "--steps", str(parsed.steps), "--size", str(parsed.size)]
     if parsed.compute_tflops is not None:
         words += ["--compute-tflops", str(parsed.compute_tflops)]
-    ended = subprocess.run([*words, str(parsed.swap_dir)], stdout=subprocess.PIPE, text=True, check=False)
+    own = os.pidfd_open(os.getpid())  # it ends with this process, also where that is killed
+    try:
+        words += ["--parent-pidfd", str(own), str(parsed.swap_dir)]
+        ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False, pass_fds=(own,))
+    finally:
+        os.close(own)
     if ended.returncode:
-        raise ConfigError("swap-dir", parsed.swap_dir, f"io-daemon bench step ended with {ended.returncode}, see above")
+        problem = f"io-daemon bench step ended with {ended.returncode}, see above"
+        if ended.returncode == EXIT_USAGE:
+            raise ConfigError("the replay", parsed.swap_dir, problem)
+        raise WorldError(problem)
     result: dict[str, Any] = json.loads(ended.stdout)["result"]
     return result
 
@@ -133,18 +144,24 @@ def _show(found: Sequence[Prediction]) -> None:
             continue
         sizes = (cost.read_bytes, cost.write_bytes, cost.memory_bytes)
         table.add_row(budget, f"{cost.step_s:.2f}", f"{cost.stall_s / cost.step_s:.0%}", *map(size_text, sizes))
-    Console().print(table)
+    open_console().print(table)
     for each in found:
         if each.refused is not None:
             print(f"{size_text(each.host_budget_bytes)}: {each.refused}")
     print("memory is without the activations of the model")
 
 
-def _need_matplotlib() -> None:
+def _need_matplotlib(path: Path) -> None:
+    """Raises ConfigError unless it is there and writes such files: the picture comes after minutes."""
     try:
-        import matplotlib  # noqa: F401
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plot", "matplotlib", 'is not installed: pip install "infinity[plot]"') from error
+    kinds = Figure().canvas.get_supported_filetypes()
+    if path.suffix.removeprefix(".").lower() not in kinds:
+        raise ConfigError(
+            "plot", str(path), f"is no name of a picture: let it end in one of .{', .'.join(sorted(kinds))}"
+        )
 
 
 def _plot(found: Sequence[Prediction], path: Path) -> None:

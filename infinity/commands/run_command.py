@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from infinity.commands.running import environment_of, torchrun
+from io_daemon.command.options import parse_name
 from io_daemon.command.outcome import EXIT_FAULT
 from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH, DaemonSettings
 from io_daemon.shared.metrics import size_text
@@ -34,11 +35,14 @@ def _run_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--swap-dir",
         action="append",
+        type=parse_name,
         default=[],
         metavar="DIR",
         help="where swap files go; repeatable",
     )
-    parser.add_argument("--socket", metavar="PATH", help="the daemon's socket (default: a private one)")
+    parser.add_argument(
+        "--socket", type=parse_name, metavar="PATH", help="the daemon's socket (default: a private one)"
+    )
     parser.add_argument("--engine", metavar="ENGINE", help="auto (default) or require:NAME")
     parser.add_argument(
         "--block-size",

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel
-from rich.console import Console
 
 from io_daemon.bench.advice import advise_compare, advise_io, advise_sweep
 from io_daemon.bench.compare import CompareSettings, run_compare
@@ -32,7 +31,8 @@ from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTE
 from io_daemon.bench.steps.step import advise_step, run_step
 from io_daemon.bench.steps.step_settings import StepSettings, add_step_options
 from io_daemon.bench.sweep import SweepSettings, run_sweep
-from io_daemon.command.interrupt import interruptible
+from io_daemon.command.console import open_console
+from io_daemon.command.interrupt import end_with, interruptible
 from io_daemon.command.options import parse_fault, parse_path, settings_from
 from io_daemon.command.outcome import EXIT_OK
 from io_daemon.command.sizes import parse_bytes, parse_seconds
@@ -113,6 +113,7 @@ def _add_step(kinds: argparse._SubParsersAction[Any]) -> None:
     add_step_options(step)
     _add_write_limit(step)
     _add_output_options(step)
+    step.add_argument("--parent-pidfd", type=int, help=argparse.SUPPRESS)  # of the `infinity plan` that started it
     step.set_defaults(run=_run_step, parser=step)
 
 
@@ -234,6 +235,8 @@ def _run_sweep(arguments: argparse.Namespace) -> int:
 def _run_step(arguments: argparse.Namespace) -> int:
     engine = None if arguments.engine == "auto" else arguments.engine
     settings = settings_from(arguments, StepSettings, engine=engine)
+    if arguments.parent_pidfd is not None:
+        end_with(arguments.parent_pidfd)
     return _report(
         arguments,
         "step",
@@ -289,7 +292,7 @@ def _report(
     if arguments.json:
         print(report.model_dump_json(indent=2))
     else:
-        print_report(report, Console())
+        print_report(report, open_console())
     if getattr(arguments, "png", None):
         from io_daemon.bench.report.plot import write_heat_map
 

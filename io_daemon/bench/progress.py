@@ -5,8 +5,9 @@ from __future__ import annotations
 from types import TracebackType
 from typing import Self
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from io_daemon.command.console import open_console
 
 
 class LiveProgress:
@@ -18,7 +19,7 @@ class LiveProgress:
             BarColumn(bar_width=20),
             TextColumn("{task.fields[rate]:>24}"),
             TimeElapsedColumn(),
-            console=Console(stderr=True),
+            console=open_console(stderr=True),
             transient=True,
             disable=not enabled,
             refresh_per_second=4,

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from io_daemon.command.interrupt import quiet_interrupt
 from io_daemon.command.options import as_typed, parse_fault, parse_path, settings_from
 from io_daemon.command.outcome import EXIT_OK, outcome
-from io_daemon.command.sizes import parse_bytes, parse_timeout
+from io_daemon.command.sizes import parse_bytes, parse_timeout, shortened
 from io_daemon.config import (
     BLOCK_BYTES,
     QUEUE_DEPTH,
@@ -60,7 +60,14 @@ def run(argv: Sequence[str] | None, *, add_bench: AddCommands) -> int:
 
 def parse_or_auto(parse: Callable[[str], int]) -> Callable[[str], int | None]:
     """``auto`` is None."""
-    return lambda text: None if text == "auto" else parse(text)
+
+    def parsed(text: str) -> int | None:
+        try:
+            return None if text == "auto" else parse(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{shortened(text)!r} is neither a number nor auto") from None
+
+    return parsed
 
 
 def with_default_command(words: Sequence[str]) -> list[str]:

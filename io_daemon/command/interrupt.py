@@ -4,6 +4,7 @@ where there is."""
 from __future__ import annotations
 
 import os
+import select
 import signal
 import threading
 from collections.abc import Iterator
@@ -70,6 +71,18 @@ def undisturbed() -> Iterator[None]:
             signal.signal(number, handler)
         if came:
             signal.raise_signal(came[-1])
+
+
+def end_with(pidfd: int) -> None:
+    """SIGTERM comes once the process of ``pidfd`` is gone, whatever has ended it."""
+
+    def watch() -> None:
+        gone = select.poll()
+        gone.register(pidfd, select.POLLIN)
+        gone.poll()
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="infinity-parent", daemon=True).start()
 
 
 def _exit(number: int, frame: FrameType | None) -> None:  # noqa: ARG001

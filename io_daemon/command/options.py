@@ -31,11 +31,16 @@ def as_typed(error: ConfigError, parser: argparse.ArgumentParser) -> ConfigError
     return error
 
 
-def parse_path(text: str) -> Path:
-    """Refuses an empty word, as an unset variable of a shell leaves it: it would be the working directory."""
+def parse_name(text: str) -> str:
+    """A path as it was typed. Refuses an empty word, as an unset variable of a shell leaves it: it would be the working
+    directory."""
     if not text:
         raise argparse.ArgumentTypeError("is empty: name a path, or . for this directory")
-    return Path(text)
+    return text
+
+
+def parse_path(text: str) -> Path:
+    return Path(parse_name(text))
 
 
 def parse_fault(text: str) -> Fault:

@@ -4,20 +4,29 @@ from __future__ import annotations
 
 import argparse
 import math
+from typing import Final
+
+DIGITS_MAX: Final = 30
+SHOWN_MAX: Final = 60
+
+
+def shortened(text: str) -> str:
+    """What was typed, as a message shows it."""
+    return text if len(text) <= SHOWN_MAX else f"{text[:SHOWN_MAX]}…"
 
 
 def parse_bytes(text: str) -> int:
     """``4096``, ``512K``, ``1M``, ``2G``: bytes, in powers of 1024; ``64e9`` is what it says."""
     suffixes = {"K": 10, "M": 20, "G": 30, "T": 40}
     digits, shift = (text[:-1], suffixes[text[-1].upper()]) if text[-1:].upper() in suffixes else (text, 0)
-    if digits.isdecimal():
+    if digits.isdecimal() and len(digits) <= DIGITS_MAX:
         return int(digits) << shift
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not (math.isfinite(value) and value >= 0 and value.is_integer()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of bytes: write 4096, 512K, 2G or 64e9")
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no number of bytes: write 4096, 512K, 2G or 64e9")
     return int(value)
 
 

@@ -14,7 +14,7 @@ PROC: Final = Path("/proc")
 @dataclass(frozen=True)
 class Mount:
     number: int
-    """As ``mnt_id`` of an open file's has it."""
+    """The ``mnt_id`` of files that lie there."""
     device: str
     """``major:minor``; major 0 for filesystems without one device (tmpfs, overlay, btrfs, NFS)."""
     mount_point: Path

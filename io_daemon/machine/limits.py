@@ -42,9 +42,14 @@ class Limit:
 OPEN_FILES: Final = Limit("-n", resource.RLIMIT_NOFILE)
 THREADS: Final = Limit("-u", resource.RLIMIT_NPROC)
 ADDRESSES: Final = Limit("-v", resource.RLIMIT_AS, unit_bytes=1024)
-BEHIND: Final = {errno.EMFILE: OPEN_FILES, errno.ENOMEM: ADDRESSES}
+FILE_SIZE: Final = Limit("-f", resource.RLIMIT_FSIZE, unit_bytes=1024)
+BEHIND: Final = {errno.EMFILE: OPEN_FILES, errno.ENOMEM: ADDRESSES, errno.EFBIG: FILE_SIZE}
 """What may be too low where the system says so."""
-ENOUGH: Final = {OPEN_FILES: "to 1024 or more", ADDRESSES: "to 1000000 or more, or to `unlimited`"}
+ENOUGH: Final = {
+    OPEN_FILES: "to 1024 or more",
+    ADDRESSES: "to 1000000 or more, or to `unlimited`",
+    FILE_SIZE: "to `unlimited`",
+}
 
 
 def check_addresses() -> None:

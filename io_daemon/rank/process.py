@@ -65,6 +65,8 @@ class DaemonProcess:
                 [],
                 "a daemon needs at least one directory for swap files",
             )
+        if not all(map(os.fspath, swap_dirs)):
+            raise ConfigError("io_daemon.swap_dirs", list(swap_dirs), "one is empty: name a path")
         check_addresses()  # it inherits the limit
         self._owner_pid = os.getpid()
         self._directory: PrivateDir | None = None

@@ -51,6 +51,9 @@ class SocketLock:
 
 
 def lock_path(socket_path: Path) -> Path:
+    """Raises ConfigError for a path that ends in no name."""
+    if not socket_path.name:
+        raise ConfigError("socket", str(socket_path), "is a directory: name a file in one, such as ./io.sock")
     return socket_path.with_name(socket_path.name + SUFFIX)
 
 

@@ -14,6 +14,7 @@ from typing import Final
 from io_daemon._native import CompletionRing, Region, SubmissionRing
 from io_daemon.disk.swap_file import Owner, SwapFile
 from io_daemon.errors import ProtocolError, SwapSpaceError, remedy_against
+from io_daemon.machine.limits import naming_limits
 from io_daemon.policy.actions import Complete, StartIo
 from io_daemon.serve.swap_device import Requester, SwapDevice, SwapRequest
 from io_daemon.shared.arena import SEALS, adopt_arena, frame_offset
@@ -160,11 +161,12 @@ class Holdings:
     def __init__(
         self, request: Attach, arena_fd: int, devices: Sequence[SwapDevice], block_bytes: int, owner: Owner
     ) -> None:
-        """Raises ProtocolError, ConfigError, SwapSpaceError, DeviceIOError or OSError; nothing is left behind then."""
+        """Raises ProtocolError, ConfigError, SwapSpaceError, DeviceIOError, LimitError, OSError; nothing is left."""
         geometry = TableGeometry(request.num_frames, request.frame_bytes, block_bytes, request.chunks_max)
         arena = adopt_arena(arena_fd, request.num_frames, request.frame_bytes)
         with contextlib.ExitStack() as resources:
-            self.table = Table(geometry, request.job, request.rank)
+            with naming_limits("make a rank's table, which is mostly holes"):
+                self.table = Table(geometry, request.job, request.rank)
             resources.callback(self.table.close)
             self.rings = Rings()
             resources.callback(self.rings.close)

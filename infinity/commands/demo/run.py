@@ -11,8 +11,6 @@ from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 
-from rich.console import Console
-
 from infinity.commands.demo.footprint import FootprintSampler
 from infinity.commands.demo.progress import TrainingProgress
 from infinity.commands.demo.summary import LOSS_RATIO_MAX, as_table, summarise
@@ -27,6 +25,8 @@ from infinity.commands.demo.training import (
     state_bytes,
     train,
 )
+from io_daemon.command.console import open_console
+from io_daemon.command.options import parse_path
 from io_daemon.command.output_files import check_output
 from io_daemon.command.scratch import scratch_directory
 from io_daemon.disk.swap_dir import check_swap_dir
@@ -43,9 +43,11 @@ def main(words: Sequence[str] | None = None) -> int:
     at no more than 0.7 of that of the first ten."""
     parser = argparse.ArgumentParser(prog="infinity demo", description=DESCRIPTION)
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help=f"optimizer steps (default {NUM_STEPS})")
-    parser.add_argument("--swap-dir", type=Path, help="where the swap files go (default: the temporary directory)")
     parser.add_argument(
-        "--out", type=Path, default=Path("out/infinity-demo.png"), help="the picture (default %(default)s)"
+        "--swap-dir", type=parse_path, help="where the swap files go (default: the temporary directory)"
+    )
+    parser.add_argument(
+        "--out", type=parse_path, default=Path("out/infinity-demo.png"), help="the picture (default %(default)s)"
     )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON; progress goes to stderr")
     arguments = parser.parse_args(words)
@@ -66,7 +68,7 @@ def _check_places(arguments: argparse.Namespace) -> None:
 
 
 def _run(arguments: argparse.Namespace, swap_dir: Path) -> int:
-    console = Console(stderr=arguments.json)
+    console = open_console(stderr=arguments.json)
     settings = Settings(swap_dir=swap_dir, dtype=faster_dtype(), num_steps=arguments.steps)
     text = standard_library_text()
     entropy = unigram_entropy_nats(text)

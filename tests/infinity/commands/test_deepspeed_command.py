@@ -56,7 +56,7 @@ def test_filters_that_cannot_work_are_refused(include: str, exclude: str, said: 
 
 def test_the_first_nodes_and_devices() -> None:
     assert first(NODES, num_nodes=2, num_devices=1) == {"a": [0], "b": [0]}
-    assert first(NODES, num_nodes=-1, num_devices=-1) == NODES
+    assert first(NODES, num_nodes=-1, num_devices=-1) == first(NODES, num_nodes=0, num_devices=0) == NODES
     with pytest.raises(ConfigError, match="there are 3"):
         first(NODES, num_nodes=4, num_devices=-1)
     with pytest.raises(ConfigError, match="c has 1"):

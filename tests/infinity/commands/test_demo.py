@@ -205,8 +205,8 @@ def test_a_command_that_is_ended_takes_its_directory_with_it(
         "plan": ["--config", str(config), "--model-params", "1e8", "--host-budget-bytes", "256M"],
     }[command]
     line = [sys.executable, "-m", "infinity", command, "--swap-dir", str(swap_dir), *words]
-    null, pipe = subprocess.DEVNULL, subprocess.PIPE
-    with subprocess.Popen(line, stdout=null, stderr=pipe, preexec_fn=heed_signals) as process:
+    null, pipe, environment = subprocess.DEVNULL, subprocess.PIPE, {**os.environ, "TMPDIR": str(swap_dir)}
+    with subprocess.Popen(line, stdout=null, stderr=pipe, preexec_fn=heed_signals, env=environment) as process:
         try:
             eventually(lambda: list(swap_dir.glob(f"infinity-{command}-*")) != [], "its directory is there")
             process.send_signal(number)

@@ -99,6 +99,14 @@ def test_a_low_memlock_limit_says_what_follows(monkeypatch: pytest.MonkeyPatch) 
     assert "ulimit -l" in finding.remedy
 
 
+@pytest.mark.parametrize(("files", "verdict"), [(20, Verdict.FAILED), (256, Verdict.ABSENT), (1024, Verdict.OK)])
+def test_training_takes_more_than_a_few_open_files(
+    files: int, verdict: Verdict, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (files, files))
+    assert _by_subject(examine([]))["open files limit"].verdict is verdict
+
+
 @pytest.mark.parametrize(
     ("kernel", "shmem_enabled", "verdict", "words"),
     [

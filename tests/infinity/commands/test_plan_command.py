@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +16,8 @@ import torch
 import infinity
 from infinity.commands.cli import main
 from tests.infinity.commands.test_trace_command import MODEL, config, tiny_gpt
+from tests.support.daemon import eventually
+from tests.support.ranks import REPOSITORY
 
 TOO_SMALL = 64 << 10
 BUDGET = 4 << 20
@@ -75,3 +81,51 @@ def test_what_cannot_work_is_refused_before_the_model_runs(tmp_path: Path, capsy
     with pytest.raises(SystemExit):
         main([*words, "--swap-dir", str(tmp_path), "--steps", "2"])
     assert "at least 3" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--plot", "plan.xyz"], "plot = 'plan.xyz': is no name of a picture"),
+        (["--plot", "plan"], "plot = 'plan': is no name of a picture"),
+        (["--compute-tflops", "100"], "compute-tflops = 100.0: .*--meta"),
+    ],
+)
+def test_a_picture_or_a_rate_that_cannot_be_is_refused_before_anything_is_measured(
+    words: list[str], told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["plan", "--config", "none.json", "--model", "none:none", "--host-budget-bytes", "1G"]
+    assert main([*model, "--swap-dir", str(tmp_path), *words]) == 2
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_the_replay_ends_with_the_plan_that_was_killed(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config(tmp_path)))
+    (tmp_path / "swap").mkdir()
+    words = ["--config", str(tmp_path / "config.json"), "--host-budget-bytes", str(BUDGET), "--steps", "1000"]
+    plan = subprocess.Popen(
+        [sys.executable, "-m", "infinity", "plan", *MODEL, *words, "--swap-dir", str(tmp_path / "swap")],
+        cwd=REPOSITORY,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+    )
+
+    def replays() -> list[int]:
+        found = [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path / "swap") in _text(path)]
+        return [int(path.parent.name) for path in found if int(path.parent.name) != plan.pid]
+
+    try:
+        eventually(lambda: any((tmp_path / "swap").iterdir()), "the replay writes")
+        assert replays()
+    finally:
+        plan.kill()
+        plan.wait()
+    eventually(lambda: not replays(), "nobody replays for it any more")
+    assert list((tmp_path / "swap").iterdir()) == []
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:  # it has ended meanwhile
+        return ""

@@ -16,7 +16,7 @@ import pytest
 
 from io_daemon.command.outcome import EXIT_FAULT, EXIT_NO_DAEMON, outcome
 from io_daemon.errors import ConfigError, LimitError, WorldError
-from io_daemon.machine.limits import COMMAND_BYTES, check_open_files
+from io_daemon.machine.limits import COMMAND_BYTES, check_open_files, naming_limits
 from io_daemon.rank import process
 from io_daemon.rank.process import DAEMON_COMMAND, DaemonProcess
 from tests.support.daemon import DEADLINE_S
@@ -184,3 +184,12 @@ def test_no_limit_is_no_error(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     check_open_files()
     assert outcome("program", _too_much) == EXIT_FAULT
     assert capsys.readouterr().err == "program: out of memory\n"
+
+
+def test_a_table_longer_than_files_may_be_names_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100 << 20, resource.RLIM_INFINITY))
+    with (
+        pytest.raises(LimitError, match="ulimit -f` is 102400: raise it to `unlimited`"),
+        naming_limits("make a table"),
+    ):
+        raise OSError(errno.EFBIG, "File too large")

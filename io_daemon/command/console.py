@@ -1,0 +1,16 @@
+"""Where reports are printed."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rich.console import Console
+
+WIDTH_MIN: Final = 20
+"""A table has no room in less, and shows nothing."""
+
+
+def open_console(*, stderr: bool = False) -> Console:
+    """It is as wide as the terminal, or $COLUMNS, says; 80 where that is no width, as without a terminal."""
+    found = Console(stderr=stderr)
+    return found if found.width >= WIDTH_MIN else Console(stderr=stderr, width=80)
