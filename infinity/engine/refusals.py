@@ -50,8 +50,8 @@ class Refusals:
     def refuse_unseen(self, param: ShardedParam) -> NoReturn:
         self.refuse(
             param.param,
-            "was saved for backward where its engine does not see it, or is read, in another thread or with hooks switched "
-            "off",
+            "was saved for backward where its engine does not see it, or is read, in another thread or with hooks "
+            "switched off",
             "use it in the thread that calls the engine, or call a module that owns it there, or take turns by a "
             "threading.Lock",
         )
