@@ -457,7 +457,8 @@ class TrainingLoop:
             if self.phases.phase is phase:  # else what the model did inside has failed, and it went on
                 self.phases.go(around)
         except BaseException as error:
-            torch.set_grad_enabled(has_graph)  # an interrupt may have come as it was being switched back
+            if has_graph:  # an interrupt may have come as that was being switched on again
+                torch.set_grad_enabled(True)
             try:
                 if self.phases.phase is phase:
                     self._abort(phase, error)

@@ -40,4 +40,4 @@ def test_info_and_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert main(["checkpoint", "verify", str(tmp_path)]) == 1
     assert "rank-00000.pieces" in capsys.readouterr().out
     assert main(["checkpoint", "info", str(tmp_path / "nothing")]) == 1
-    assert "nothing is not there: name a directory of checkpoints" in capsys.readouterr().err
+    assert "nothing: is not there; name a directory of checkpoints" in capsys.readouterr().err
