@@ -448,8 +448,8 @@ class TrainingLoop:
         """Be in ``phase``; an error leaves the engine IDLE where the step may be repeated, else FAILED."""
         self.runtime.calls.end_interrupted()
         around, has_graph = self.phases.phase, torch.is_grad_enabled()
-        self.phases.go(phase)
         try:  # an interrupt may come anywhere
+            self.phases.go(phase)
             spinning.restore()  # until this phase waits for I/O, too
             self._record.begin()
             yield
@@ -459,6 +459,8 @@ class TrainingLoop:
         except BaseException as error:
             if has_graph:  # an interrupt may have come as that was being switched on again
                 torch.set_grad_enabled(True)
+            if around is phase:  # it was refused
+                raise
             try:
                 if self.phases.phase is phase:
                     self._abort(phase, error)

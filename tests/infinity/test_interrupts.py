@@ -174,3 +174,43 @@ def test_a_late_update_that_was_interrupted_is_not_done_twice() -> None:
     assert num_equal + num_refused == counting.num_lines > 0
     assert num_equal > 0
     assert num_refused > 0
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_a_phase_that_is_interrupted_as_it_begins_or_ends_is_over(where: str) -> None:
+    """Between its beginning and what watches over its end, the engine was in it for good."""
+    functions = ("TrainingLoop._phase_of", "Phases.go")
+    counting = Interrupting(None, functions=functions)
+    expected = _trained("stage 2", where, counting)
+    for at in range(1, counting.num_lines + 1):
+        found = _trained("stage 2", where, Interrupting(at, functions=functions))
+        assert all(torch.equal(found[name], expected[name]) for name in expected), at
+    assert counting.num_lines > 0
+
+
+def test_an_interrupt_while_an_interrupted_phase_is_ended_does_not_keep_it() -> None:
+    functions = ("TrainingLoop._abort", "TrainingLoop._fail_backward")
+
+    def fails(_gradient: Tensor) -> None:
+        raise ArithmeticError
+
+    def trained(interrupting: Interrupting) -> dict[str, Tensor]:
+        with _engine("stage 2") as engine:
+            for step in range(NUM_STEPS):
+                x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(step))
+                if step == AT_STEP:
+                    out = engine(x)
+                    out.register_hook(fails)
+                    with pytest.raises((ArithmeticError, KeyboardInterrupt)):
+                        interrupting.run(lambda: engine.backward(out.square().mean()))  # noqa: B023
+                    engine.zero_grad()
+                engine.backward(engine(x).square().mean())
+                engine.step()
+            return engine.full_state_dict()
+
+    counting = Interrupting(None, functions=functions)
+    expected = trained(counting)
+    for at in range(1, counting.num_lines + 1):
+        found = trained(Interrupting(at, functions=functions))
+        assert all(torch.equal(found[name], expected[name]) for name in expected), at
+    assert counting.num_lines > 0
