@@ -90,8 +90,10 @@ def open_bench(settings: IoSettings, targets: Sequence[Target]) -> Iterator[Benc
     with ExitStack() as stack:
         opener = _engine_opener(settings)
         allowance = WriteAllowance(settings.write_limit_bytes)
-        jobs = [Job(settings, target, job, opener, allowance) for job, target in enumerate(targets)]
-        yield Bench(settings, [stack.enter_context(job) for job in jobs], allowance)
+        jobs = [
+            stack.enter_context(Job(settings, target, job, opener, allowance)) for job, target in enumerate(targets)
+        ]
+        yield Bench(settings, jobs, allowance)
 
 
 def check_memory(settings: IoSettings, *, beside_bytes: int = 0) -> None:
