@@ -243,12 +243,15 @@ class Runtime(owners.Owner):
         changed: list[ShardedParam] = []
         unseen: list[ShardedParam] = []
         with self._lock:
+            # an evaluation beside another thread's backward saves nothing, but a hook there that waits for the lock
+            # holds its parameter, too
+            may_save = torch.is_grad_enabled() or self._phases.phase is not StepPhase.BACKWARD
             for group in reversed(groups):
                 group.num_holds -= 1
                 group.num_calls -= 1
                 if group.num_calls:
                     continue
-                unseen += [param for param in group.params if param.is_kept_unseen()]
+                unseen += [param for param in group.params if may_save and param.is_kept_unseen()]
                 spoiled = [param for param in group.params if not param.hide()]
                 if spoiled:
                     self.live_set.forget(group)
@@ -428,8 +431,8 @@ class Runtime(owners.Owner):
         self.store.mark(TRAIN_TRACE if training else EVAL_TRACE)
         self.live_set.begin_pass(training=training)
 
-    def _bring(self, param: ShardedParam) -> None:
-        """Backward asks for weights that forward saved."""
+    def _bring(self, param: ShardedParam) -> torch.Tensor:
+        """Backward asks for weights that forward saved. Who has them has their memory, whatever becomes of them."""
         group = self._group_of[param.index]
         if self._phases.is_over:
             self.refuse(param.param, "is needed by a backward after its engine ended", "end backward before destroy()")
@@ -438,6 +441,9 @@ class Runtime(owners.Owner):
         with self._lock:
             self.live_set.use(group)
             self.live_set.linger(group)
+            if param.full is None:
+                raise AssertionError(f"{param.name} was brought and is not there")
+            return param.full  # within the lock: another thread's call may give them up, and gather them anew
 
     def _groups_of_calls(self) -> dict[nn.Module, list[ParamGroup]]:
         """What each module holds while it is called: groups it stands for, and those of its own parameters."""

@@ -59,13 +59,13 @@ class SavedByUser(NamedTuple):
 
 class SavedTensors:
     """``params``: by id of the ``nn.Parameter``. ``resident``: those whose weights are here, by storage. ``bring``: has
-    a parameter's weights here. ``note_casts``: hears of parameters that autocast has cast."""
+    a parameter's weights here, and gives them. ``note_casts``: hears of parameters that autocast has cast."""
 
     def __init__(
         self,
         params: Mapping[int, ShardedParam],
         resident: dict[int, ShardedParam],
-        bring: Callable[[ShardedParam], None],
+        bring: Callable[[ShardedParam], torch.Tensor],
         note_casts: Callable[[Iterable[ShardedParam]], None],
     ) -> None:
         self._params, self._resident, self._bring, self._note_casts = params, resident, bring, note_casts
@@ -127,12 +127,10 @@ class SavedTensors:
 
     def _view(self, saved: SavedWeights) -> torch.Tensor:
         param = saved.param
-        self._bring(param)
+        weights = self._bring(param)
         if param.age != saved.age:
             raise stale_weights(param.name)
-        if param.full is None:
-            raise AssertionError(f"{param.name} was brought and is not there")
-        return param.full.as_strided(saved.size, saved.stride, saved.offset)
+        return weights.as_strided(saved.size, saved.stride, saved.offset)
 
     def note_of(self, tensor: torch.Tensor) -> SavedWeights | None:
         """Where the tensor is a view of weights."""

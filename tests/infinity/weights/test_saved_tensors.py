@@ -56,11 +56,13 @@ class Fixture:
         full.copy_(self.values)
         self.param.data = full
 
-    def bring(self, param: ShardedParam) -> None:
+    def bring(self, param: ShardedParam) -> torch.Tensor:
         self.brought.append(param)
         if param.full is None:
             param.allocate()
             self.fill()
+        assert param.full is not None
+        return param.full
 
     def drop(self) -> None:
         self.param.data = torch.full((), torch.nan).expand(self.values.shape)
