@@ -352,3 +352,18 @@ def test_hooks_that_an_interrupt_has_left_pass_all_on_once_their_engine_is_over(
         assert torch.equal(gradient_of(fixture), expected_gradient())
     finally:
         stays.__exit__(None, None, None)
+
+
+def test_backward_goes_by_the_weights_that_were_brought_whatever_another_thread_does_with_them() -> None:
+    """Its evaluation may give them up and gather them anew, into memory that holds anything until it is filled."""
+    fixture = Fixture()
+    (note,) = fixture.packed(fixture.param.t())
+
+    def bring(param: ShardedParam) -> torch.Tensor:
+        weights = fixture.bring(param)
+        fixture.drop()
+        param.allocate().fill_(torch.nan)
+        return weights
+
+    fixture.saved._bring = bring
+    assert torch.equal(fixture.unpacked(note), VALUES.t())
