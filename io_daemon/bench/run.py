@@ -154,6 +154,11 @@ class Bench:
     def __init__(self, settings: IoSettings, jobs: Sequence[Job], allowance: WriteAllowance) -> None:
         self.settings, self.jobs, self._allowance = settings, jobs, allowance
 
+    @property
+    def has_spent(self) -> bool:
+        """Whether a measurement has ended early, since no more may be written."""
+        return self._allowance.spent.is_set()
+
     def lay_out(self, observer: Observer) -> None:
         """Write every block once: a first write of reserved space is slower, and reads need something to read."""
         observer.phase("laying out", self.settings.layout_bytes)
@@ -169,15 +174,15 @@ class Bench:
         with self._running(lambda job, stopped: job.load(stopped.is_set)) as still_works:
             observer.phase("ramp", settings.ramp_time_s)
             ramp = self._sample_for(settings.ramp_time_s, still_works, observer)
-            was_spent = self._allowance.spent.is_set()
+            had_spent = self.has_spent
             for job in self.jobs:
                 job.engine.reset_latencies()
             observer.phase(settings.rw, settings.runtime_s)
             measured = self._sample_for(settings.runtime_s, still_works, observer)
-            latencies, ended_early = self._latencies(), self._allowance.spent.is_set()
+            latencies, limit_warning = self._latencies(), self._limit_warning()
         series = series_of(ramp, measured)
         begin, end = measured[0], measured[-1]
-        self._refuse_empty(begin, end, was_spent=was_spent)
+        self._refuse_empty(begin, end, had_spent=had_spent)
         rates = [
             read + write
             for at_s, read, write in zip(series.at_s, series.read_bw_bytes, series.write_bw_bytes, strict=True)
@@ -196,7 +201,7 @@ class Bench:
             verification=None,
             warnings=cache_warnings(settings, [job.target for job in self.jobs])
             + self._memory_warning()
-            + (self._limit_warning() if ended_early else []),
+            + limit_warning,
         )
 
     def verify(self, observer: Observer) -> Verification:
@@ -294,11 +299,11 @@ class Bench:
             (after.counters.write_bytes - before.counters.write_bytes) / elapsed_s,
         )
 
-    def _refuse_empty(self, begin: Sample, end: Sample, *, was_spent: bool) -> None:
+    def _refuse_empty(self, begin: Sample, end: Sample, *, had_spent: bool) -> None:
         """Raises NothingMeasured. Past the limit the measured time is as short as it takes to see that, whatever
         ended in it."""
         limit_bytes, runtime_s = self.settings.write_limit_bytes, self.settings.runtime_s
-        if was_spent:
+        if had_spent:
             remedy = "the limit was reached before anything was measured: lower --size or --ramp-time, raise it, or say"
             raise NothingMeasured("write_limit", limit_bytes, f"{remedy} --yes")
         if begin.moved_bytes == end.moved_bytes:
@@ -313,6 +318,8 @@ class Bench:
 
     def _limit_warning(self) -> list[str]:
         limit_bytes = self.settings.write_limit_bytes
+        if not self.has_spent:
+            return []
         return [f"ended early: --write-limit of {limit_bytes / 1e9:g} GB was reached; raise it, or say --yes"]
 
     def _sample(self) -> Sample:

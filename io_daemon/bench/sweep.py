@@ -234,7 +234,7 @@ def _engines_that_work(wanted: Sequence[str]) -> list[str]:
 def _measure(
     settings: SweepSettings, cell: Cell, targets: Sequence[Target], write_limit_bytes: int
 ) -> tuple[float, int]:
-    """Bytes a second, reads and writes together, and bytes written."""
+    """Bytes a second, reads and writes together, and bytes written: the whole limit where that has cut it short."""
     cell_settings = settings.io_settings(cell, settings.cell_s, verify=False, write_limit_bytes=write_limit_bytes)
     with open_bench(cell_settings, targets) as bench:
         try:
@@ -243,4 +243,4 @@ def _measure(
         except NothingMeasured:
             score = 0.0  # the drive does not get a single I/O done in a round: every other setting is better
         written = sum(job.engine.counters().write_bytes for job in bench.jobs)
-    return score, written
+    return score, write_limit_bytes if bench.has_spent else written

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from io_daemon.__main__ import main
-from io_daemon.bench.run import Silent
+from io_daemon.bench import sweep
+from io_daemon.bench.run import Silent, open_targets
 from io_daemon.bench.steps.step_race import (
     STATE_BYTES_MIN,
     TURNS_MAX,
@@ -216,7 +217,8 @@ RACE_FOR_EVER = """
 import sys
 from pathlib import Path
 from io_daemon.command.interrupt import interruptible
-from io_daemon.bench.run import Silent
+from io_daemon.bench import sweep
+from io_daemon.bench.run import Silent, open_targets
 from io_daemon.bench.steps import step_race
 from tests.io_daemon.bench.test_step_race import CELLS, small_runners
 step_race.TURNS_MAX = 10**9
@@ -268,3 +270,13 @@ def test_after_a_kill_gc_leaves_nothing(tmp_path: Path) -> None:
 def test_an_unfit_directory_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError):
         race_problem(small_runners(CELLS), [tmp_path / "none"], size_bytes=1 << 30, write_limit_bytes=1 << 40)
+
+
+@pytest.mark.parametrize("ramp_time_s", [0.0, 60.0])
+def test_a_cell_that_is_cut_short_has_taken_the_whole_write_limit(ramp_time_s: float, tmp_path: Path) -> None:
+    """So its score does not count, of 0 where it ends within the ramp: that is a drive's that gets no I/O done."""
+    (cell, *_) = CELLS
+    given = quick_sweep(tmp_path, cell_s=60.0, ramp_time_s=ramp_time_s, rwmixread=0)
+    with open_targets(given.io_settings(cell, 60, verify=False)) as targets:
+        _, written_bytes = sweep._measure(given, cell, targets, 127 << 20)
+    assert written_bytes == 127 << 20
