@@ -36,6 +36,7 @@ _TOLD_MAX: Final = 64
 """Elements of a tensor among the options that are told."""
 DECISIVE: Final = (0.0, 1e-7, 1e6, 1e17, float("inf"), float("nan"))
 """Gradients upon which somebody's own rule may decide what to do."""
+LOOKS_UP: Final = "asks which parameter it steps (it looks one up in a set or a dict)"
 CUT: Final = 128
 """The matrix, and the element at which it is cut: multiples of what kernels take at a time."""
 
@@ -218,7 +219,7 @@ class _Trial:
             return self.stand_in.step_groups(own, options)
         except Exception as error:  # noqa: BLE001 (whatever the user's code raises, the optimizer is refused)
             if any(isinstance(told, torch.Tensor) for told in error.args):  # the key of a KeyError
-                refuse(self.stand_in, "asks which parameter it steps (it looks one up in a set or a dict)")
+                refuse(self.stand_in, LOOKS_UP)
             refuse(self.stand_in, f"cannot step parts of parameters ({error})")
 
     def only(self, i: int) -> _Trial:
@@ -451,7 +452,7 @@ def _check_foreign(
     it is given, or by its place."""
     stand_in = whole.stand_in
     if stand_in.asked.identity:
-        refuse(stand_in, "asks which parameter it steps (it looks one up in a set or a dict)")
+        refuse(stand_in, LOOKS_UP)
     others = [matrix.flip(0), matrix.flip(1), matrix * 2]
     elsewhere = _Trial(stand_in, [*others, matrix, matrix * 3], births)
     for grad in grads:

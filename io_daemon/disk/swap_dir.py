@@ -32,6 +32,7 @@ LOCAL_FILESYSTEMS: Final = frozenset(
 """One machine alone has them: whoever wrote there before its boot is dead, whatever its name was (a container's)."""
 THIN_FILESYSTEMS: Final = frozenset({"btrfs", "zfs", "overlay", "bcachefs", "nfs", "nfs4", "fuse"})
 """Here a successful fallocate does not promise that a later write finds space."""
+UNKNOWN: Final = "unknown"
 MEMORY_FILESYSTEMS: Final = frozenset({"tmpfs", "ramfs", "devtmpfs"})
 
 
@@ -94,10 +95,12 @@ def check_swap_dir(path: Path) -> SwapDir:
         notes.append(
             f"{path}: no direct I/O ({direct_error}); falling back to buffered I/O, which goes through the page cache"
         )
-    filesystem = filesystem_of(path)
+    mount = find_mount(path)
+    filesystem = UNKNOWN if mount is None else mount.filesystem
+    in_memory = mount is not None and mount_written(mount).filesystem in MEMORY_FILESYSTEMS
     if filesystem in THIN_FILESYSTEMS:
         notes.append(f"{path}: on {filesystem} a reservation is no guarantee: writes may still find the disk full")
-    if in_memory := filesystem_written(path) in MEMORY_FILESYSTEMS:
+    if in_memory:
         notes.append(f"{path}: {filesystem} lies in memory: swapping to it saves none")
     return SwapDir(path, direct_error is None, filesystem, tuple(notes), in_memory)
 
@@ -142,13 +145,7 @@ def probe_direct(path: Path) -> str | None:
 def filesystem_of(path: Path) -> str:
     """Kind of the filesystem that holds ``path``."""
     mount = find_mount(path)
-    return "unknown" if mount is None else mount.filesystem
-
-
-def filesystem_written(path: Path) -> str:
-    """Kind of the filesystem that takes what is written to ``path``."""
-    mount = find_mount(path)
-    return "unknown" if mount is None else mount_written(mount).filesystem
+    return UNKNOWN if mount is None else mount.filesystem
 
 
 @dataclass(frozen=True)
