@@ -459,18 +459,18 @@ class TrainingLoop:
         except BaseException as error:
             if has_graph:  # an interrupt may have come as that was being switched on again
                 torch.set_grad_enabled(True)
-            if around is phase:  # it was refused
-                raise
-            try:
-                if self.phases.phase is phase:
+            if around is not phase:  # else it was refused
+                try:
                     self._abort(phase, error)
-            except BaseException:  # one more: nobody else would end the phase
-                if self.phases.phase is phase:
+                except BaseException:  # one more: nobody else would end the phase
                     self._abort(phase, error)
-                raise
+                    raise
             raise
 
     def _abort(self, phase: StepPhase, error: BaseException) -> None:
+        """End the phase, if it is not over."""
+        if self.phases.phase is not phase:
+            return
         update = self.update
         refused = isinstance(error, (WeightsError, EngineStateError))
         if refused and phase is StepPhase.OPTIMIZER and update is not None and update.goes_on:

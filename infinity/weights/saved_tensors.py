@@ -122,7 +122,7 @@ class SavedTensors:
         if isinstance(packed, SavedWeights):
             return self._view(packed)
         if type(packed) is tuple and any(isinstance(part, SavedWeights) for part in packed):
-            return tuple(self._view(part) if isinstance(part, SavedWeights) else part for part in packed)
+            return tuple(map(self._viewed, packed))
         return packed
 
     def _view(self, saved: SavedWeights) -> torch.Tensor:
