@@ -88,9 +88,9 @@ class Conversation:
     async def run(self) -> Ended | None:
         """Until the rank leaves, or must; what to tell it then."""
         try:
-            await self._greet()
-            while (item := await self._next_question()) is not None:
-                await self._answer(*item)
+            if await self._greet():
+                while (item := await self._next_question()) is not None:
+                    await self._answer(*item)
         except ProtocolError as error:
             return Ended(reason=str(error), by_fault=True)
         except (OSError, TimeoutError):
@@ -120,10 +120,11 @@ class Conversation:
         """The length of the longest message that may come now."""
         return ATTACH_BYTES_MAX if self._greeted and not self._peer.attached else REQUEST_BYTES_MAX
 
-    async def _greet(self) -> None:
+    async def _greet(self) -> bool:
+        """False if it hung up before, or must go."""
         item = await self._next_question()
         if item is None:
-            raise OSError(errno.ECONNRESET, "hung up before hello")
+            return False
         hello, fds = item
         close_all(fds)
         if not isinstance(hello, Hello):
@@ -137,6 +138,7 @@ class Conversation:
             raise ProtocolError(mismatch)
         await self._channel.send(self._node.welcome(), timeout_s=SEND_TIMEOUT_S)
         self._greeted = True
+        return True
 
     async def _answer(self, message: Message, fds: Sequence[int]) -> None:
         answer: Message

@@ -163,12 +163,12 @@ class Server:
                 loop.call_later(ACCEPT_RETRY_S, self._listen, listener)
             return
         pid, uid, _ = peer_credentials(sock)
-        if uid not in (0, os.getuid()):
-            log.warning("process %d of user %d is not allowed here", pid, uid)
-            sock.close()
-            return
-        self._make_room(pid)
         peer = Peer(pid, asyncio.get_running_loop().create_future())
+        if uid in (0, os.getuid()):
+            self._make_room(pid)
+        else:
+            reason = f"user {uid} is not allowed here, only user {os.getuid()} and root: start a daemon of your own"
+            peer.depart(Ended(reason=reason, by_fault=True))
         self._peers[peer] = asyncio.ensure_future(self._converse(sock, peer))
 
     def _make_room(self, pid: int) -> None:

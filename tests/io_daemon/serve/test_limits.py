@@ -19,7 +19,7 @@ from io_daemon.rank.client import Client
 from io_daemon.serve import conversation, server
 from io_daemon.shared import control
 from io_daemon.shared.arena import SEALS, Arena, arena_bytes, create_arena
-from io_daemon.shared.control import Announce, Attached, Done, Ended, Hello, encode
+from io_daemon.shared.control import Announce, Attached, Channel, Done, Ended, Hello, encode
 from io_daemon.shared.protocol import PAGE_BYTES, PROTOCOL_VERSION, ChunkSpec
 from tests.io_daemon.conftest import Serve
 from tests.support.daemon import DEADLINE_S, FRAME_BYTES, ServedDaemon, eventually, specs
@@ -130,6 +130,10 @@ def test_idle_connections_do_not_shut_ranks_out(daemon: ServedDaemon) -> None:
             assert client.swap_dirs
     with daemon.attached():
         eventually(lambda: len(daemon.fds()) < 150, "of one process's idle connections only the newest are kept")
+    told = Channel(idle[0]).receive(timeout_s=DEADLINE_S)
+    assert told is not None
+    assert isinstance(told[0], Ended)
+    assert "too many connections" in told[0].reason
     for sock in idle:
         sock.close()
 

@@ -25,6 +25,7 @@ from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, SwapSp
 from io_daemon.rank.client import Client
 from io_daemon.rank.connection import Connection
 from io_daemon.serve import startup
+from io_daemon.shared.control import Channel, Ended
 from io_daemon.shared.protocol import PROTOCOL_VERSION
 from tests.io_daemon.conftest import Serve
 from tests.io_daemon.serve.test_reclaim import dead_owner, leave
@@ -481,7 +482,8 @@ def test_another_users_process_is_turned_away(daemon: ServedDaemon) -> None:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as stranger:
             stranger.settimeout(DEADLINE_S)
             stranger.connect(daemon.socket)
-            os._exit(0 if stranger.recv(1) == b"" else 1)
+            told = Channel(stranger).receive(timeout_s=DEADLINE_S)
+            os._exit(0 if told and isinstance(told[0], Ended) and f"user {NOBODY} is not" in told[0].reason else 1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     assert "is not allowed here" in daemon.stderr()
 
