@@ -18,7 +18,7 @@ _REMEDIES: Final = {
     errno.EROFS: "save to a directory on a filesystem that can be written",
     errno.EACCES: "change its permissions, or name another directory",
     errno.EPERM: "change its permissions, or name another directory",
-    errno.ENOENT: "it has vanished, or never was: name another directory, or restore it",
+    errno.ENOENT: "it has vanished, or never was (nodes must share it): name another directory, or restore it",
     errno.EEXIST: "a file, or a link that leads nowhere, is in the way: remove it, or name another directory",
     errno.EISDIR: "a directory is in the way: remove it, or name another one",
     errno.ENOTDIR: "a part of the path is a file: name another directory",

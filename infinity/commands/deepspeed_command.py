@@ -1,7 +1,8 @@
 """The command ``deepspeed``: DeepSpeed's launcher, over torchrun on every node.
 
-One node: torchrun here. Several: the same command by ssh on each of them, with ``--no_ssh --node_rank N``. A daemon for
-a node's disks is started by the library where the configuration asks for one.
+One node: torchrun here. Several: the same command by ssh on each of them, with ``--no_ssh --node_rank N``, which ends
+with its standard input: that is this process, whatever ends it. A daemon for a node's disks is started by the library
+where the configuration asks for one.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from infinity.commands.hosts import Nodes, chosen, first, nodes_of_hostfile
 from infinity.commands.running import environment_of, torchrun
 from infinity.deepspeed.constants import DEEPSPEED_ENVIRONMENT_NAME, DLTS_HOSTFILE, TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.errors import ConfigError
+from io_daemon.command.interrupt import end_with, interruptible
 
 LOCAL: Final = "localhost"
 RANK: Final = (sys.executable, "-P", "-m", "infinity.commands.deepspeed_rank")
@@ -36,6 +38,8 @@ REFUSED: Final[Mapping[str, str]] = {
 }
 SSH: Final = ("pdsh", "ssh")
 POLL_S: Final = 0.2
+ENDING_TIMEOUT_S: Final = 60.0
+"""Torchrun gives its ranks half of it."""
 _OTHERS: Final = "is not built: run `infinity run` under srun or mpirun on each node, or leave it out (ssh)"
 
 
@@ -82,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("-q", "--quiet", **flag, help="taken for the dialect's sake")
     for name in ("autotuning", "launcher_args", "bind_core_list", "venv_script"):
         parser.add_argument(f"--{name}", **text, help=argparse.SUPPRESS)
-    for name in ("elastic_training", "bind_cores_to_rank"):
+    for name in ("elastic_training", "bind_cores_to_rank", "ends_with_stdin"):
         parser.add_argument(f"--{name}", **flag, help=argparse.SUPPRESS)
     parser.add_argument("user_script", help="the script, followed by its own arguments")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
@@ -151,6 +155,8 @@ def _on_this(parsed: argparse.Namespace, nodes: Nodes, here: int) -> int:
         words += ["--log-dir", parsed.enable_each_rank_log, "--redirects", "3"]
     options = [f"--{name}" for name in ("module", "no_python", "no_local_rank") if getattr(parsed, name)]
     words += ["--no-python", *RANK, *options, parsed.user_script, *parsed.user_args]
+    if parsed.ends_with_stdin:
+        end_with(sys.stdin.fileno())
     if parsed.save_pid:
         print(f"launcher pid: {os.getpid()}", flush=True)
     return torchrun(words, environment_of(_visible(devices), as_deepspeed=True))
@@ -173,13 +179,12 @@ def _on_all(parsed: argparse.Namespace, nodes: Nodes, words: list[str]) -> int:
     variables = _exported(environment_of(as_deepspeed=True))
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
     ssh = ["ssh", "-o", "BatchMode=yes", *(["-p", str(parsed.ssh_port)] if parsed.ssh_port else [])]
-    children = []
+    commands = []
     for number, node in enumerate(nodes):
-        own = ["--no_ssh", "--node_rank", str(number), "--master_addr", address]
+        own = ["--no_ssh", "--ends_with_stdin", "--node_rank", str(number), "--master_addr", address]
         command = shlex.join([sys.executable, "-P", "-m", "infinity", "deepspeed", *own, *words])
-        line = f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {command}"
-        children.append(subprocess.Popen([*ssh, node, line], env=environment_of()))
-    return _wait(children)
+        commands.append([*ssh, node, f"cd {shlex.quote(str(Path.cwd()))} && env {settings} {command}"])
+    return _run_all(commands)
 
 
 def _exported(environment: Mapping[str, str]) -> dict[str, str]:
@@ -195,15 +200,38 @@ def _exported(environment: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _wait(children: Sequence[subprocess.Popen[Any]]) -> int:
+def _run_all(commands: Sequence[Sequence[str]]) -> int:
+    """The exit code of the first that fails. The others end with it, as all do with this process."""
+    children: list[subprocess.Popen[bytes]] = []
     try:
-        while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
-            time.sleep(POLL_S)
+        with interruptible():
+            for command in commands:
+                # in a session of its own it outlives a Ctrl-C, and brings the last words of its node
+                child = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment_of(), start_new_session=True)
+                children.append(child)
+            while any(child.poll() is None for child in children) and not any(child.poll() for child in children):
+                time.sleep(POLL_S)
+    except FileNotFoundError as error:
+        raise ConfigError("--hostfile", "several nodes", "are reached by ssh, which is not here: install it") from error
     finally:
         failed = next((child.poll() for child in children if child.poll()), 0)
+        _end(children)
+    code = failed or next((child.returncode for child in children if child.returncode), 0)
+    return 128 - code if code < 0 else code
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]]) -> None:
+    until = time.monotonic() + ENDING_TIMEOUT_S
+    for child in children:
+        if child.stdin is not None:
+            child.stdin.close()
+    try:
+        for child in children:
+            child.wait(max(0.0, until - time.monotonic()))
+    except subprocess.TimeoutExpired:
+        print(f"infinity: nodes have not ended within {ENDING_TIMEOUT_S:g} s: they are left", file=sys.stderr)
+    finally:
         for child in children:
             if child.poll() is None:
-                child.terminate()
-    codes = [child.wait() for child in children]
-    code = failed or next((code for code in codes if code), 0)
-    return 128 - code if code < 0 else code
+                child.kill()
+                child.wait()

@@ -73,12 +73,12 @@ def undisturbed() -> Iterator[None]:
             signal.raise_signal(came[-1])
 
 
-def end_with(pidfd: int) -> None:
-    """SIGTERM comes once the process of ``pidfd`` is gone, whatever has ended it."""
+def end_with(fd: int) -> None:
+    """SIGTERM comes once the process of a pidfd is gone, or that at the other end of a pipe, whatever has ended it."""
 
     def watch() -> None:
         gone = select.poll()
-        gone.register(pidfd, select.POLLIN)
+        gone.register(fd, select.POLLIN)
         gone.poll()
         os.kill(os.getpid(), signal.SIGTERM)
 

@@ -143,12 +143,12 @@ class ServedDaemon:
             yield client
 
 
-def eventually(condition: Callable[[], bool], what: str) -> None:
-    """Until ``condition`` holds; AssertionError after DEADLINE_S."""
-    deadline = time.monotonic() + DEADLINE_S
+def eventually(condition: Callable[[], bool], what: str, *, within_s: float = DEADLINE_S) -> None:
+    """Until ``condition`` holds; AssertionError after ``within_s``."""
+    deadline = time.monotonic() + within_s
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"not within {DEADLINE_S} s: {what}")
+            raise AssertionError(f"not within {within_s} s: {what}")
         time.sleep(0.005)
 
 

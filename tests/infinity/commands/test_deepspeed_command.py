@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import pytest
 from infinity.commands.cli import main
 from infinity.commands.hosts import chosen, first, nodes_of_hostfile
 from infinity.errors import ConfigError
+from tests.support.daemon import eventually
 from tests.support.ranks import TIMEOUT_S, free_port, quiet_environment
+from tests.support.signals import heed_signals
 
 NODES = {"a": [0, 1, 2, 3], "b": [0, 1], "c": [0]}
 TELL = """
@@ -21,6 +24,11 @@ names = "RANK LOCAL_RANK WORLD_SIZE LOCAL_SIZE CROSS_RANK CROSS_SIZE TOLD".split
 told = {name: os.environ.get(name) for name in names}
 with open(f"{os.environ['OUT']}/{told['RANK']}.json", "w") as file:
     json.dump({**told, "argv": sys.argv[1:]}, file)
+"""
+WAIT = """
+import os, time
+open(f"{os.environ['OUT']}/{os.environ['RANK']}.{os.getpid()}.pid", "w")
+time.sleep(600)
 """
 
 
@@ -119,19 +127,24 @@ def test_ranks_are_told_their_places(tmp_path: Path) -> None:
         }  # fmt: skip
 
 
-def test_other_nodes_are_reached_by_ssh_with_what_they_need(tmp_path: Path) -> None:
-    """A stand-in for ssh runs the command here, as the node's shell would."""
+def _as_on_two_nodes(tmp_path: Path) -> tuple[tuple[str, ...], str]:
+    """Options for the command and a PATH on which a stand-in for ssh runs its command here, as the node's shell would,
+    and where no signal to it reaches that."""
     commands = tmp_path / "bin"
     commands.mkdir()
     ssh = commands / "ssh"
     options = 'while [ "${1#-}" != "$1" ]; do shift 2; done; shift'
-    ssh.write_text(f'#!/bin/sh\n{options}\nexec env -i PATH="$PATH" sh -c "$*"\n')
+    ssh.write_text(f'#!/bin/sh\n{options}\nexec setsid --fork --wait env -i PATH="$PATH" sh -c "$*"\n')
     ssh.chmod(0o755)
     (tmp_path / "hosts").write_text("one slots=1\ntwo slots=2\n")
-    (tmp_path / ".deepspeed_env").write_text(f"# for all nodes\nTOLD=yes\nOUT={tmp_path}\n")
-    path = f"{commands}:{quiet_environment()['PATH']}"
     words = ("--hostfile", "hosts", "--master_addr", "127.0.0.1", "--master_port", str(free_port()))
-    ended = _run(tmp_path, *words, "--no_local_rank", "--include", "one@two:0", PATH=path)
+    return (*words, "--include", "one@two:0"), f"{commands}:{quiet_environment()['PATH']}"
+
+
+def test_other_nodes_are_reached_by_ssh_with_what_they_need(tmp_path: Path) -> None:
+    words, path = _as_on_two_nodes(tmp_path)
+    (tmp_path / ".deepspeed_env").write_text(f"# for all nodes\nTOLD=yes\nOUT={tmp_path}\n")
+    ended = _run(tmp_path, *words, "--no_local_rank", PATH=path)
     assert ended.returncode == 0, ended.stderr
     for rank in ("0", "1"):
         told = json.loads((tmp_path / f"{rank}.json").read_text())
@@ -139,6 +152,40 @@ def test_other_nodes_are_reached_by_ssh_with_what_they_need(tmp_path: Path) -> N
             "RANK": rank, "LOCAL_RANK": "0", "WORLD_SIZE": "2", "LOCAL_SIZE": "1", "CROSS_RANK": rank,
             "CROSS_SIZE": "2", "TOLD": "yes", "argv": ["--x", "1"],
         }  # fmt: skip
+
+
+def _is_running(pid: int) -> bool:
+    return Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_what_stands_on_other_nodes_ends_with_the_command(tmp_path: Path, number: signal.Signals, code: int) -> None:
+    words, path = _as_on_two_nodes(tmp_path)
+    script = tmp_path / "wait.py"
+    script.write_text(WAIT)
+    (tmp_path / ".deepspeed_env").write_text(f"OUT={tmp_path}\n")
+    command = subprocess.Popen(
+        [sys.executable, "-P", "-m", "infinity", "deepspeed", *words, str(script)],
+        cwd=tmp_path, env=quiet_environment(OMP_NUM_THREADS="1", PATH=path), preexec_fn=heed_signals,
+        stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+    )  # fmt: skip
+    try:
+        eventually(lambda: len(list(tmp_path.glob("*.pid"))) == 2, "both ranks run", within_s=TIMEOUT_S)
+        pids = [int(each.suffixes[0][1:]) for each in tmp_path.glob("*.pid")]
+        command.send_signal(number)
+        assert command.wait(TIMEOUT_S) == code
+    finally:
+        command.kill()
+    if number != signal.SIGKILL:
+        assert not any(map(_is_running, pids)), "the command ends behind its nodes"
+    eventually(lambda: not any(map(_is_running, pids)), "both ranks have ended", within_s=TIMEOUT_S)
+
+
+def test_without_ssh_several_nodes_are_refused(tmp_path: Path) -> None:
+    words, _ = _as_on_two_nodes(tmp_path)
+    ended = _run(tmp_path, *words, PATH=str(tmp_path))
+    assert ended.returncode == 2
+    assert "install it" in ended.stderr
 
 
 def test_a_rank_that_fails_fails_the_command(tmp_path: Path) -> None:
