@@ -28,8 +28,8 @@ from rich.table import Table
 
 from benchmarks.machine import describe_machine
 from benchmarks.place import add_directory
-from infinity.tiers.launch import DaemonProcess
 from io_daemon.rank.client import Client
+from io_daemon.rank.process import DaemonProcess
 from io_daemon.serve.startup import raise_priority
 from io_daemon.shared.protocol import ChunkSpec, ObjectKind
 

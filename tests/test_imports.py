@@ -190,9 +190,7 @@ def test_the_environment_is_read_in_two_places_only() -> None:
     assert readers <= ENVIRONMENT_READERS | {Path("infinity/commands/running.py")}
 
 
-@pytest.mark.parametrize(
-    "module", ["infinity.commands.cli", "infinity.config", "infinity.tiers.launch", "io_daemon.command.cli"]
-)
+@pytest.mark.parametrize("module", ["infinity.commands.cli", "infinity.config", "io_daemon.command.cli"])
 def test_loading_the_command_line_does_not_load_torch(module: str) -> None:
     code = f"import sys, {module}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=60, check=False).returncode == 0

@@ -97,7 +97,7 @@ def run(words: Sequence[str]) -> int:
             parser.error(f"{of_daemon[0]} has no effect without --swap-dir")
         return torchrun(rest, environment_of(as_deepspeed=parsed.as_deepspeed))
 
-    from infinity.tiers.launch import DaemonProcess
+    from io_daemon.rank.process import DaemonProcess
 
     options: list[str] = []
     for action in parser._actions:

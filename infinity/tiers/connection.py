@@ -16,10 +16,10 @@ from infinity.plan.memory_plan import MemoryPlan
 from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.daemon import DaemonStore
-from infinity.tiers.launch import DaemonProcess
 from io_daemon.config import DaemonSettings
 from io_daemon.machine.limits import naming_limits
 from io_daemon.rank.client import Client
+from io_daemon.rank.process import DaemonProcess
 
 PROBE_TIMEOUT_S = 1.0
 BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
@@ -113,7 +113,6 @@ class DaemonConnection(HostTier):
         self._process = DaemonProcess(
             swap_dirs=self._config.swap_dirs or (self._environment.temp_dir,),
             options=DaemonSettings.of(settings).options(),
-            environment=self._environment,
         )
         return str(self._process.socket)
 

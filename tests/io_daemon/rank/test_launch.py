@@ -10,16 +10,14 @@ import stat
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
-from infinity.config import Environment
-from infinity.errors import ConfigError, DaemonLostError
-from infinity.tiers import launch
-from infinity.tiers.launch import DaemonProcess
 from io_daemon.config import SOCKET_PATH_BYTES_MAX, DaemonSettings
+from io_daemon.errors import ConfigError, DaemonLostError
+from io_daemon.rank.process import DaemonProcess
 
 ROOT = Path(__file__).resolve().parents[3]
 START_TIMEOUT_S = 60.0
@@ -27,25 +25,25 @@ READY = "print('{\"ready\": true}', flush=True)"
 
 pytestmark = pytest.mark.cold_daemons
 
-StandIn = Callable[[str], None]
+StandIn = Callable[[str], Sequence[str]]
 
 
 @pytest.fixture
-def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIn:
-    """Makes a script take the daemon's place."""
+def stand_in(tmp_path: Path) -> StandIn:
+    """Makes a script to take the daemon's place: its command."""
 
-    def install(code: str) -> None:
+    def write(code: str) -> Sequence[str]:
         script = tmp_path / "stand_in.py"
         script.write_text("import os, signal, sys, time\n" + textwrap.dedent(code))
-        monkeypatch.setattr(launch, "DAEMON_COMMAND", (sys.executable, str(script)))
+        return sys.executable, str(script)
 
-    return install
+    return write
 
 
 def _start(tmp_path: Path, **settings: object) -> DaemonProcess:
     return DaemonProcess(
         swap_dirs=[tmp_path],
-        environment=Environment(temp_dir=tmp_path),
+        directories=[tmp_path],
         **settings,  # type: ignore[arg-type]
     )
 
@@ -121,13 +119,13 @@ def test_a_socket_may_be_named(tmp_path: Path) -> None:
 
 
 def test_last_words_of_a_daemon_that_dies(stand_in: StandIn, tmp_path: Path) -> None:
-    stand_in("print('out of luck', file=sys.stderr); sys.exit(5)")
+    command = stand_in("print('out of luck', file=sys.stderr); sys.exit(5)")
     with pytest.raises(DaemonLostError, match=r"status 5 .*\n  out of luck"):
-        _start(tmp_path)
+        _start(tmp_path, command=command)
 
 
 def test_a_silent_daemon_meets_the_deadline_and_is_ended(stand_in: StandIn, tmp_path: Path) -> None:
-    stand_in(
+    command = stand_in(
         f"""
         open({str(tmp_path / "pid")!r}, "w").write(str(os.getpid()))
         print("still looking", file=sys.stderr, flush=True)
@@ -135,22 +133,22 @@ def test_a_silent_daemon_meets_the_deadline_and_is_ended(stand_in: StandIn, tmp_
         """
     )
     with pytest.raises(DaemonLostError, match=r"not ready within 2 s:\n  still looking"):
-        _start(tmp_path, start_timeout_s=2.0)
+        _start(tmp_path, command=command, start_timeout_s=2.0)
     assert _ended(int((tmp_path / "pid").read_text()), timeout_s=0.0)
 
 
 @pytest.mark.parametrize("line", ["not JSON", "[]", "3"])
 def test_a_first_line_that_is_no_object(line: str, stand_in: StandIn, tmp_path: Path) -> None:
-    stand_in(f"print({line!r}, flush=True); signal.pause()")
+    command = stand_in(f"print({line!r}, flush=True); signal.pause()")
     with pytest.raises(DaemonLostError, match="not a JSON object"):
-        _start(tmp_path)
+        _start(tmp_path, command=command)
 
 
 def test_a_daemon_that_does_not_drain_is_killed(
     stand_in: StandIn, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stand_in(f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY}\nwhile True: signal.pause()")
-    daemon = _start(tmp_path)
+    command = stand_in(f"signal.signal(signal.SIGTERM, signal.SIG_IGN); {READY}\nwhile True: signal.pause()")
+    daemon = _start(tmp_path, command=command)
     assert daemon.terminate(timeout_s=0.2) == -signal.SIGKILL
     assert daemon.terminate() == -signal.SIGKILL
     assert "did not drain" in caplog.text
@@ -159,7 +157,7 @@ def test_a_daemon_that_does_not_drain_is_killed(
 def test_a_talkative_daemon_never_blocks_on_its_stderr(
     stand_in: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    stand_in(
+    command = stand_in(
         f"""
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         {READY}
@@ -170,7 +168,7 @@ def test_a_talkative_daemon_never_blocks_on_its_stderr(
         while True: signal.pause()
         """
     )
-    with _start(tmp_path):
+    with _start(tmp_path, command=command):
         assert _appears(tmp_path / "said")
     assert capsys.readouterr().err.splitlines()[-1] == "after"
 
@@ -186,30 +184,33 @@ def _appears(path: Path, timeout_s: float = 60.0) -> bool:
 
 
 def test_a_ctrl_c_at_the_terminal_does_not_reach_the_daemon(stand_in: StandIn, tmp_path: Path) -> None:
-    stand_in(f"{READY}\nsignal.pause()")
-    with _start(tmp_path) as daemon:
+    command = stand_in(f"{READY}\nsignal.pause()")
+    with _start(tmp_path, command=command) as daemon:
         assert os.getpgid(daemon.pid) == daemon.pid != os.getpgrp()
 
 
 # --- where the socket goes
 
 
-def test_a_runtime_directory_comes_first(stand_in: StandIn, tmp_path: Path) -> None:
-    stand_in(f"{READY}\nsignal.pause()")
+def test_a_runtime_directory_comes_first(stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = stand_in(f"{READY}\nsignal.pause()")
     runtime = tmp_path / "run"
     runtime.mkdir()
-    environment = Environment(runtime_dir=runtime, temp_dir=tmp_path)
-    with DaemonProcess(swap_dirs=[tmp_path], environment=environment) as daemon:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(runtime))
+    with DaemonProcess(swap_dirs=[tmp_path], command=command) as daemon:
         assert daemon.socket.parent.parent == runtime
     assert list(runtime.iterdir()) == []
 
 
-def test_a_socket_path_that_would_not_fit_goes_elsewhere(stand_in: StandIn, tmp_path: Path) -> None:
-    stand_in(f"{READY}\nsignal.pause()")
+def test_a_socket_path_that_would_not_fit_goes_elsewhere(
+    stand_in: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = stand_in(f"{READY}\nsignal.pause()")
     deep = tmp_path / ("d" * 100)
     deep.mkdir()
-    environment = Environment(runtime_dir=deep, temp_dir=deep)
-    with DaemonProcess(swap_dirs=[tmp_path], environment=environment) as daemon:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(deep))
+    monkeypatch.setenv("TMPDIR", str(deep))
+    with DaemonProcess(swap_dirs=[tmp_path], command=command) as daemon:
         assert daemon.socket.parent.parent == Path("/tmp")
         assert len(os.fsencode(daemon.socket)) <= SOCKET_PATH_BYTES_MAX
 
@@ -225,9 +226,8 @@ def _run_script(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
         textwrap.dedent(
             f"""
             import os, sys
-            from infinity.tiers import launch
-            launch.DAEMON_COMMAND = (sys.executable, {str(stand_in)!r})
-            daemon = launch.DaemonProcess(swap_dirs=[{str(tmp_path)!r}])
+            from io_daemon.rank.process import DaemonProcess
+            daemon = DaemonProcess(swap_dirs=[{str(tmp_path)!r}], command=(sys.executable, {str(stand_in)!r}))
             """
         )
         + textwrap.dedent(code)
