@@ -30,7 +30,6 @@ class Gathering:
         io: StateIO,
         collectives: Collectives,
         live_set: LiveSet,
-        group_of: Mapping[int, ParamGroup],
         phases: Phases,
         *,
         lock: AbstractContextManager[object],
@@ -38,7 +37,7 @@ class Gathering:
         refusals: Refusals,
     ) -> None:
         self._sharded, self._io, self._collectives = sharded, io, collectives
-        self._live_set, self._group_of = live_set, group_of
+        self._live_set = live_set
         self._phases, self._lock = phases, lock
         self._written, self._refusals = written, refusals
         self._num_writable: dict[int, int] = {}
@@ -64,11 +63,12 @@ class Gathering:
             in_pass: a pass of the model is open, and will ask for the weights at this place again.
             modifier_rank: the rank whose changes become everybody's, and are kept; None: changes are refused.
         """
-        groups = list({self._group_of[p.index].index: self._group_of[p.index] for p in params}.values())
+        groups = list({group.index: group for group in (self._sharded.group_of[p.index] for p in params)}.values())
         owners.check_modifier_rank(modifier_rank, self._collectives.world_size)
         if modifier_rank is not None:
             for param in params:
-                if self._group_of[param.index].persistent:  # what is written cannot be taken back where the store is it
+                # what is written cannot be taken back where the store is it
+                if self._sharded.group_of[param.index].persistent:
                     self._refusals.refuse_views(param)
         with self._lock:
             held: list[ParamGroup] = []
@@ -116,7 +116,7 @@ class Gathering:
 
     def begin_write(self, param: ShardedParam) -> None:
         """The store is about to get new weights of the parameter."""
-        group = self._group_of[param.index]
+        group = self._sharded.group_of[param.index]
         with self._lock:
             # what was leased ahead was read before the write, and would be waited for by it
             self._live_set.drop_ahead(group)
@@ -140,7 +140,7 @@ class Gathering:
             with torch.no_grad():
                 values = param.allocate()
                 self._collectives.broadcast(values, f"share the changes of {param.name}", source=modifier_rank)
-            self._live_set.drop_ahead(self._group_of[param.index])
+            self._live_set.drop_ahead(self._sharded.group_of[param.index])
             self._written.keep(param, values)
             param.count_write()
 
@@ -154,12 +154,12 @@ class Gathering:
                 del self._num_writable[param.index]
         with self._lock:
             changed = [param for param in params if param.is_written() and not self.keeps_writes(param)]
-            unseen = [p for p in params if not self._group_of[p.index].persistent and p.is_kept_unseen()]
+            unseen = [p for p in params if not self._sharded.group_of[p.index].persistent and p.is_kept_unseen()]
             for param in params:
                 param.hide()
             for group in groups:
                 group.num_holds -= 1
                 self._live_set.linger(group)
             for param in changed:
-                self._live_set.forget(self._group_of[param.index])
+                self._live_set.forget(self._sharded.group_of[param.index])
         return changed, unseen

@@ -65,7 +65,6 @@ class Runtime(owners.Owner):
         self.meet_backward: Callable[[ShardedParam], None] = self._refusals.refuse_backward
         """What is called with a gradient that arrives outside of the engine's backward: it begins one, or raises."""
         self._cast_once = CastOnce(module, sharded.params, self.device)
-        self._group_of = {param.index: group for group in sharded.groups for param in group.params}
         zero = config.zero_optimization
         self.policy = sharded.policy
         self.shards_weights = self.policy.shards_weights
@@ -100,15 +99,14 @@ class Runtime(owners.Owner):
             reduces_each=self.policy.reduces(boundary=False),
             rounds_sums=sharded.precision.rounds_sums,
         )
-        self.user_gradients = UserGradients(self.reducer, sharded, self._group_of, phases)
+        self.user_gradients = UserGradients(self.reducer, sharded, phases)
         self.io = StateIO(sharded)
-        self.written = Written(self, sharded, self.io, collectives, self.live_set, self._group_of, lock=self._lock)
+        self.written = Written(self, sharded, self.io, collectives, self.live_set, lock=self._lock)
         self._gathering = Gathering(
             sharded,
             self.io,
             collectives,
             self.live_set,
-            self._group_of,
             phases,
             lock=self._lock,
             written=self.written,
@@ -120,12 +118,9 @@ class Runtime(owners.Owner):
             phases,
             reducer=self.reducer,
             gradients=self.gradients,
-            check_written=self.written.check,
-            own_written=self.written.own,
-            begin_write=self._gathering.begin_write,
-            refresh=self._gathering.refresh,
-            has_peers=collectives.world_size > 1,
-            together=collectives.together,
+            written=self.written,
+            gathering=self._gathering,
+            collectives=collectives,
         )
         self.changes = WeightChanges(
             sharded,
@@ -138,7 +133,7 @@ class Runtime(owners.Owner):
         )
         self._saved = SavedTensors(self._param_of, sharded.resident, self._bring, self._cast_once.use)
         self._streams = any(not group.persistent for group in sharded.groups)
-        kept = (p for p in sharded.params if not self._group_of[p.index].placement.trainable)
+        kept = (p for p in sharded.params if not sharded.group_of[p.index].placement.trainable)
         self.structure = Structure(module, [(p.name, p.param) for p in kept if sharded.layout.trains])
         for param in sharded.params:
             owners.adopt(param.param, self)
@@ -297,24 +292,18 @@ class Runtime(owners.Owner):
 
     def _refuse_streamed(self, params: Iterable[ShardedParam], problem: str, remedy: str) -> None:
         for param in params:
-            if not self._group_of[param.index].persistent:
+            if not self.sharded.group_of[param.index].persistent:
                 self.refuse(param.param, problem, remedy)
 
     def shard_of(self, param: nn.Parameter) -> torch.Tensor:
         self.refuse_over("ds_tensor")
         return shard_copies.hand_out(self, param, self.io.own_weights(self._param_of[id(param)]), "ds_tensor")
 
-    def together(self, work: Callable[[], owners.Result], what: str) -> owners.Result:
-        return self.collectives.together(work, what)
-
-    def tell(self, value: object, what: str) -> list[Any]:
-        return self.collectives.gather_objects(value, what)
-
     def overwrite(self, values: Sequence[tuple[nn.Parameter, owners.Values]]) -> None:
         self.states.overwrite([(self._param_of[id(param)], new) for param, new in values])
 
     def is_persistent(self, param: nn.Parameter) -> bool:
-        return self._group_of[self._param_of[id(param)].index].persistent
+        return self.sharded.group_of[self._param_of[id(param)].index].persistent
 
     def stream(self, param: ShardedParam) -> Iterator[tuple[int, torch.Tensor]]:
         """(first element, values) of all pieces of the weights, in the order of memory, on the CPU. Collective."""
@@ -433,7 +422,7 @@ class Runtime(owners.Owner):
 
     def _bring(self, param: ShardedParam) -> torch.Tensor:
         """Backward asks for weights that forward saved. Who has them has their memory, whatever becomes of them."""
-        group = self._group_of[param.index]
+        group = self.sharded.group_of[param.index]
         if self._phases.is_over:
             self.refuse(param.param, "is needed by a backward after its engine ended", "end backward before destroy()")
         if self.shards_weights and param.differs and not self._gathering.keeps_writes(param):
@@ -453,7 +442,7 @@ class Runtime(owners.Owner):
             own = looks_at.parameters(recurse=looks_at in self.sharded.units)
             groups = [
                 *self.sharded.anchors.get(module, ()),
-                *(self._group_of[self._param_of[id(p)].index] for p in own),
+                *(self.sharded.group_of[self._param_of[id(p)].index] for p in own),
             ]
             needed = [group for group in dict.fromkeys(groups) if not group.persistent]
             if needed:

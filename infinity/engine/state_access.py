@@ -8,36 +8,27 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
 from zlib import crc32
 
 import torch
 
+from infinity.engine.gathering import Gathering
 from infinity.engine.phases import Phases
+from infinity.engine.written import Written
 from infinity.errors import EngineStateError
 from infinity.plan.precision import Precision
 from infinity.states import StepPhase
+from infinity.tiers.collectives import Collectives
 from infinity.update.gradients import GradientChunks
 from infinity.update.reducer import Reducer
-from infinity.weights.owners import Result, Values
+from infinity.weights.owners import Values
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.sharded_model import ShardedModel
 from infinity.weights.state_io import StateIO
 from io_daemon.shared.protocol import ObjectKind
 
 
-class Together(Protocol):
-    """``Collectives.together``."""
-
-    def __call__(self, work: Callable[[], Result], what: str) -> Result: ...
-
-
 class StateAccess:
-    """``check_written``: has the store follow what a user wrote to a parameter's weights on the device, or raises
-    WeightsError; collective. ``own_written``: this rank's part of that alone, which the next step has the store follow;
-    None if nothing was written. ``refresh``: has the weights of a parameter that are on the device follow the store;
-    collective. ``has_peers``: other ranks share the model."""
-
     def __init__(
         self,
         sharded: ShardedModel,
@@ -46,12 +37,9 @@ class StateAccess:
         *,
         reducer: Reducer,
         gradients: GradientChunks,
-        check_written: Callable[[Sequence[ShardedParam]], None],
-        own_written: Callable[[ShardedParam], torch.Tensor | None],
-        begin_write: Callable[[ShardedParam], None],
-        refresh: Callable[[ShardedParam], None],
-        has_peers: bool,
-        together: Together,
+        written: Written,
+        gathering: Gathering,
+        collectives: Collectives,
     ) -> None:
         self._stepped, self._states = sharded.precision.stepped, sharded.precision.state_kinds
         self._without_sign = _without_sign(sharded.precision)
@@ -62,9 +50,7 @@ class StateAccess:
         """Raises where the store has gradients that the step will clip; the update knows."""
         self._io, self._phases = io, phases
         self._reducer, self._gradients = reducer, gradients
-        self._check_written, self._own_written = check_written, own_written
-        self._begin_write, self._refresh = begin_write, refresh
-        self._has_peers, self._together = has_peers, together
+        self._written, self._gathering, self._collectives = written, gathering, collectives
 
     def kind(self, state: str | None) -> ObjectKind:
         """The kind of the optimizer's ``state``, by name; None means the fp32 weights."""
@@ -80,8 +66,8 @@ class StateAccess:
         step."""
         self.check_phase("read", StepPhase.IDLE, StepPhase.FORWARD)
         if whole:
-            self._check_written([param])
-        elif (written := self._own_written(param)) is not None and self._is_weights(kind):
+            self._written.check([param])
+        elif (written := self._written.own(param)) is not None and self._is_weights(kind):
             rounded = written if kind is self._stepped else written.to(param.dtype)
             return rounded.to("cpu", torch.float32, copy=True)
         if kind is ObjectKind.GRAD:
@@ -107,8 +93,9 @@ class StateAccess:
         if whole:
             names = {each: label for label, each in self._states.items()}
             what = f"write the {names.get(kind, kind.name.lower())} of {param.name}"
-            own = self._together(ready, f"{what} with checksum {checksum_of(value):08x}" if self._has_peers else what)
-            self._replace(param, kind, own, lambda put: self._together(put, what))
+            same = f" with checksum {checksum_of(value):08x}" if self._collectives.world_size > 1 else ""
+            own = self._collectives.together(ready, what + same)
+            self._replace(param, kind, own, lambda put: self._collectives.together(put, what))
         else:
             self._replace(param, kind, ready(), lambda put: put())
 
@@ -123,7 +110,7 @@ class StateAccess:
             self._refuse_away(kind.mask)
             self.refuse_clipped(f"writing the gradient of {param.name}")
         elif self._is_weights(kind):
-            self._begin_write(param)
+            self._gathering.begin_write(param)
         elif not self.keeps_states(param.index):
             raise EngineStateError(
                 f"the state of {param.name} cannot be written yet: its optimizer makes it in the first step; write it "
@@ -144,7 +131,7 @@ class StateAccess:
             self._reducer.note(param.index)
         elif self._is_weights(kind):
             by_all(lambda: self._io.write_own(param, list(dict.fromkeys([kind, ObjectKind.WEIGHT])), own))
-            self._refresh(param)
+            self._gathering.refresh(param)
         else:
             by_all(lambda: self._io.write_own(param, [kind], own))
 
@@ -184,17 +171,17 @@ class StateAccess:
         def ready() -> None:
             self.check_phase("written", StepPhase.IDLE)
             for param, _ in values:
-                self._begin_write(param)
+                self._gathering.begin_write(param)
 
         def write() -> None:
             for param, new in values:
                 kinds = dict.fromkeys([self._of_frozen(param, self._stepped), ObjectKind.WEIGHT])
                 self._io.write_from(param, list(kinds), new)
 
-        self._together(ready, "begin to write new weights")
-        self._together(write, "write new weights")
+        self._collectives.together(ready, "begin to write new weights")
+        self._collectives.together(write, "write new weights")
         for param, _ in values:
-            self._refresh(param)
+            self._gathering.refresh(param)
 
     def _settle(self, param: ShardedParam, *, together: bool) -> None:
         """Gradients that wait for the last micro-batch are reduced now, which takes all ranks."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import FrameType
 from typing import Final, NoReturn
 
@@ -22,7 +22,6 @@ from infinity.update.reducer import Reducer
 from infinity.weights import access
 from infinity.weights.owners import known_owner_of
 from infinity.weights.param import ShardedParam
-from infinity.weights.param_group import ParamGroup
 from infinity.weights.sharded_model import ShardedModel
 
 _ZEROING: Final = frozenset(inspect.unwrap(of.zero_grad).__code__ for of in (nn.Module, torch.optim.Optimizer))
@@ -44,10 +43,8 @@ def _asked_to_zero() -> bool | None:
 
 
 class UserGradients:
-    def __init__(
-        self, reducer: Reducer, sharded: ShardedModel, group_of: Mapping[int, ParamGroup], phases: Phases
-    ) -> None:
-        self._reducer, self._group_of, self._phases = reducer, group_of, phases
+    def __init__(self, reducer: Reducer, sharded: ShardedModel, phases: Phases) -> None:
+        self._reducer, self._group_of, self._phases = reducer, sharded.group_of, phases
         self._put: dict[int, ShardedParam] = {}
         self.note_zeroed: Callable[..., None] = lambda _index, *, set_to_none: None
         """Hears of ``zero_grad`` of the model or of the user's optimizer: of each parameter without a gradient."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import NoReturn
 
 import torch
@@ -29,13 +29,11 @@ class Written:
         io: StateIO,
         collectives: Collectives,
         live_set: LiveSet,
-        group_of: Mapping[int, ParamGroup],
         *,
         lock: threading.RLock,
     ) -> None:
         self._owner, self._sharded, self._io = owner, sharded, io
         self._collectives, self._live_set, self._lock = collectives, live_set, lock
-        self._group_of = group_of
 
     def check(self, params: Iterable[ShardedParam]) -> None:
         """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view, or in
@@ -73,7 +71,7 @@ class Written:
         return torch.where(as_before, masters, values.float())
 
     def _has_master(self, param: ShardedParam) -> bool:
-        return self._group_of[param.index].placement.trainable and bool(self._sharded.precision.master)
+        return self._sharded.group_of[param.index].placement.trainable and bool(self._sharded.precision.master)
 
     def refuse(self, param: ShardedParam) -> NoReturn:
         """What was written goes with the weights that are here, at once or when nobody uses them; the store has what it
@@ -86,7 +84,7 @@ class Written:
         owners.refuse_write(self._owner, param.param, [other.name for other in others])
 
     def _undo(self, param: ShardedParam) -> None:
-        group = self._group_of[param.index]
+        group = self._sharded.group_of[param.index]
         with self._lock:
             if group.persistent:  # shown, or gathered while its states are offloaded
                 if not group.in_use:
@@ -105,7 +103,7 @@ class Written:
         flat = param.allocate()
         if self._collectives.world_size > 1:
             self._collectives.agree(f"keep what was written to {param.name} ({param.checksum():08x})").wait()
-        if not self._group_of[param.index].is_lent:
+        if not self._sharded.group_of[param.index].is_lent:
             self.keep(param, flat)
         param.overlook_change()
 

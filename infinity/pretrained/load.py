@@ -66,7 +66,7 @@ def load_pretrained(
 
     owners = dict.fromkeys(owner for param in module.parameters() if (owner := owner_of(param)) is not None)
     asked = next(iter(owners), None)
-    files, matched = asked.together(look, "look at pretrained weights") if asked else look()
+    files, matched = asked.collectives.together(look, "look at pretrained weights") if asked else look()
     targets: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)
     owned: dict[Owner, list[tuple[nn.Parameter, Values]]] = {owner: [] for owner in owners}
     own: list[tuple[torch.Tensor, Values]] = []
@@ -79,8 +79,8 @@ def load_pretrained(
             given[name] = _FileValues(files, key, target)
     if asked is not None:
         parts = [(name, files.path, values.numel, values) for name, values in given.items()]
-        samples = asked.together(lambda: samples_of(parts), "look at pretrained weights")
-        compare(asked.tell(samples, "compare pretrained weights"))
+        samples = asked.collectives.together(lambda: samples_of(parts), "look at pretrained weights")
+        compare(asked.collectives.gather_objects(samples, "compare pretrained weights"))
     for name, values in given.items():
         target = targets[name]
         if not isinstance(target, nn.Parameter):

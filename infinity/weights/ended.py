@@ -12,11 +12,14 @@ import torch
 from torch import nn
 
 from infinity.errors import WeightsError
+from infinity.tiers.collectives import Collectives
 from infinity.weights import access, owners
 from infinity.weights.param import ShardedParam
 
 
 class Ended(owners.Owner):
+    collectives = Collectives(None)
+
     def __init__(self, params: Iterable[ShardedParam]) -> None:
         self._known = {id(param.param): (param.name, param.layout) for param in params}
 

@@ -9,18 +9,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, Final, NoReturn, TypeVar
+from typing import ClassVar, Final, NoReturn
 
 import torch
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import ConfigError
+from infinity.tiers.collectives import Collectives
 
 NAMED_MAX: Final = 20
 """Parameters that one message names; of the rest it tells how many."""
 
-Result = TypeVar("Result")
 Values = Callable[[int, int], torch.Tensor]
 """(first element, numel) -> that part of new weights, 1-D in the parameter's memory order, of any float dtype."""
 
@@ -30,6 +30,8 @@ class Owner(ABC):
 
     keeps_writes: ClassVar[bool] = False
     """Whether what an operation writes to borrowed weights is kept."""
+    collectives: Collectives
+    """Those of the ranks that share the parameters."""
     shards_weights: bool = True
     """Whether weights are sharded between their uses, as at stage 3: below, parameters are whole for everybody."""
 
@@ -82,14 +84,6 @@ class Owner(ABC):
     def remake(self, param: nn.Parameter) -> nn.Parameter:
         """``nn.Parameter(param)``: another parameter of the same memory."""
         refuse_remake(self, param)
-
-    def together(self, work: Callable[[], Result], what: str) -> Result:
-        """``work`` on every rank that shares the parameters; where it fails on one, all of them raise."""
-        return work()
-
-    def tell(self, value: object, what: str) -> list[Any]:
-        """``value`` of every rank that shares the parameters, in their order. Collective."""
-        return [value]
 
     def overwrite(self, values: Sequence[tuple[nn.Parameter, Values]]) -> None:
         """Give parameters new weights, of which every rank asks for its part alone. Collective.

@@ -278,6 +278,8 @@ class ShardedModel:
             for index, (name, param) in enumerate(zip(layout.names, layout.params, strict=True))
         ]
         self.groups = self._build_groups()
+        self.group_of = {param.index: group for group in self.groups for param in group.params}
+        """The group of a parameter by its index."""
         self.anchors: dict[nn.Module, list[ParamGroup]] = {}
         for members, group in zip(layout.members, self.groups, strict=True):
             if members.anchor is not None:

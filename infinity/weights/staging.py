@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 import torch
 from torch import nn
@@ -218,12 +218,6 @@ class StagingArea(owners.Owner):
         """A parameter of its own, in memory."""
         with self.borrow([param]):
             return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
-
-    def together(self, work: Callable[[], owners.Result], what: str) -> owners.Result:
-        return self.collectives.together(work, what)
-
-    def tell(self, value: object, what: str) -> list[Any]:
-        return self.collectives.gather_objects(value, what)
 
     def overwrite(self, values: Sequence[tuple[nn.Parameter, owners.Values]]) -> None:
         def write() -> None:
