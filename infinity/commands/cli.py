@@ -274,7 +274,8 @@ def _checkpoint_verify(parsed: argparse.Namespace) -> int:
 
 
 def _plan(parsed: argparse.Namespace) -> int:
-    from infinity.commands.plan_command import plan
+    with quiet_interrupt():
+        from infinity.commands.plan_command import plan
 
     return plan(parsed)
 
@@ -287,25 +288,29 @@ def _trace(parsed: argparse.Namespace) -> int:
 
 
 def _doctor(parsed: argparse.Namespace) -> int:
-    from infinity.commands.doctor import doctor
+    with quiet_interrupt():
+        from infinity.commands.doctor import doctor
 
     return doctor(parsed.directories, as_json=parsed.json)
 
 
 def _config_check(parsed: argparse.Namespace) -> int:
-    from infinity.commands.config_command import check
+    with quiet_interrupt():
+        from infinity.commands.config_command import check
 
     return check(parsed.file, world_size=parsed.world_size, check_paths=not parsed.skip_paths, as_json=parsed.json)
 
 
 def _config_keys(parsed: argparse.Namespace) -> int:
-    from infinity.commands.config_command import keys
+    with quiet_interrupt():
+        from infinity.commands.config_command import keys
 
     return keys(as_json=parsed.json)
 
 
 def _config_schema(_parsed: argparse.Namespace) -> int:
-    from infinity.commands.config_command import schema
+    with quiet_interrupt():
+        from infinity.commands.config_command import schema
 
     return schema()
 

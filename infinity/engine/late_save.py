@@ -98,6 +98,8 @@ class LateSave:
         self._num_bytes = 0
         """This rank's pieces that were written."""
         self._is_scanned = False
+        self._waited_s = 0.0
+        """Seconds in which the drive took nothing."""
         self._cleanup = ExitStack()
         self._aside = saving.make_aside(self._cleanup)
         masks = self._runtime.io.lasting_chunks(saving.params)
@@ -148,18 +150,15 @@ class LateSave:
         before = -1
         while not self._job.is_done and self._num_bytes > before:
             before = self._num_bytes
-            self._job.wait(self._timeout_s)
+            self._waited_s = FLUSH_TIMEOUT_S if self._is_scanned else STALL_TIMEOUT_S
+            self._job.wait(self._waited_s)
 
     def _result(self) -> Any:
         """What this rank's part gave. Raises its error, or CheckpointError where it has come to no end."""
         if not self._job.is_done:
-            problem = f"is not written: its drive took nothing for {self._timeout_s:.0f} s"
+            problem = f"is not written: its drive took nothing for {self._waited_s:.0f} s"
             raise CheckpointError(self._aside, problem, "see to the drive, or save to another one")
         return self._job.result()
-
-    @property
-    def _timeout_s(self) -> float:
-        return FLUSH_TIMEOUT_S if self._is_scanned else STALL_TIMEOUT_S
 
     @property
     def held_up_s(self) -> float:

@@ -6,7 +6,6 @@ import socket
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -17,13 +16,13 @@ from infinity.tiers.base import HostTier
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.daemon import DaemonStore
 from io_daemon.config import DaemonSettings
+from io_daemon.disk.kernel_text import read_text
+from io_daemon.disk.swap_file import BOOT_ID
 from io_daemon.machine.limits import naming_limits
 from io_daemon.rank.client import Client
 from io_daemon.rank.process import DaemonProcess
 
 PROBE_TIMEOUT_S = 1.0
-BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-"""The machine's own mark: two may have one host name."""
 DRAIN_TIMEOUT_S = 30.0
 LOST_TIMEOUT_S = 1.0
 
@@ -40,7 +39,7 @@ class NodePlace:
     def find(cls, collectives: Collectives, environment: Environment) -> NodePlace:
         """Collective. By machine, so that it also holds for ranks that no launcher started, and by launcher: two on
         one machine are two nodes, each with a daemon of its own."""
-        node = " ".join(filter(None, (socket.gethostname(), BOOT_ID.read_text().strip(), environment.node)))
+        node = " ".join(filter(None, (socket.gethostname(), read_text(BOOT_ID), environment.node)))
         nodes = collectives.gather_objects(node, "find the ranks of each node")
         return cls(node=node, local_rank=nodes[: collectives.rank].count(node), local_world_size=nodes.count(node))
 

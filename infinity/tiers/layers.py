@@ -90,7 +90,7 @@ class SplitStore(ShardStore):
             store.close()
 
 
-class RecordingLease(Lease):
+class TracedLease(Lease):
     def __init__(self, inner: Lease, recorder: AccessRecorder, position: int) -> None:
         self.chunk = inner.chunk
         self._inner, self._recorder, self._position = inner, recorder, position
@@ -125,7 +125,7 @@ class TracedStore(StoreLayer):
         lease = super().acquire(chunk, read=read, write=write)
         if self._recorder is None:
             return lease
-        return RecordingLease(lease, self._recorder, self._recorder.acquired(chunk, read, write))
+        return TracedLease(lease, self._recorder, self._recorder.acquired(chunk, read, write))
 
     def mark(self, trace_id: int) -> None:
         """A pass begins: from here on accesses are recorded, unless the trace is known."""

@@ -369,8 +369,10 @@ class Update:
         for sub_group, _ in self._works:
             if self._steps(sub_group, self._present) and not self._steps(sub_group, terms.present):
                 lease = self._store.acquire(sub_group.chunk, write=ObjectKind.GRAD.mask)
-                lease.wait()
-                lease.release(dead=ObjectKind.GRAD.mask)
+                try:
+                    lease.wait()
+                finally:
+                    lease.release(dead=ObjectKind.GRAD.mask)
 
     def _factor(self, present: Sequence[bool]) -> torch.Tensor | None:
         """What gradients are multiplied by: 1 over the loss scale, and max_norm / (norm + 1e-6), at most 1, as in
