@@ -26,6 +26,7 @@ _OPTIMIZERS: Final = (
     "its optimizer is not built: use a torch optimizer, or one of deepspeed.ops.adam, adagrad, lion, or Muon by name"
 )
 _IO: Final = "the node's I/O daemon reads and writes: measure with `io-daemon bench`, see `io-daemon --help`"
+_GROUPS: Final = "weights are sharded over all ranks, not within groups of them: use deepspeed.zero.Init"
 _OWN_CHECKPOINTS: Final = (
     "checkpoints load at any world size and stage as they are: `infinity import-deepspeed` reads those of DeepSpeed"
 )
@@ -103,7 +104,8 @@ ABSENT: Final[Mapping[str, str]] = {
     "runtime.zero.stage_1_and_2": "the engine's optimizer is infinity's: use engine.optimizer and deepspeed.zero",
     "runtime.zero.parameter_offload": "hooks are infinity's: weights come with every use, see deepspeed.zero",
     "runtime.zero.partitioned_param_coordinator": "the order of weights is the daemon's: see engine.io_report()",
-    "runtime.zero.mics": "weights are sharded over all ranks, not within groups of them: use deepspeed.zero.Init",
+    "runtime.zero.MiCS_Init": _GROUPS,
+    "runtime.zero.mics": _GROUPS,
     "runtime.zero.muon": 'write "optimizer": {"type": "Muon"} into the configuration',
     "runtime.sparse_tensor": "gradients of embeddings are dense: write sparse=False",
 }

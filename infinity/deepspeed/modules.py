@@ -47,6 +47,9 @@ class _Finder(MetaPathFinder):
         if place not in TREE:
             if name in TREE.get(above, ()):
                 raise ModuleNotFoundError(f"{fullname} is no module, but a name in {root}.{above}", name=fullname)
+            if place in ALIASES:
+                problem = f"{fullname} is no module, but another name of {root}.{ALIASES[place]}: import that"
+                raise ModuleNotFoundError(problem, name=fullname)
             # no ModuleNotFoundError: of that Python keeps its name alone in `from package import name`
             raise ImportError(refusal(root, above, name), name=fullname)
         return ModuleSpec(fullname, _Loader(root, place), is_package=True)

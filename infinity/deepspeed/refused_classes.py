@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from typing import Any, NoReturn
 
+import torch
 from torch import nn
 
 from infinity.deepspeed.absent import reason
@@ -47,6 +48,34 @@ class MoE(nn.Module, metaclass=Refused):
     """A layer whose experts lie on different ranks."""
 
     PLACE = "moe.layer.MoE"
+
+
+class _NoOptimizer(torch.optim.Optimizer, metaclass=Refused):
+    """Registries of frameworks import its kind, whatever the job then steps by."""
+
+
+class FusedLamb(_NoOptimizer):
+    """LAMB in one kernel."""
+
+    PLACE = "ops.lamb.FusedLamb"
+
+
+class OnebitAdam(_NoOptimizer):
+    """Adam whose momentum ranks tell each other in one bit."""
+
+    PLACE = "runtime.fp16.onebit.OnebitAdam"
+
+
+class OnebitLamb(_NoOptimizer):
+    """LAMB likewise."""
+
+    PLACE = "runtime.fp16.onebit.OnebitLamb"
+
+
+class ZeroOneAdam(_NoOptimizer):
+    """Adam likewise, and not in every step."""
+
+    PLACE = "runtime.fp16.onebit.ZeroOneAdam"
 
 
 class DeepSpeedCheckpoint(metaclass=Refused):

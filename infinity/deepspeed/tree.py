@@ -142,6 +142,8 @@ _EXPERT_GROUPS = _of(
 )
 _REFUSED: Final = f"{_OURS}.refused_classes"
 """May be asked for, and not be made."""
+_LAMB = _of(_REFUSED, "FusedLamb")
+_ONEBIT = _of(_REFUSED, "OnebitAdam OnebitLamb ZeroOneAdam")
 _PIPELINE = _of(_REFUSED, "PipelineModule LayerSpec TiedLayerSpec")
 _COMM = (
     _DISTRIBUTED
@@ -211,6 +213,8 @@ TREE: Final[Mapping[str, Names]] = {
     "ops.adam.cpu_adam": _of(f"{_OURS}.optimizers", "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _of(f"{_OURS}.optimizers", "FusedAdam"),
     "ops.aio": _of(f"{_OURS}.op_builders", "AsyncIOBuilder"),
+    "ops.lamb": _LAMB,
+    "ops.lamb.fused_lamb": _LAMB,
     "ops.lion": _LION,
     "ops.op_builder": _BUILDERS | _of(f"{_OURS}.op_builders", "OpBuilder"),
     "ops.op_builder.all_ops": _of(f"{_OURS}.op_builders", "ALL_OPS"),
@@ -239,6 +243,10 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.engine": _ENGINE | _CALLABLES | _LOADERS | _of(f"{_OURS}.constants", "MEMORY_OPT_ALLREDUCE_SIZE"),
     "runtime.fp16": {},
     "runtime.fp16.fused_optimizer": _of(f"{_OURS}.optimizer_kinds", "FP16_Optimizer"),
+    "runtime.fp16.onebit": _ONEBIT,
+    "runtime.fp16.onebit.adam": _of(_REFUSED, "OnebitAdam"),
+    "runtime.fp16.onebit.lamb": _of(_REFUSED, "OnebitLamb"),
+    "runtime.fp16.onebit.zoadam": _of(_REFUSED, "ZeroOneAdam"),
     "runtime.fp16.unfused_optimizer": _of(f"{_OURS}.optimizer_kinds", "FP16_UnfusedOptimizer"),
     "runtime.fp16.loss_scaler": _of(
         f"{_OURS}.loss_scalers",

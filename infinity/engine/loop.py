@@ -33,6 +33,7 @@ from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.update import Outcome, Update
 from infinity.weights import access, transforms
 from infinity.weights.buffers import FollowedBuffers, mixed_dtypes_named
+from infinity.weights.param import ShardedParam
 from infinity.weights.saved_tensors import stale_graphs_named
 from infinity.weights.sharded_model import ShardedModel
 
@@ -95,6 +96,7 @@ class TrainingLoop:
         """Parameters that torch's own ``zero_grad`` has not come to since a backward failed."""
         self._zeroed: set[int] = set()
         """Parameters whose gradient would be one of zeros by now."""
+        runtime.user_gradients.forget = self._forget_gradient
         runtime.user_gradients.note_zeroed = self._note_zeroed_one
 
     def forward(self, module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -339,6 +341,15 @@ class TrainingLoop:
         self._refuse_in_backward("zero_grad()")
         self._drop_gradients()
         self._note_zeroed(set_to_none=set_to_none)
+
+    def _forget_gradient(self, param: ShardedParam) -> None:
+        self._refuse_in_backward("zero_grad()")
+        self.refuse_before_step("zero_grad()")
+        reducer = self.runtime.reducer
+        reducer.forget(self._sharded.group_of[param.index], param)
+        if not reducer.has_any:
+            self._num_backwards = 0
+            self._trained("zero_grad").forget_clipping()
 
     def _note_zeroed(self, *, set_to_none: bool) -> None:
         for param in range(len(self._stepped)):

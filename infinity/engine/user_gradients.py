@@ -46,6 +46,8 @@ class UserGradients:
     def __init__(self, reducer: Reducer, sharded: ShardedModel, phases: Phases) -> None:
         self._reducer, self._group_of, self._phases = reducer, sharded.group_of, phases
         self._put: dict[int, ShardedParam] = {}
+        self.forget: Callable[[ShardedParam], None] = lambda _param: None
+        """Takes a parameter's gradient out of the running step."""
         self.note_zeroed: Callable[..., None] = lambda _index, *, set_to_none: None
         """Hears of ``zero_grad`` of the model or of the user's optimizer: of each parameter without a gradient."""
         given, sharded.given_gradients = sharded.given_gradients, {}
@@ -55,15 +57,19 @@ class UserGradients:
 
     def get(self, param: ShardedParam) -> torch.Tensor | None:
         is_described = torch._guards.TracingContext.try_get() is not None  # by a compiler, which looks at all there is
-        if not is_described and self._is_taken(param):
-            self._refuse(param.param)
+        is_taken = not is_described and self._is_taken(param)
         gradient = access.own_gradient(param.param)
-        if gradient is None and (set_to_none := _asked_to_zero()) is not None:
+        set_to_none = _asked_to_zero() if is_taken or gradient is None else None
+        if is_taken:
+            self._take_back(param, may=set_to_none is not None)
+        if set_to_none is not None:
             self.note_zeroed(param.index, set_to_none=set_to_none)
         return gradient
 
     def set(self, param: ShardedParam, gradient: torch.Tensor | None) -> None:
-        if self._is_taken(param) or (gradient is not None and self._phases.phase is not StepPhase.IDLE):
+        if self._is_taken(param):
+            self._take_back(param, may=gradient is None)
+        elif gradient is not None and self._phases.phase is not StepPhase.IDLE:
             self._refuse(param.param)
         if gradient is None:
             access.drop_gradient(param.param)
@@ -84,6 +90,12 @@ class UserGradients:
         put, self._put = self._put, {}
         for param in put.values():
             access.drop_gradient(param.param)
+
+    def _take_back(self, param: ShardedParam, *, may: bool) -> None:
+        """What the engine has is dropped between passes, where the user wants that; nothing else is done to it here."""
+        if not may or self._phases.phase is not StepPhase.IDLE:
+            self._refuse(param.param)
+        self.forget(param)
 
     def _is_taken(self, param: ShardedParam) -> bool:
         return self._reducer.holds(param.index) or self._group_of[param.index].has_gradient_of(param)

@@ -70,6 +70,15 @@ class GradientChunks:
         self._written = [False] * len(self._written)
         self._norms.clear()
 
+    def forget(self, param: int) -> None:
+        """The step has no gradient of the parameter any more."""
+        self._under_way.settle()  # whoever counts its norm has done so
+        self._written[param] = False
+        for chunk in self._chunks:
+            for segment in chunk.segments:
+                if segment.param == param:
+                    self._norms.drop(segment)
+
     def add(self, chunk_ids: Sequence[int], gradient_of: GradientOf, params: Sequence[int], *, norms: bool) -> None:
         """Add one param group's reduced gradients to its chunks.
 

@@ -121,6 +121,14 @@ class Reducer:
         """The running step has a gradient of the parameter that no backward gave."""
         self._used[param] = 1
 
+    def forget(self, group: ParamGroup, param: ShardedParam) -> None:
+        """The user wants no gradient of the parameter in the running step; between passes. What is not reduced yet is
+        this rank's own business, as under DDP."""
+        self._num_dropped += self.holds(param.index)
+        self._used[param.index] = 0
+        group.drop_gradient(param)
+        self._gradients.forget(param.index)
+
     @property
     def told(self) -> str:
         """What must be the same on all ranks, or one's gradients would meet others of another."""

@@ -83,6 +83,8 @@ class Update:
         self._is_finite = True
         """Whether the gradients are, of which the norm was taken last."""
         self._clip_once: float | None = None
+        self._clipped: Sequence[bool] = ()
+        """Whether its norm has counted a parameter, by that."""
         self._whole = whole
         self._present: Sequence[bool] = ()
         """For each parameter, whether the running step steps it."""
@@ -129,7 +131,7 @@ class Update:
     def clip_once(self, max_norm: float, present: Sequence[bool]) -> torch.Tensor:
         """Have the coming update clip to ``max_norm``, whatever the config says. The norm, 0-D fp32, of the parameters
         that are ``present``."""
-        self._clip_once = float(max_norm)
+        self._clip_once, self._clipped = float(max_norm), list(present)
         return self._norm(present)
 
     def refuse_clipped(self, call: str) -> None:
@@ -219,6 +221,11 @@ class Update:
         """
         if self.is_early:
             return self._go_on(self.grouped(present))
+        if self._clip_once is not None and list(present) != self._clipped:
+            raise EngineStateError(
+                "a parameter was given a gradient, or its own was dropped, behind clip_grad_norm_(), by whose norm the "
+                "step clips: do that before it, or drop all by engine.zero_grad()"
+            )
         self.settle()  # what the step before left to chunks that nobody has used since
         options = self._checked_options()
         self._is_running, self._terms, self.num_updated = True, None, 0

@@ -419,6 +419,10 @@ class ParamGroup:
 
         return work, gradient_of
 
+    def drop_gradient(self, param: ShardedParam) -> None:
+        self._gradients.pop(param.index, None)
+        self._kept.pop(param.index, None)
+
     def drop_gradients(self) -> None:
         self._gradients.clear()
         self._kept.clear()

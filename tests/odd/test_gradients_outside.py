@@ -72,7 +72,7 @@ def a_gradient_is_assigned(world: Any) -> None:
     engine.step()
 
 
-@cases
+@cases(must="equal")
 def gradients_of_a_layer_are_dropped(world: Any) -> None:
     """``param.grad = None``: the layer is not to be stepped."""
     model = Net()
@@ -80,18 +80,70 @@ def gradients_of_a_layer_are_dropped(world: Any) -> None:
     for step in range(2):
         world.backward(engine, square(engine(batch(world, step))))
         model.head.weight.grad = None
+        world.zero_grad(model.head)
         engine.step()
 
 
-@cases
+@cases(must="equal")
 def zero_grad_of_the_module_instead_of_the_engine(world: Any) -> None:
     """What the accumulation has so far is to be dropped."""
     model = Net()
     engine = world.initialize(model)
     engine.backward(square(engine(batch(world, 0))))
-    model.zero_grad()
+    world.zero_grad(model)
     world.backward(engine, square(engine(batch(world, 1))))
     engine.step()
+
+
+@cases(must="equal")
+def zero_grad_of_a_part_of_the_module(world: Any) -> None:
+    """Of two losses a step, the second alone counts for the first block; clipping by norm sees what is left."""
+    model = Net()
+    engine = world.initialize(model, clipping=0.01)
+    for step in range(3):
+        engine.backward(square(engine(batch(world, 2 * step))))
+        world.zero_grad(model.blocks[0])
+        world.backward(engine, square(engine(batch(world, 2 * step + 1))))
+        engine.step()
+
+
+@cases(must="equal")
+def zero_grad_of_a_part_that_the_step_then_lacks(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model)
+    for step in range(3):
+        world.backward(engine, square(engine(batch(world, step))))
+        if step == 1:
+            world.zero_grad(model.blocks[1])
+        engine.step()
+
+
+@cases
+def gradients_that_another_models_loss_has_left(world: Any) -> None:
+    """A GAN: the generator's loss gives the discriminator gradients, which its zero_grad() drops."""
+    discriminator, generator = Net(1), Net(1)
+    first, second = world.initialize(discriminator), world.initialize(generator)
+    for step in range(3):
+        world.zero_grad(discriminator)
+        fake = second(batch(world, step))
+        first.backward(square(first(batch(world, 10 + step))) - square(first(fake.detach())))
+        first.step()
+        world.zero_grad(generator)
+        second.backward(square(first(fake)))
+        second.step()
+    world.zero_grad(discriminator)
+
+
+@cases(must="equal")
+def a_step_that_is_given_up_by_the_modules_zero_grad(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model)
+    for step in range(3):
+        world.backward(engine, square(engine(batch(world, step))))
+        if step == 1:
+            world.zero_grad(model)
+            continue
+        engine.step()
 
 
 @cases

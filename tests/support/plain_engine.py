@@ -164,6 +164,11 @@ class PlainEngine(nn.Module):
             tensor.grad = None
         self.micro_steps = 0
 
+    def drop_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        for param in params:
+            if (master := self._master_of.get(param)) is not None:
+                master.grad = None
+
     def get_global_grad_norm(self) -> float | None:
         return None if self._grad_norm is None or math.isnan(self._grad_norm) else self._grad_norm
 

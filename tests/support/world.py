@@ -166,6 +166,10 @@ class World:
     def _backward(self, engine: Any, loss: Tensor, **kwargs: Any) -> None:
         engine.backward(loss, **kwargs)
 
+    def zero_grad(self, module: nn.Module) -> None:
+        """The module's own: nothing of its parameters' gradients is left."""
+        module.zero_grad()
+
     def train(self, engine: Any, loss_of: Callable[[int], Tensor], *, num_steps: int = 3) -> None:
         """The usual loop: ``loss_of(step)``, backward, step."""
         for step in range(num_steps):
@@ -225,6 +229,11 @@ class PlainWorld(World):
         )
         self.engines.append(engine)
         return engine
+
+    def zero_grad(self, module: nn.Module) -> None:
+        super().zero_grad(module)
+        for engine in self.engines:
+            engine.drop_gradients(module.parameters())
 
     def cast(self, model: nn.Module) -> nn.Module:
         if self.setting.bf16:

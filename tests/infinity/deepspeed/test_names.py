@@ -84,6 +84,8 @@ def test_names_are_reached_without_importing_their_modules(name: str) -> None:
 @pytest.mark.parametrize("alias", ALIASES)
 def test_an_alias_is_the_module_that_it_stands_for(alias: str) -> None:
     assert getattr(infinity.deepspeed, alias) is _module(ALIASES[alias])
+    with pytest.raises(ModuleNotFoundError, match=f"no module, but another name of {ROOT}.{ALIASES[alias]}: import"):
+        importlib.import_module(f"{ROOT}.{alias}")
 
 
 @pytest.mark.parametrize("name", [name for name in ABSENT if name.rpartition(".")[2] not in names_above(name)])

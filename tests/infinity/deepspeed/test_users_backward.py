@@ -83,6 +83,40 @@ def test_gradients_of_inputs_are_of_the_loss_that_was_differentiated() -> None:
     engine.destroy()
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gan_drops_what_its_other_half_has_left_by_the_modules_zero_grad(stage: int) -> None:
+    found = []
+    for plain in (True, False):
+        torch.manual_seed(1)
+        judge, forger = (nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)) for _ in range(2))
+        if plain:
+            ours = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (judge, forger)]
+            calls: list[Any] = [judge, forger]
+        else:
+            calls = ours = [_engine(model, zero_optimization=_each(stage)) for model in (judge, forger)]
+        for step in range(4):
+            given = torch.randn(4, 4, generator=torch.Generator().manual_seed(step))
+            judge.zero_grad()
+            fake = calls[1](given)
+            for loss in (-calls[0](given.sin()).mean(), calls[0](fake.detach()).mean()):
+                loss.backward() if plain else calls[0].backward(loss)
+            ours[0].step()
+            forger.zero_grad()
+            loss = -calls[0](fake).mean()
+            loss.backward() if plain else calls[1].backward(loss)
+            ours[1].step()
+        found.append(
+            {name: value.clone() for model in (judge, forger) for name, value in model.named_parameters()}
+            if plain
+            else {name: value for engine in calls for name, value in engine.full_state_dict().items()}
+        )
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def _each(stage: int) -> dict[str, object]:
+    return {"stage": stage, "stage3_param_persistence_threshold": 0}
+
+
 def test_two_engines_in_a_row_divide_by_their_own_number() -> None:
     x = next(micro_batches(1, torch.float32))
     torch.manual_seed(1)
