@@ -119,12 +119,15 @@ class OwnedParameter(DsNames):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         return memo.setdefault(id(self), known_owner_of(self).copy(self))
 
-    def __reduce_ex__(self, _protocol: Any) -> NoReturn:
+    def __reduce_ex__(self, _protocol: Any) -> Any:
         refuse_pickle(known_owner_of(self), self)
 
 
 class UnshardedParameter(OwnedParameter):
     """The weights are here, for the length of a module's call, or for good."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @property
     def ds_status(self) -> ZeroParamStatus:

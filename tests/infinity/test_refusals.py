@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -101,6 +103,27 @@ def test_the_state_dict_inside_gathered_parameters_holds_their_weights() -> None
         del given
         engine.step()
         assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_parameters_are_pickled_where_their_weights_are_here(stage: int) -> None:
+    """As a plain parameter that ties others: on a CPU ``param.cpu()`` is the parameter itself."""
+    module = model()
+    module[1].weight = module[0].weight
+    config = {**CONFIG, "zero_optimization": {**CONFIG["zero_optimization"], "stage": stage}}
+    with infinity.initialize(model=module, config=config)[0] as engine:
+        for _ in range(2):
+            engine.backward(engine(torch.ones(1, 8)).sum())
+            engine.step()
+            within = infinity.zero.GatheredParameters(module.parameters()) if stage == 3 else nullcontext()
+            with within:
+                file = io.BytesIO()
+                torch.save({name: param.cpu() for name, param in module.named_parameters(remove_duplicate=False)}, file)
+                loaded = torch.load(io.BytesIO(file.getvalue()), weights_only=True)
+            assert {type(value) for value in loaded.values()} == {nn.Parameter}
+            assert loaded["0.weight"] is loaded["1.weight"]
+            expected = engine.full_state_dict()
+            assert all(torch.equal(loaded[name], value) for name, value in expected.items())
 
 
 def test_a_model_whose_engine_was_destroyed() -> None:
