@@ -34,12 +34,7 @@ ActiveRequest::ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> i
       num_cells(cells_of_queue) {
   completion = {request.tag,    IoStatus::kOk,     0,
                 request.offset, request.num_bytes, request.num_bytes};
-  if (request.op == IoOp::kFsync) {
-    require(request.num_bytes == 0 && request.offset == 0 && request.buffer_offset == 0,
-            "FSYNC takes neither offsets nor bytes");
-  } else {
-    resolve_blocks();
-  }
+  resolve_blocks();
   resolve_checksums();
 }
 
@@ -57,7 +52,6 @@ void ActiveRequest::resolve_blocks() {
   require(request.num_bytes <= block_bytes, "num_bytes of a block is more than block_bytes");
   require(request.checksums == nullptr, "blocks that are named singly have no checksums");
   for (const BlockPlace& place : blocks.places) {
-    require(place.op != IoOp::kFsync, "FSYNC has no blocks");
     check_place(place, request.num_bytes, region);
   }
   require(blocks.in_cells || blocks.headers.empty(), "headers are for blocks in cells");
@@ -80,7 +74,6 @@ void ActiveRequest::resolve_checksums() {
   require(!request.verify || (request.op == IoOp::kRead && request.checksums != nullptr),
           "verify is for READ, and needs checksums");
   if (request.checksums == nullptr) return;
-  require(request.op != IoOp::kFsync, "FSYNC has no checksums");
   require(request.op == IoOp::kRead || request.checksums->writable(),
           "WRITE stores checksums, but their region is mapped read-only");
   require(request.checksums_offset % sizeof(std::uint32_t) == 0,

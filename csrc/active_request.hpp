@@ -18,8 +18,7 @@ struct BlockExtent {
 };
 
 struct ActiveRequest {
-  // std::invalid_argument unless all of it lies within file, buffer and checksums. No buffer:
-  // FSYNC.
+  // std::invalid_argument unless all of it lies within file, buffer and checksums.
   ActiveRequest(Request resolved, std::shared_ptr<RegisteredFile> its_file,
                 std::shared_ptr<RegisteredBuffer> its_buffer, std::uint32_t bytes_per_block,
                 std::size_t cells_of_queue);
@@ -36,11 +35,11 @@ struct ActiveRequest {
 
   Request request;
   std::shared_ptr<RegisteredFile> file;
-  std::shared_ptr<RegisteredBuffer> buffer;  // null: FSYNC
+  std::shared_ptr<RegisteredBuffer> buffer;
   std::uint32_t block_bytes;
   std::size_t num_cells;               // of the queue: blocks in flight at most
   std::uint32_t* checksums = nullptr;  // one per block; null: none kept
-  std::size_t num_blocks = 1;          // falls to num_cut when a block fails
+  std::size_t num_blocks{};            // falls to num_cut when a block fails
   std::size_t num_cut = 0;
   std::size_t num_in_flight = 0;
   std::size_t first_failed{};  // which block, once completion.status says that one did

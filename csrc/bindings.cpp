@@ -237,8 +237,8 @@ void bind_region(nb::module_& module) {
 }
 
 IoOp as_op(int op) {
-  if (op < static_cast<int>(IoOp::kRead) || op > static_cast<int>(IoOp::kFsync)) {
-    throw std::invalid_argument("op is none of READ, WRITE, FSYNC");
+  if (op < static_cast<int>(IoOp::kRead) || op > static_cast<int>(IoOp::kWrite)) {
+    throw std::invalid_argument("op is neither READ nor WRITE");
   }
   return static_cast<IoOp>(op);
 }
@@ -359,7 +359,6 @@ void bind_reactor(nb::module_& module) {
   nb::class_<Reactor> reactor(module, "Reactor");
   reactor.attr("READ") = static_cast<int>(IoOp::kRead);
   reactor.attr("WRITE") = static_cast<int>(IoOp::kWrite);
-  reactor.attr("FSYNC") = static_cast<int>(IoOp::kFsync);
   reactor
       .def(nb::new_(&make_reactor<Reactor>), "engine"_a, "queue_depth"_a, "block_bytes"_a,
            nb::kw_only(), "faults"_a = nb::tuple())

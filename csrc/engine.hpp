@@ -13,7 +13,7 @@
 
 namespace infinity {
 
-enum class IoOp : std::uint8_t { kRead = 0, kWrite = 1, kFsync = 2 };
+enum class IoOp : std::uint8_t { kRead = 0, kWrite = 1 };
 
 inline constexpr int kNotRegistered = -1;
 

@@ -57,7 +57,7 @@ class LibaioEngine final : public IoEngine {
       if (result > 0) {
         num_taken += static_cast<std::size_t>(result);
       } else {
-        end_refused(part.front(), result);
+        refused_.push_back({part.front().token, result});
         ++num_taken;
       }
     }
@@ -147,18 +147,8 @@ class LibaioEngine final : public IoEngine {
       case IoOp::kWrite:
         io_prep_pwrite(&block, io.fd, io.data, io.num_bytes, offset);
         break;
-      case IoOp::kFsync:
-        io_prep_fsync(&block, io.fd);
-        break;
     }
     block.data = reinterpret_cast<void*>(io.token);
-  }
-
-  // The kernel would not take this one. A refused fsync means that kernel or filesystem have no
-  // asynchronous one (before 4.18), so it is done here; anything else is the I/O's result.
-  void end_refused(const Io& io, int result) {
-    if (io.op == IoOp::kFsync && result == -EINVAL) result = ::fsync(io.fd) < 0 ? -errno : 0;
-    refused_.push_back({io.token, result});
   }
 
   void hold_events(long events_min, std::size_t events_max, timespec* timeout) {

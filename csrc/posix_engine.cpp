@@ -17,18 +17,8 @@ namespace {
 
 std::int64_t perform(const Io& io) noexcept {
   const auto offset = static_cast<off_t>(io.offset);
-  std::int64_t result = 0;
-  switch (io.op) {
-    case IoOp::kRead:
-      result = ::pread(io.fd, io.data, io.num_bytes, offset);
-      break;
-    case IoOp::kWrite:
-      result = ::pwrite(io.fd, io.data, io.num_bytes, offset);
-      break;
-    case IoOp::kFsync:
-      result = ::fsync(io.fd);
-      break;
-  }
+  const std::int64_t result = io.op == IoOp::kRead ? ::pread(io.fd, io.data, io.num_bytes, offset)
+                                                   : ::pwrite(io.fd, io.data, io.num_bytes, offset);
   return result < 0 ? -errno : result;
 }
 

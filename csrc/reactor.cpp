@@ -78,7 +78,7 @@ void Reactor::submit(Request request) {
     throw std::runtime_error(std::to_string(kRequestsMax) + " requests have not been reaped yet");
   }
   auto file = files_.find(request.file);
-  auto buffer = request.op == IoOp::kFsync ? nullptr : buffers_.find(request.buffer);
+  auto buffer = buffers_.find(request.buffer);
   incoming_.emplace_back(std::move(request), std::move(file), std::move(buffer), block_bytes_,
                          blocks_.size());
   ++num_unreaped_;
@@ -238,7 +238,6 @@ Io Reactor::describe(std::size_t cell) const {
   const Block& block = blocks_[cell];
   const ActiveRequest& active = *block.request;
   Io io{.op = block.op(), .fd = active.file->fd(), .file_slot = active.file->slot(), .token = cell};
-  if (io.op == IoOp::kFsync) return io;
   const auto rest = block.bytes().subspan(block.resume_at);
   io.data = rest.data();
   io.num_bytes = static_cast<std::uint32_t>(rest.size());
@@ -268,7 +267,7 @@ void Reactor::end_round(std::size_t cell, std::int64_t result, std::uint64_t rea
   }
   if (result < 0) {
     fail(block, IoStatus::kIoError, static_cast<int>(-result), block.num_bytes(), block.num_done);
-  } else if (block.op() != IoOp::kFsync) {
+  } else {
     count(block, result);
     const auto reached = static_cast<std::uint32_t>(block.resume_at + result);
     if (reached < block.num_bytes() && reached > block.num_done) {

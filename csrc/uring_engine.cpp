@@ -164,9 +164,6 @@ class UringEngine final : public IoEngine {
           io_uring_prep_write(&sqe, fd, io.data, io.num_bytes, io.offset);
         }
         break;
-      case IoOp::kFsync:
-        io_uring_prep_fsync(&sqe, fd, 0);
-        break;
     }
     if (io.file_slot != kNotRegistered) sqe.flags |= IOSQE_FIXED_FILE;
     io_uring_sqe_set_data64(&sqe, io.token);

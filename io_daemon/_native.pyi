@@ -192,15 +192,14 @@ class Reactor:
 
     READ: Final[int]
     WRITE: Final[int]
-    FSYNC: Final[int]
     def __init__(
         self, engine: str, queue_depth: int, block_bytes: int, *, faults: Sequence[tuple[str, int, int]] = ()
     ) -> None:
         """faults, for tests: (what, nth block I/O from 0, value) with what in
         "errno_read" | "errno_write" (value = errno), "short_read" | "short_write" (value = bytes
         transferred), "flip_read" | "flip_write" (value = byte index), "delay" (value = microseconds), "break" (the
-        engine as a whole fails; value = errno). Reads and writes are counted apart, "delay" and "break" count both and
-        FSYNC; continuations and retries count too.
+        engine as a whole fails; value = errno). Reads and writes are counted apart, "delay" and "break" count both;
+        continuations and retries count too.
         Raises OSError if the engine cannot start; ValueError unless queue_depth is in 1..4096 and block_bytes a
         multiple of 4096 up to 1 GiB."""
     @property
@@ -232,9 +231,8 @@ class Reactor:
     ) -> None:
         """Queue one request; never blocks. Blocks start at multiples of block_bytes from the request's own start.
         WRITE stores one uint32 per block at checksums_offset (of the bytes as they are when the block is handed to
-        the engine: they must not change meanwhile), READ verifies against them if ``verify``. FSYNC covers the writes
-        that were reaped before it was submitted; everything after ``file`` is 0. Bounds are checked (ValueError).
-        RuntimeError once closed, or with 65536 requests not reaped."""
+        the engine: they must not change meanwhile), READ verifies against them if ``verify``. Bounds are checked
+        (ValueError). RuntimeError once closed, or with 65536 requests not reaped."""
     def reap(self, completions_max: int) -> list[tuple[int, int, int, int, int, int]]:
         """(tag, status, error_number, offset, expected, actual); status as protocol.Status: OK, IO_ERROR,
         SHORT_IO or INTEGRITY. One entry per request, after its last block. OK: the request's own offset and bytes

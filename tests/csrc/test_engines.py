@@ -30,7 +30,6 @@ def test_round_trip_of_whole_pages(make_bench: MakeBench, direct: bool, num_page
     num_bytes, num_blocks = num_pages * PAGE_BYTES, -(-num_pages // PAGES_PER_BLOCK)
     offset, at = 5 * PAGE_BYTES, 2 * PAGE_BYTES
     assert bench.write(offset, at, num_bytes) == (1, Status.OK, 0, offset, num_bytes, num_bytes)
-    assert bench.sync() == (3, Status.OK, 0, 0, 0, 0)
     assert bench.read(offset, at, num_bytes) == (2, Status.OK, 0, offset, num_bytes, num_bytes)
     assert (bench.found[at : at + num_bytes] == bench.to_write[at : at + num_bytes]).all()
     assert bench.stored_checksums(num_blocks).tolist() == [
@@ -192,16 +191,6 @@ def test_kernel_refusals_are_results(make_bench: MakeBench, tmp_path: Path) -> N
     (done,) = bench.finish()
     assert (done.tag, done.status, done.error_number) == (9, Status.IO_ERROR, errno.EBADF)
     assert bench.write(0, 0, PAGE_BYTES).status == Status.OK  # the reactor goes on
-
-
-def test_fsync_of_what_has_none(make_bench: MakeBench) -> None:
-    bench = make_bench()
-    reader, writer = os.pipe()
-    file = bench.reactor.add_file(writer)
-    bench.reactor.submit(4, Reactor.FSYNC, file, 0, 0, 0, 0)
-    assert bench.finish() == [(4, Status.IO_ERROR, errno.EINVAL, 0, 0, 0)]
-    os.close(reader)
-    os.close(writer)
 
 
 @pytest.fixture

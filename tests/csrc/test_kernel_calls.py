@@ -26,7 +26,6 @@ delays = [("delay", nth, 3_000) for nth in range(0, 40, 7)]  # so that some wait
 with ReactorBench(Path(sys.argv[1]), sys.argv[2], faults=delays) as bench:
     for turn in range(int(sys.argv[3])):  # each time the thread sleeps, and is woken
         assert bench.write(0, 0, 4096).status == 0
-    assert bench.sync().status == 0
 """
 
 
@@ -61,13 +60,6 @@ def test_no_wake_up_is_lost_when_its_poll_is_refused(
     variables = {"SHIM_NO_EXT_ARG": "1"} if old_kernel else {}
     run = run_shimmed(shim, tmp_path / "file", "io_uring", SHIM_REFUSED=f"{error_number}:5", **variables)
     assert (run.returncode, run.stderr) == (0, "")
-
-
-def test_fsync_is_not_fdatasync(engine: str, shim: Path, tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    run = run_shimmed(shim, tmp_path / "file", engine, SHIM_LOG=str(log))
-    assert (run.returncode, run.stderr) == (0, "")
-    assert [line for line in log.read_text().splitlines() if "sync" in line] == ["fsync"]
 
 
 def test_io_uring_knows_files_and_buffers_ahead(shim: Path, tmp_path: Path) -> None:

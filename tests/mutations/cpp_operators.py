@@ -30,8 +30,6 @@ SWAPS: Final[dict[str, str]] = {
     "false": "true",
     "std::min": "std::max",
     "std::max": "std::min",
-    "fsync(": "fdatasync(",
-    "prep_fsync(": "prep_fdsync(",
     "push_front": "push_back",
     "kReadOnly": "kWritable",
 }

@@ -3,8 +3,7 @@
  *   SHIM_NO_EXT_ARG=1      liburing believes that the kernel has no IORING_FEAT_EXT_ARG (before Linux 5.11)
  *   SHIM_REFUSED=ERRNO:N   the first N submissions that begin with a poll are refused
  *   SHIM_BLIND=1           pread says that it has read everything, and has moved nothing
- *   SHIM_LOG=FILE          one line for each fsync that is handed over ("fsync" or "fdatasync"), and for each write
- *                          through io_uring whose file and buffer are both registered ("registered")
+ *   SHIM_LOG=FILE          one line ("registered") for each write through io_uring whose file and buffer both are
  */
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -51,30 +50,8 @@ int io_uring_submit(struct io_uring *ring) {
     const int refused = i == sq->sqe_head ? refusal(sqe) : 0;
     if (refused != 0) return refused;
     if (sqe->opcode == IORING_OP_WRITE_FIXED && sqe->flags & IOSQE_FIXED_FILE) show("registered\n");
-    if (sqe->opcode == IORING_OP_FSYNC) show(sqe->fsync_flags & IORING_FSYNC_DATASYNC ? "fdatasync\n" : "fsync\n");
   }
   return real(ring);
-}
-
-int io_submit(io_context_t context, long count, struct iocb **blocks) {
-  int (*real)(io_context_t, long, struct iocb **) = next("io_submit");
-  for (long i = 0; i < count; ++i) {
-    if (blocks[i]->aio_lio_opcode == IO_CMD_FSYNC) show("fsync\n");
-    if (blocks[i]->aio_lio_opcode == IO_CMD_FDSYNC) show("fdatasync\n");
-  }
-  return real(context, count, blocks);
-}
-
-int fsync(int fd) {
-  int (*real)(int) = next("fsync");
-  show("fsync\n");
-  return real(fd);
-}
-
-int fdatasync(int fd) {
-  int (*real)(int) = next("fdatasync");
-  show("fdatasync\n");
-  return real(fd);
 }
 
 ssize_t pread(int fd, void *bytes, size_t num_bytes, off_t offset) {

@@ -113,10 +113,6 @@ class ReactorBench:
         self.submit_read(2, offset, at, num_bytes, verify=verify)
         return self.finish()[0]
 
-    def sync(self) -> Completion:
-        self.reactor.submit(3, Reactor.FSYNC, self.file, 0, 0, 0, 0)
-        return self.finish()[0]
-
 
 def finish(reactor: Reactor, num_requests: int) -> list[Completion]:
     completions: list[Completion] = []

@@ -18,13 +18,11 @@ from io_daemon.errors import DeviceIOError
 from io_daemon.shared.protocol import PAGE_BYTES, Status
 
 REAP_MAX: Final = 64
-SYNC_TAG: Final = 2**64 - 1
-SYNC_TIMEOUT_S: Final = 600.0
 CLOSE_TIMEOUT_S: Final = 30.0
 
 
 class ReactorEngine:
-    """A ``BlockEngine`` over io_uring, libaio or posix. Tags are below 2**64 - 1."""
+    """A ``BlockEngine`` over io_uring, libaio or posix."""
 
     def __init__(
         self,
@@ -36,8 +34,9 @@ class ReactorEngine:
         path: str,
         faults: Sequence[tuple[str, int, int]] = (),
     ) -> None:
-        """``fd`` is duplicated; ``path`` names it in errors; ``faults`` as ``BenchReactor`` takes them, for tests.
-        Raises OSError if the engine cannot start, ValueError for an iodepth beyond 4096."""
+        """``fd`` stays open until ``close``; ``path`` names it in errors; ``faults`` as ``BenchReactor`` takes them,
+        for tests. Raises OSError if the engine cannot start, ValueError for an iodepth beyond 4096."""
+        self._fd = fd
         self._path = path
         self._bs = bs
         self._in_flight: dict[int, tuple[Writes, Places]] = {}
@@ -99,12 +98,10 @@ class ReactorEngine:
     def sync(self) -> None:
         if self._in_flight:
             raise RuntimeError(f"{len(self._in_flight)} batches are in flight: sync covers only what has ended")
-        self._reactor.submit(SYNC_TAG, BenchReactor.FSYNC, self._file, 0, 0, 0, 0)
-        for _, status, error_number, _, _, _ in self._reap(SYNC_TIMEOUT_S):
-            if status != Status.OK:
-                raise self._error(error_number, 0, 0, 0, "fsync")
-            return
-        raise self._error(errno.ETIMEDOUT, 0, 0, 0, "fsync")
+        try:
+            os.fsync(self._fd)
+        except OSError as error:
+            raise self._error(error.errno or errno.EIO, 0, 0, 0, "fsync") from error
 
     def close(self) -> None:
         if not self._reactor.close(int(CLOSE_TIMEOUT_S * 1000)):

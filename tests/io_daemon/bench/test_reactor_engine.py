@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 import pytest
@@ -125,6 +126,18 @@ def test_errors_name_file_place_and_direction(start: Open, path: Path, fault: st
     error = caught.value
     assert (error.errno, error.path, error.offset) == (errno.EIO, str(path), 6 * BS)
     assert (error.expected_bytes, error.actual_bytes) == (BS, 0)
+
+
+def test_fsync_is_not_fdatasync_and_its_error_is_told(start: Open, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start()
+
+    def refuse(_: int) -> NoReturn:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(DeviceIOError, match="fsync of") as caught:
+        engine.sync()
+    assert (caught.value.errno, caught.value.path) == (errno.EIO, str(path))
 
 
 def test_the_end_of_the_file_is_a_short_transfer(start: Open, path: Path) -> None:
