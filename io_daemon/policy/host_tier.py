@@ -19,7 +19,7 @@ from typing import Final
 
 from io_daemon.policy.actions import Hurry, StartIo, TableWriter
 from io_daemon.policy.catalog import KINDS_OF, Catalog, Chunk
-from io_daemon.policy.counters import StepCounters
+from io_daemon.policy.counters import Counters
 from io_daemon.policy.cursor import Cursor
 from io_daemon.policy.eviction import STREAMING, EvictionOrder
 from io_daemon.policy.leases import Lease
@@ -40,7 +40,7 @@ class HostTier:
     def __init__(
         self, catalog: Catalog, block_bytes: int, table: TableWriter, *, verify: bool, in_flight_frames_max: int
     ) -> None:
-        self.counters = StepCounters()
+        self.counters = Counters()
         self._transfers = Transfers(catalog.num_frames, catalog.frame_bytes, block_bytes, table, verify=verify)
         self._working_ahead = True
         """Prefetch and write-behind are on."""
@@ -76,7 +76,7 @@ class HostTier:
         """A lease was asked for: move the cursor, predict next uses, count hits."""
         cursor = self._cursor
         tick = cursor.advance(lease.chunk.chunk_id, lease.read_mask, lease.write_mask)
-        counters = self.counters.totals
+        counters = self.counters
         for item in lease.objects:
             if lease.read_mask >> item.kind & 1 and not item.flags & _BORN:
                 if item.flags & _PREFETCHED:
@@ -202,11 +202,10 @@ class HostTier:
         """One piece ended: its transfer, if this was the last piece. KeyError if no such piece is in flight."""
         transfer = self._transfers.finish(io_id, status, error_number, offset, expected, actual)
         if transfer is not None:
-            totals = self.counters.totals
-            moved = totals.bytes_written if transfer.write else totals.bytes_read
+            moved = self.counters.bytes_written if transfer.write else self.counters.bytes_read
             moved[transfer.item.kind] += transfer.moved_bytes
             if transfer.failure is not None:
-                totals.io_errors += 1
+                self.counters.io_errors += 1
         return transfer
 
     def work_ahead(self, *, prefetch: bool) -> None:
@@ -262,7 +261,7 @@ class HostTier:
         return self.free_frames >= num_frames
 
     def _drop(self, item: SwapObject) -> None:
-        self.counters.totals.evictions += 1
+        self.counters.evictions += 1
         self._transfers.drop(item)
 
     def _look_ahead(self) -> None:

@@ -82,7 +82,7 @@ class LeaseQueue:
         self._queue.append(lease)
         self.serve()
         if lease.state is _QUEUED:
-            self._tier.counters.totals.waits += 1
+            self._tier.counters.waits += 1
 
     def serve(self) -> None:
         while self._queue:

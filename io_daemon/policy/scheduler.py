@@ -20,7 +20,7 @@ import numpy as np
 
 from io_daemon.policy.actions import Action, Complete, TableWriter
 from io_daemon.policy.catalog import Catalog, Chunk
-from io_daemon.policy.counters import StepCounters
+from io_daemon.policy.counters import Counters
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.host_tier import HostTier
 from io_daemon.policy.lease_queue import LeaseQueue
@@ -149,7 +149,7 @@ class TenantScheduler:
         elif opcode == Opcode.RELEASE:
             accepted = not read_mask | write_mask and self._release(chunk, arg, dirty_mask, dead_mask)
         elif opcode == Opcode.MARK:
-            self._mark(arg)
+            self._tier.start_pass(self._plans.get(arg))
             accepted = True
         elif opcode == Opcode.ECHO:
             self._completions.append(Complete(seq, Status.OK))
@@ -157,7 +157,7 @@ class TenantScheduler:
         else:
             accepted = False
         if not accepted:
-            self._tier.counters.totals.rejected += 1
+            self._tier.counters.rejected += 1
             return [Complete(seq, Status.BAD_REQUEST, chunk=chunk)]
         self._last_seq = seq
         return self._finish_event()
@@ -232,7 +232,7 @@ class TenantScheduler:
         return self._tier.idle
 
     @property
-    def counters(self) -> StepCounters:
+    def counters(self) -> Counters:
         return self._tier.counters
 
     @property
@@ -286,10 +286,6 @@ class TenantScheduler:
         for item in lease.objects:
             self._leases.settle(item)
         return True
-
-    def _mark(self, trace_id: int) -> None:
-        self._tier.counters.roll_over()
-        self._tier.start_pass(self._plans.get(trace_id))
 
     def _finish_event(self) -> list[Action]:
         self._leases.serve()

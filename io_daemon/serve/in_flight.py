@@ -9,13 +9,10 @@ import time
 class InFlight:
     def __init__(self) -> None:
         self.num_requests = 0
-        self.last_step_s = 0.0
-        """Wall-clock seconds between the last two marks in which there was any."""
         self._quiet = asyncio.Event()
         self._quiet.set()
         self._ended_s = 0.0
         """Length of all stretches that are over."""
-        self._at_mark_s = 0.0
         self._since: float | None = None
 
     def count(self, change: int) -> None:
@@ -37,9 +34,3 @@ class InFlight:
     def total_s(self) -> float:
         """Wall-clock seconds in which there was any."""
         return self._ended_s + (0.0 if self._since is None else time.monotonic() - self._since)
-
-    def mark(self) -> None:
-        """A step ends here."""
-        now_s = self.total_s
-        self.last_step_s = now_s - self._at_mark_s
-        self._at_mark_s = now_s

@@ -16,7 +16,6 @@ from io_daemon.config import ServeConfig
 from io_daemon.disk.swap_file import Owner
 from io_daemon.errors import ProtocolError
 from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
-from io_daemon.policy.counters import Counters
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.residency import Plan
 from io_daemon.policy.scheduler import TRACES_MAX, TenantScheduler
@@ -297,8 +296,6 @@ class Tenant:
             self._unanswered.add(seq)
         elif opcode == Opcode.RELEASE:
             self._unanswered.discard(arg)
-        elif opcode == Opcode.MARK:
-            self._in_flight.mark()
         self._perform(
             self._scheduler.on_sqe(seq, opcode, flags, read_mask, write_mask, chunk, arg, dirty_mask, dead_mask)
         )
@@ -378,7 +375,6 @@ class Tenant:
     # --- figures
 
     def stats(self) -> TenantStats:
-        counters = self._scheduler.counters
         return TenantStats(
             job=self.job,
             rank=self.rank,
@@ -394,13 +390,6 @@ class Tenant:
             num_in_flight=self.num_in_flight,
             swap_bytes=self._holdings.swap_bytes,
             swap_files=tuple(str(seat.swap_file.path) for seat in self.seats),
-            total=_totals(counters.totals, self._in_flight.total_s),
-            last_step=_totals(counters.last_step, self._in_flight.last_step_s)
-            if counters.last_step is not None
-            else None,
+            # every count under its name: one that is missing on either side is refused
+            total=IoTotals.model_validate({**asdict(self._scheduler.counters), "io_s": self._in_flight.total_s}),
         )
-
-
-def _totals(counters: Counters, io_s: float) -> IoTotals:
-    """Every count under its name: one that is missing on either side is refused."""
-    return IoTotals.model_validate({**asdict(counters), "io_s": io_s})

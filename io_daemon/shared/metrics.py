@@ -42,7 +42,8 @@ _BLOCKS = "Bytes of block I/O by swap directory"
 
 
 class IoTotals(Figures):
-    """Since some start, counted by ``policy.counters`` under the same names. Tuples are indexed by ``ObjectKind``."""
+    """Since the tenant attached, counted by ``policy.counters`` under the same names. Tuples are indexed by
+    ``ObjectKind``."""
 
     bytes_read: Annotated[
         tuple[int, ...], Figure("counter", _MOVED, "read", True, metric="bytes", label=("direction", "read"))
@@ -88,8 +89,6 @@ class TenantStats(Figures):
     swap_bytes: Annotated[int, Figure("gauge", "Bytes reserved on disk, header pages included", "swap", True)]
     swap_files: tuple[str, ...]
     total: IoTotals
-    last_step: IoTotals | None
-    """Counts between the last two ``mark`` calls."""
 
 
 class DeviceStatus(Figures):

@@ -26,7 +26,7 @@ class Opcode(IntEnum):
     RELEASE = 2
     """Give a lease back, naming dirty and dead kinds; answered only on error."""
     MARK = 3
-    """A pass over trace ``arg`` begins: the cursor goes to 0, step counters roll over. No answer."""
+    """A pass over trace ``arg`` begins: the cursor goes to 0. No answer."""
 
 
 class Status(IntEnum):

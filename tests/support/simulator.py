@@ -7,15 +7,17 @@ FairQueue, and ranks that compute while later leases are on their way. The same 
 
 from __future__ import annotations
 
+import copy
 import functools
 import heapq
 import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 
 from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
+from io_daemon.policy.counters import Counters
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.fair_queue import FairQueue
 from io_daemon.policy.residency import plan
@@ -54,6 +56,8 @@ class ModelTenant:
         )
         self.truth = Truth(self.memory)
         self.failures: dict[int, Complete] = {}
+        self.at_mark = Counters()
+        """As they stood when the last pass began."""
         self.on_grant: Callable[[int], None] = lambda _seq: None
         self._start = start if start is not None else self.disk.start
         self._hurry = hurry
@@ -89,6 +93,7 @@ class ModelTenant:
             raise AssertionError(f"release of {lease_seq} was refused: {self.failures[seq]}")
 
     def mark(self, trace_id: int) -> None:
+        self.at_mark = copy.deepcopy(self.scheduler.counters)
         self.take(self.scheduler.on_sqe(next(self._seqs), Opcode.MARK, 0, 0, 0, 0, trace_id))
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
@@ -140,6 +145,16 @@ class ModelTenant:
             elif action.seq in self.leases:
                 self.truth.grant(action.seq, action.born_mask)
                 self.on_grant(action.seq)
+
+
+def counted_since(earlier: Counters, now: Counters) -> Counters:
+    """What lies between two states of the same counters."""
+    between = copy.deepcopy(now)
+    for name, before in asdict(earlier).items():
+        after = getattr(now, name)
+        is_list = isinstance(after, list)
+        setattr(between, name, [a - b for a, b in zip(after, before, strict=True)] if is_list else after - before)
+    return between
 
 
 @dataclass(frozen=True, kw_only=True)

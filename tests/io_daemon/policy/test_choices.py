@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import errno
 import gc
 from collections.abc import Sequence
@@ -9,12 +10,12 @@ from collections.abc import Sequence
 import pytest
 
 from io_daemon.policy.actions import StartIo
-from io_daemon.policy.counters import Counters, StepCounters
+from io_daemon.policy.counters import Counters
 from io_daemon.policy.swap_object import SwapObject
 from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, PAGE_BYTES, Access, ChunkSpec, Status
 from io_daemon.shared.states import ObjectFlags, ObjectState
 from tests.support.fake_disk import Outcome
-from tests.support.simulator import ModelTenant
+from tests.support.simulator import ModelTenant, counted_since
 
 ONE = ChunkSpec((PAGE_BYTES,))
 TWO_KINDS = ChunkSpec((PAGE_BYTES, PAGE_BYTES))
@@ -47,7 +48,7 @@ def in_flight(tenant: ModelTenant) -> list[StartIo]:
 
 
 def totals(tenant: ModelTenant) -> Counters:
-    return tenant.scheduler.counters.totals
+    return tenant.scheduler.counters
 
 
 def follow(tenant: ModelTenant, accesses: Sequence[Access], *, trace_id: int = 0) -> None:
@@ -88,24 +89,6 @@ def test_every_read_of_what_exists_is_a_hit_a_prefetch_hit_or_a_miss() -> None:
     assert (found.hits, found.prefetch_hits, found.misses) == (2, 0, 1)
     assert (found.bytes_read[0], found.bytes_read[1]) == (PAGE_BYTES, 0)
     assert found.bytes_written[0] == found.bytes_written[1] >= PAGE_BYTES
-
-
-def test_a_step_is_what_lies_between_two_marks() -> None:
-    steps = StepCounters()
-    steps.totals.hits, steps.totals.bytes_read[2] = 5, 7
-    steps.roll_over()
-    rolled = [steps.last_step]
-    steps.totals.hits += 2
-    steps.totals.bytes_read[2] += 3
-    before = steps.totals.copy()
-    steps.totals.hits += 1
-    steps.totals.bytes_read[2] += 1
-    steps.roll_over()
-    rolled.append(steps.last_step)
-    steps.roll_over()
-    rolled.append(steps.last_step)
-    assert rolled == [None, Counters(hits=3, bytes_read=[0, 0, 4, *[0] * (KINDS_MAX - 3)]), Counters()]
-    assert (before.hits, before.bytes_read[2]) == (7, 10), "a copy is one"
 
 
 # Traces.
@@ -185,12 +168,12 @@ def test_prefetched_contents_that_nobody_has_asked_for_count_once() -> None:
     first = next(chunk for chunk in range(8) if _is_prefetched(tenant, chunk))
     for chunk in range(first):
         use(tenant, chunk, read=1)
-    before = totals(tenant).copy()
+    before = copy.deepcopy(totals(tenant))
     held = tenant.acquire(first, read=1)
     tenant.finish_all()
-    once = totals(tenant) - before
+    once = counted_since(before, totals(tenant))
     use(tenant, first, read=1)  # it has not left meanwhile
-    again = totals(tenant) - before
+    again = counted_since(before, totals(tenant))
     tenant.release(held)
     assert (once.prefetch_hits, once.hits) == (1, 0)
     assert (again.prefetch_hits, again.hits) == (1, 1), "the second time it is an ordinary hit"

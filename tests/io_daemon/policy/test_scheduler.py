@@ -93,7 +93,7 @@ def test_a_written_object_stays_and_is_written_back_only_when_its_frame_is_wante
     assert not granted(tenant, lease)
     tenant.finish_all()
     assert granted(tenant, lease)
-    assert tenant.scheduler.counters.totals.misses == 1
+    assert tenant.scheduler.counters.misses == 1
 
 
 def test_pieces_cover_the_object_in_order_and_the_last_may_be_short() -> None:
@@ -441,7 +441,7 @@ def test_malformed_entries_are_refused_and_change_nothing(entry: dict[str, int])
     assert tenant.failures[seq].status == Status.BAD_REQUEST
     assert tenant.memory.records == before
     assert tenant.scheduler.num_leases == 1
-    assert tenant.scheduler.counters.totals.rejected == 1
+    assert tenant.scheduler.counters.rejected == 1
     tenant.release(lease)
 
 
@@ -490,7 +490,7 @@ def test_a_failed_swap_in_says_what_failed_and_leaves_the_object_on_disk() -> No
     again = tenant.acquire(0, read=3)
     tenant.finish_all()
     assert granted(tenant, again), "nothing is lost"
-    assert tenant.scheduler.counters.totals.io_errors == 1
+    assert tenant.scheduler.counters.io_errors == 1
 
 
 def test_releasing_a_failed_lease_is_accepted_once() -> None:
@@ -688,20 +688,6 @@ def test_unregistering_waits_for_io_in_flight() -> None:
 
 
 # Passes and traces.
-
-
-def test_marks_roll_the_step_counters_over() -> None:
-    tenant = tenant_of(1, ONE)
-    write(tenant, 0)
-    tenant.mark(0)
-    before = tenant.scheduler.counters.last_step
-    assert before is None, "what was before the first mark is no step"
-    for _ in range(3):
-        tenant.release(tenant.acquire(0, read=1))
-    tenant.mark(0)
-    last_step = tenant.scheduler.counters.last_step
-    assert last_step is not None
-    assert (last_step.hits, last_step.misses) == (3, 0)
 
 
 def test_a_trace_must_fit_the_chunks_and_traces_are_limited() -> None:

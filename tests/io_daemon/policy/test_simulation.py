@@ -22,7 +22,7 @@ from io_daemon.policy.trace import Trace
 from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, Status
 from io_daemon.shared.states import ObjectFlags
 from tests.support.fake_disk import Outcome
-from tests.support.simulator import DiskModel, Pass, Rank, Simulator
+from tests.support.simulator import DiskModel, Pass, Rank, Simulator, counted_since
 from tests.support.step_traces import chunk_specs, cyclic_scan, evaluation, fill, training_step
 
 DEMAND_FRAMES = 8
@@ -48,10 +48,7 @@ def run_steps(
     rank = simulator.add_rank(options, passes=passes, leases_ahead=leases_ahead, compute_us=compute_us)
     rank.tenant.register(specs)
     simulator.run()
-    rank.tenant.mark(passes[-1].trace_id)
-    last_step = rank.tenant.scheduler.counters.last_step
-    assert last_step is not None
-    return rank, last_step
+    return rank, counted_since(rank.tenant.at_mark, rank.tenant.scheduler.counters)
 
 
 def moved_frames(counters: Counters) -> int:
@@ -189,7 +186,7 @@ def test_what_fits_to_the_last_frame_is_not_written_again_and_again(spare_chunks
     passes += [Pass(accesses=update, upload=traced and index == 0) for index in range(8)]
     rank, last = run_steps(20, [ChunkSpec((PAGE_BYTES,))] * (20 + spare_chunks), passes, window=8)
     assert moved_frames(last) == 0
-    assert moved_frames(rank.tenant.scheduler.counters.totals) == 0
+    assert moved_frames(rank.tenant.scheduler.counters) == 0
 
 
 def test_what_does_not_fit_is_written_behind_without_a_plan() -> None:
@@ -219,7 +216,7 @@ def test_clean_objects_leave_before_dirty_ones_of_about_the_same_use(monkeypatch
     ours, _ = run_steps(120, specs, passes, window=16, leases_ahead=4)
     monkeypatch.setattr(eviction, "rank_of", no_nearer_for_the_dirty)
     without, _ = run_steps(120, specs, passes, window=16, leases_ahead=4)
-    totals = [rank.tenant.scheduler.counters.totals for rank in (ours, without)]
+    totals = [rank.tenant.scheduler.counters for rank in (ours, without)]
     print(f"{moved_frames(totals[1]) / moved_frames(totals[0]):.3f} {without.stall_us / ours.stall_us:.3f}")
     assert moved_frames(totals[1]) >= 1.03 * moved_frames(totals[0])
     assert without.stall_us >= 1.05 * ours.stall_us
@@ -260,7 +257,7 @@ def test_a_fault_of_the_disk_ends_in_its_own_error_and_nothing_else(seed: int, w
     rank = simulator.add_rank({"num_frames": 40, "in_flight_frames_max": 8}, passes=passes, leases_ahead=3)
     rank.tenant.register(chunk_specs(12, PAGE_BYTES))
     simulator.run()
-    counters = rank.tenant.scheduler.counters.totals
+    counters = rank.tenant.scheduler.counters
     if rank.failure is None:
         # Prefetch met the error and the retry on demand did not, or the fault never came, or came too late.
         assert rank.finished
@@ -290,7 +287,7 @@ def test_one_tenants_fault_is_not_anothers() -> None:
     assert ranks[0].failure.error_number == errno.EIO
     for other in ranks[1:]:
         assert other.failure is None
-        assert other.tenant.scheduler.counters.totals.io_errors == 0
+        assert other.tenant.scheduler.counters.io_errors == 0
 
 
 def test_tenants_with_equal_work_end_together_and_a_small_one_first() -> None:

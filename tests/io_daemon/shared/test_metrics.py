@@ -25,9 +25,7 @@ def made_up(model: type[Figures], **given: object) -> dict[str, object]:
 
 def status_of(device: type[DeviceStatus] = DeviceStatus) -> DaemonStatus:
     total = IoTotals.model_validate(made_up(IoTotals))
-    tenant = TenantStats.model_validate(
-        made_up(TenantStats, page_locked=True, swap_files=("file",), total=total, last_step=None)
-    )
+    tenant = TenantStats.model_validate(made_up(TenantStats, page_locked=True, swap_files=("file",), total=total))
     devices = (device.model_validate(made_up(device, direct=True)),)
     given = {"devices": devices, "tenants": (tenant,), "verify_checksums": True, "private": False}
     return DaemonStatus.model_validate(made_up(DaemonStatus, **given))
