@@ -48,9 +48,9 @@ class ServeConfig(BaseModel):
     verify_checksums: bool = True
     """False: no checksums are kept at all."""
     private: bool = False
-    """End when the last tenant has left or the parent process is gone."""
+    """End when the last tenant has left."""
     parent_pidfd: Annotated[int, Field(ge=0, lt=1 << 31)] | None = None
-    """End when the process that this inherited pidfd names is gone. None: where ``private``, whoever is the parent."""
+    """End when the process that this inherited pidfd names is gone."""
     host_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=UNLIMITED_BYTES)] = UNLIMITED_BYTES
     """Most arena bytes of all tenants together; never more than the machine's memory allows."""
     swap_budget_bytes: Annotated[int, Field(ge=PAGE_BYTES, le=UNLIMITED_BYTES)] = UNLIMITED_BYTES

@@ -29,6 +29,7 @@ from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK, EXIT_USAGE
 from io_daemon.command.output_files import check_output
 from io_daemon.command.scratch import scratch_directory
 from io_daemon.policy.step_trace import SUFFIX, save
+from io_daemon.rank.process import own_pidfd
 from io_daemon.shared.metrics import size_text
 
 BENCH_STEP: Final = (sys.executable, "-P", "-m", "io_daemon", "bench", "step")
@@ -120,12 +121,9 @@ def _replay(parsed: argparse.Namespace, trace: Path) -> dict[str, Any]:
     words = [*BENCH_STEP, "--trace", str(trace), "--json", "--steps", str(parsed.steps), "--size", str(parsed.size)]
     if parsed.compute_tflops is not None:
         words += ["--compute-tflops", str(parsed.compute_tflops)]
-    own = os.pidfd_open(os.getpid())  # it ends with this process, also where that is killed
-    try:
-        words += ["--parent-pidfd", str(own), str(parsed.swap_dir)]
-        ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False, pass_fds=(own,))
-    finally:
-        os.close(own)
+    with own_pidfd() as pidfd:  # it ends with this process, also where that is killed
+        words += ["--parent-pidfd", str(pidfd), str(parsed.swap_dir)]
+        ended = subprocess.run(words, stdout=subprocess.PIPE, text=True, check=False, pass_fds=(pidfd,))
     if ended.returncode:
         problem = f"io-daemon bench step ended with {ended.returncode}, see above"
         if ended.returncode == EXIT_USAGE:

@@ -115,9 +115,7 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
         action="store_false",
         help="do not verify blocks when they are read",
     )
-    serve.add_argument(
-        "--private", action="store_true", help="end when the last tenant has left or the parent process is gone"
-    )
+    serve.add_argument("--private", action="store_true", help="end when the last tenant has left")
     serve.add_argument(
         "--parent-pidfd", type=int, metavar="FD", help="end when the process of this inherited pidfd is gone"
     )

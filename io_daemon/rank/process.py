@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
 from io_daemon.config import socket_parents
-from io_daemon.errors import ConfigError, DaemonLostError
+from io_daemon.errors import ConfigError, DaemonLostError, WorldError
 from io_daemon.machine.limits import check_addresses, naming_limits, too_few_threads
 from io_daemon.rank.private_dir import PrivateDir
 
@@ -40,8 +40,8 @@ class DaemonProcess:
 
     The constructor returns once the daemon serves its socket. It raises ``ConfigError`` if the daemon refuses a
     setting, ``DaemonLostError`` if it ends or stays silent; both carry its own last words. It raises ``WorldError`` if
-    a limit (``ulimit``) lets this process start none. A context manager; at exit of the interpreter the daemon is ended
-    too.
+    a limit (``ulimit``) lets this process start none, or the kernel lets nobody see it end. A context manager; at exit
+    of the interpreter the daemon is ended too.
     """
 
     def __init__(
@@ -162,28 +162,31 @@ class DaemonProcess:
 
 def _start(command: Sequence[str]) -> subprocess.Popen[bytes]:
     """In a process group of its own: a Ctrl-C at the terminal goes to the ranks, which still need the daemon to end."""
-    with _own_pidfd() as fds:
+    with own_pidfd() as pidfd:
         return subprocess.Popen(
-            [*command, *(word for fd in fds for word in ("--parent-pidfd", str(fd)))],
+            [*command, "--parent-pidfd", str(pidfd)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             process_group=0,
-            pass_fds=fds,
+            pass_fds=(pidfd,),
         )
 
 
 @contextlib.contextmanager
-def _own_pidfd() -> Iterator[tuple[int, ...]]:
-    """By which the daemon sees this process end, from its first instruction on: by the time that it could ask who its
-    parent is, that may be another. Nothing where the kernel gives none (before Linux 5.3)."""
+def own_pidfd() -> Iterator[int]:
+    """By which what is started sees this process end, from its first instruction on: by the time that it could ask who
+    its parent is, that may be another. Raises WorldError where the kernel gives none."""
     try:
-        pidfd = os.pidfd_open(os.getpid())
-    except OSError:
-        yield ()
-        return
+        with naming_limits("watch over this process by a pidfd"):
+            pidfd = os.pidfd_open(os.getpid())
+    except OSError as error:
+        raise WorldError(
+            f"pidfd_open: {error.strerror} (errno {error.errno}): what this process starts could not see it end; Linux "
+            "5.3 or newer has that call, and a container's seccomp profile must allow it"
+        ) from error
     try:
-        yield (pidfd,)
+        yield pidfd
     finally:
         os.close(pidfd)
 

@@ -112,12 +112,8 @@ def watching_parent(stop: asyncio.Event, config: ServeConfig) -> Iterator[None]:
     socket: its maker may have been killed. Raises ConfigError.
 
     (Not PR_SET_PDEATHSIG: that fires when the parent's *thread* ends.)"""
-    if config.parent_pidfd is None and not config.private:
-        yield
-        return
-    pidfd = _pidfd_of_parent() if config.parent_pidfd is None else config.parent_pidfd
+    pidfd = config.parent_pidfd
     if pidfd is None:
-        stop.set()
         yield
         return
     loop = asyncio.get_running_loop()
@@ -136,19 +132,6 @@ def watching_parent(stop: asyncio.Event, config: ServeConfig) -> Iterator[None]:
         loop.remove_reader(pidfd)
         os.close(pidfd)
         remove_if_private(config.socket_path.parent)
-
-
-def _pidfd_of_parent() -> int | None:
-    """None if it is gone already. One that died before this line cannot be told from its heir: hence the option."""
-    parent_pid = os.getppid()
-    try:
-        pidfd = os.pidfd_open(parent_pid)
-    except OSError:
-        return None
-    if os.getppid() == parent_pid:
-        return pidfd
-    os.close(pidfd)  # it died before it could be watched
-    return None
 
 
 @contextlib.contextmanager

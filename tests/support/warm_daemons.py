@@ -102,8 +102,8 @@ def _start_daemon(command: Sequence[str]) -> Any:
     (out, to_out), (errors, to_errors) = os.pipe(), os.pipe()
     nothing = os.open(os.devnull, os.O_RDONLY)
     try:
-        with process._own_pidfd() as pidfds:
-            forked = Forked(DAEMON, command[num_words:], [nothing, to_out, to_errors, *pidfds])
+        with process.own_pidfd() as pidfd:
+            forked = Forked(DAEMON, command[num_words:], [nothing, to_out, to_errors, pidfd])
     finally:
         for fd in (nothing, to_out, to_errors):
             os.close(fd)

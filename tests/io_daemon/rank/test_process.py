@@ -19,7 +19,7 @@ import pytest
 
 from io_daemon.__main__ import main
 from io_daemon.command import cli
-from io_daemon.errors import ConfigError
+from io_daemon.errors import ConfigError, LimitError, WorldError
 from io_daemon.rank.private_dir import PREFIX, PrivateDir, remove_abandoned
 from io_daemon.rank.process import DAEMON_COMMAND, DaemonProcess
 from io_daemon.rank.socket_lock import SocketLock
@@ -128,6 +128,26 @@ def test_gc_leaves_what_is_not_a_leftover_of_ours(tmp_path: Path) -> None:
 def test_a_daemon_that_cannot_be_started_leaves_no_directory(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         DaemonProcess(swap_dirs=[tmp_path], command=["/nonexistent"], directories=[tmp_path])
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("number", "kind", "words"),
+    [
+        (errno.EPERM, WorldError, r"pidfd_open: Operation not permitted \(errno 1\): .*seccomp"),
+        (errno.ENOSYS, WorldError, r"pidfd_open: Function not implemented \(errno 38\): .*Linux 5\.3"),
+        (errno.EMFILE, LimitError, "by a pidfd: Too many open files .*`ulimit -n`"),
+    ],
+)
+def test_where_no_pidfd_is_to_be_had_the_user_is_told(
+    number: int, kind: type[WorldError], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_pid: int) -> NoReturn:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "pidfd_open", refuse)
+    with pytest.raises(kind, match=words):
+        DaemonProcess(swap_dirs=[tmp_path], directories=[tmp_path])
     assert list(tmp_path.iterdir()) == []
 
 

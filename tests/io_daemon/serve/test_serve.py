@@ -414,8 +414,10 @@ def test_a_private_daemon_ends_with_its_last_tenant(serve: Serve) -> None:
 
 
 PARENT = """
-import subprocess, sys
-daemon = subprocess.Popen([sys.executable, "-m", "io_daemon", "serve", *sys.argv[1:], "--private"])
+import os, subprocess, sys
+own = os.pidfd_open(os.getpid())
+words = [sys.executable, "-m", "io_daemon", "serve", *sys.argv[1:], "--private", "--parent-pidfd", str(own)]
+daemon = subprocess.Popen(words, pass_fds=(own,))
 print(daemon.pid, flush=True)
 sys.stdin.read()
 """
