@@ -72,10 +72,10 @@ class ServeConfig(BaseModel):
     @field_validator("swap_dirs")
     @classmethod
     def _resolved(cls, value: tuple[Path, ...]) -> tuple[Path, ...]:
-        resolved = tuple(path.resolve() for path in value)
-        if len(set(resolved)) != len(resolved):
+        paths = tuple(resolved(path, "swap_dirs") for path in value)
+        if len(set(paths)) != len(paths):
             raise ValueError("the same directory is named twice")
-        return resolved
+        return paths
 
 
 class DaemonSettings(BaseModel):
@@ -106,6 +106,21 @@ class DaemonSettings(BaseModel):
             option = name.replace("_", "-")
             words += [f"--no-{option}"] if value is False else [f"--{option}", str(value)]
         return words
+
+
+def from_root(path: Path, key: str) -> Path:
+    """The path from the root on. Raises ConfigError about ``key`` where nobody can tell."""
+    try:
+        return path.absolute()
+    except FileNotFoundError as error:
+        remedy = "the current directory is gone: cd to one that is there, or write the path from / on"
+        raise ConfigError(key, str(path), remedy) from error
+
+
+def resolved(path: Path, key: str) -> Path:
+    """The path from the root on, without links; a circle of them stays, and whoever looks there is told of it. Raises
+    ConfigError about ``key`` where nobody can tell."""
+    return Path(os.path.realpath(from_root(path, key)))
 
 
 def is_text(path: str) -> bool:

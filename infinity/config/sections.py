@@ -6,7 +6,6 @@ see ``dialect.py``.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Final, Literal
@@ -32,7 +31,7 @@ from infinity.config.section import (
     never_is_zero,
     whole,
 )
-from io_daemon.config import EngineChoice
+from io_daemon.config import EngineChoice, resolved
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -295,8 +294,9 @@ class Config(Section):
 
     @property
     def swap_dirs(self) -> tuple[Path, ...]:
-        """Every directory that swap files may be put in, links resolved, in the order written, each once."""
-        return tuple(dict.fromkeys(Path(os.path.realpath(text)) for _, text in self.swap_dir_keys()))
+        """Every directory that swap files may be put in, links resolved, in the order written, each once. Raises
+        ConfigError where the working directory is gone."""
+        return tuple(dict.fromkeys(resolved(Path(text), key) for key, text in self.swap_dir_keys()))
 
     def swap_dir_keys(self) -> list[tuple[str, str]]:
         """(dotted key, path as written) of each swap directory."""

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from infinity.errors import ConfigError
+from io_daemon.config import from_root
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+://")
 
@@ -21,7 +22,7 @@ def local_path(key: str, given: object) -> Path:
     if _URL.match(text):
         raise ConfigError(key, given, "is the address of something elsewhere: name a directory on a mounted filesystem")
     bytes_of_name(key, text)
-    return Path(text).absolute()
+    return from_root(Path(text), key)
 
 
 def check_file_name(key: str, given: object) -> None:

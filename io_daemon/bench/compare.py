@@ -23,7 +23,7 @@ from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoResult
 from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, check_memory, open_bench, open_targets
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES, Each, IoSettings, Rw, check_limit
-from io_daemon.config import UNLIMITED_BYTES
+from io_daemon.config import UNLIMITED_BYTES, resolved
 from io_daemon.errors import ConfigError
 
 RUNS_PER_TURN: Final = 4
@@ -58,7 +58,7 @@ class CompareSettings(BaseModel):
     @field_validator("directory")
     @classmethod
     def _resolved(cls, value: Path) -> Path:
-        return value.resolve()
+        return resolved(value, "directory")
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:

@@ -8,8 +8,7 @@ from typing import Annotated, Final, Literal, Self, TypeVar, get_args
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
 from io_daemon.bench.engines.engine import Memory
-from io_daemon.config import EngineName, Fault
-from io_daemon.disk.swap_dir import resolved
+from io_daemon.config import EngineName, Fault, resolved
 from io_daemon.errors import ConfigError
 from io_daemon.shared.protocol import PAGE_BYTES
 

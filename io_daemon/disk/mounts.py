@@ -51,7 +51,7 @@ def find_mount(path: Path, proc: Path = PROC) -> Mount | None:
 
     The kernel says which, of a path that is there; else it is the last one above it, which covers earlier ones.
     """
-    target, number = path.resolve(), _number_of_mount(path, proc)
+    target, number = Path(os.path.realpath(path)), _number_of_mount(path, proc)
     found: Mount | None = None
     for line in os.fsdecode((proc / "self" / "mountinfo").read_bytes()).rstrip("\n").split("\n"):
         mount = Mount.parse(line)

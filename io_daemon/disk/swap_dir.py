@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from io_daemon.config import is_text
+from io_daemon.config import is_text, resolved
 from io_daemon.disk.mounts import find_mount, mount_written
 from io_daemon.disk.swap_file import PREFIX, SUFFIX, SwapHeader
 from io_daemon.errors import ConfigError, SwapBusyError, remedy_against
@@ -103,15 +103,6 @@ def check_swap_dir(path: Path) -> SwapDir:
     if in_memory:
         notes.append(f"{path}: {filesystem} lies in memory: swapping to it saves none")
     return SwapDir(path, direct_error is None, filesystem, tuple(notes), in_memory)
-
-
-def resolved(path: Path, key: str) -> Path:
-    """The path from the root, without links. Raises ConfigError about ``key`` where nobody can tell."""
-    try:
-        return path.resolve()
-    except FileNotFoundError as error:
-        remedy = "the current directory is gone: cd to one that is there, or write the path from / on"
-        raise ConfigError(key, str(path), remedy) from error
 
 
 def check_swap_dirs(paths: Sequence[Path]) -> list[SwapDir]:

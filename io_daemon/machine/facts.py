@@ -201,7 +201,7 @@ def _name(path: Path | str) -> str:
 def _mount(path: Path, proc: Path) -> Mount | None:
     try:
         return find_mount(path, proc)
-    except (OSError, RuntimeError, ValueError):  # unreadable, a loop of links, a line we do not understand
+    except (OSError, ValueError):  # unreadable, a line we do not understand
         return None
 
 

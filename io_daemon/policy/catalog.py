@@ -102,9 +102,7 @@ class Catalog:
         SwapSpaceError (the allocators were not grown first). Nothing has changed then.
         """
         self.check(specs)
-        first = self._ids.allocate(len(specs)) if specs else 0
-        if first is None:
-            raise ValueError(f"{len(specs)} more chunks: the table has room for {self._ids.capacity_bytes}")
+        first = self._take_ids(len(specs)) if specs else 0
         offsets: list[int] = []
         files = self._files(len(specs))
         for file, spec in zip(files, specs, strict=True):
@@ -135,9 +133,16 @@ class Catalog:
         """Raises ValueError or BudgetError where ``register(specs)`` would; changes nothing."""
         for spec in specs:
             self._check_spec(spec)
-        if len(specs) > self._ids.free_bytes:
-            raise ValueError(f"{len(specs)} more chunks: the table has room for {self._ids.capacity_bytes}")
+        if specs:
+            self._ids.free(self._take_ids(len(specs)), len(specs))
         self._check_budget(specs)
+
+    def _take_ids(self, count: int) -> int:
+        """The first of so many consecutive ids. Raises ValueError."""
+        if (first := self._ids.allocate(count)) is None:
+            free = f"{self._ids.free_bytes} of the table's {self._ids.capacity_bytes}"
+            raise ValueError(f"{count} more chunks need as many places in a row: {free} are free")
+        return first
 
     def remove(self, chunk: Chunk) -> None:
         """Give the chunk's id and extent back; no I/O of it may be in flight."""

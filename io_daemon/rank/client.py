@@ -329,40 +329,50 @@ class Client:
     def _completion(self, seq: int, timeout_s: float) -> Completion:
         """The answer to ``seq``; blocks, at most ``timeout_s``."""
         self._check()
-        with self._arrival:
-            if not self._reaping:
-                self._file_arrivals()
-            if (completion := self._arrived.pop(seq, None)) is not None:
-                return completion
-            start = time.monotonic()
-            patience = Patience(timeout_s)
-            try:
-                while (completion := self._arrived.pop(seq, None)) is None:
-                    self._check()
-                    if not (slice_s := patience.slice_s()):
-                        raise self._connection.lose(self._dump(self._describe(seq), timeout_s))
-                    if self._reaping:
-                        self._arrival.wait(slice_s)
-                    else:
-                        self._sleep_for_arrivals(slice_s, seq)
-            finally:
+        if (completion := self._taken(seq)) is not None:
+            return completion
+        start = time.monotonic()
+        patience = Patience(timeout_s)
+        gone = False
+        try:
+            while (completion := self._taken(seq)) is None:
+                if gone:
+                    raise self._connection.lost(self._describe(seq))
+                self._check()
+                if not (slice_s := patience.slice_s()):
+                    raise self._connection.lose(self._dump(self._describe(seq), timeout_s))
+                gone = self._sleep_for_arrivals(slice_s, seq)
+        finally:
+            with self._arrival:
                 self.stall_s += time.monotonic() - start
         return completion
 
-    def _sleep_for_arrivals(self, timeout_s: float, seq: int) -> None:
-        """Be the one thread that sleeps on the ring; the lock is free meanwhile."""
-        self._reaping = True
-        self._arrival.release()
-        gone = False
+    def _taken(self, seq: int) -> Completion | None:
+        """The answer to ``seq``, if it has come."""
+        with self._arrival:
+            if not self._reaping:
+                self._file_arrivals()
+            return self._arrived.pop(seq, None)
+
+    def _sleep_for_arrivals(self, timeout_s: float, seq: int) -> bool:
+        """Be the one thread that sleeps on the ring, with the lock free meanwhile, or wait for what that one files.
+        True: the daemon is gone."""
+        sleeps = False
         try:
-            gone = self._cq.wait(int(timeout_s * 1000) + 1, self._connection.watch_fd) == 2
+            with self._arrival:
+                if self._reaping:
+                    self._arrival.wait(timeout_s)
+                    return False
+                self._file_arrivals()
+                if seq in self._arrived:
+                    return False
+                self._reaping = sleeps = True
+            return self._cq.wait(int(timeout_s * 1000) + 1, self._connection.watch_fd) == 2
         finally:
-            self._arrival.acquire()
-            self._reaping = False
-            self._arrival.notify_all()
-        self._file_arrivals()
-        if gone and seq not in self._arrived:
-            raise self._connection.lost(self._describe(seq))
+            if sleeps:
+                self._reaping = False  # before any call: an interrupt is heard behind those, and nobody else does it
+                with self._arrival:
+                    self._arrival.notify_all()
 
     def _file_arrivals(self) -> None:
         """Pop what has come. Under the lock, and only while no thread sleeps on the ring."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self
 
-from io_daemon.config import socket_parents
+from io_daemon.config import from_root, socket_parents
 from io_daemon.errors import ConfigError, DaemonLostError, WorldError
 from io_daemon.machine.limits import check_addresses, naming_limits, too_few_threads
 from io_daemon.rank.private_dir import PrivateDir
@@ -77,7 +77,7 @@ class DaemonProcess:
         self.socket = Path(socket)
         self._arguments = ["serve", "--socket", str(self.socket)]
         for swap_dir in swap_dirs:
-            self._arguments += ["--swap-dir", os.path.abspath(swap_dir)]
+            self._arguments += ["--swap-dir", str(from_root(Path(swap_dir), "io_daemon.swap_dirs"))]
         self._arguments += [*options, *(["--private"] if private else [])]
         try:
             with naming_limits("start the I/O daemon"):

@@ -164,19 +164,10 @@ class Status(Message):
     daemon: DaemonStatus
 
 
-ERRORS: Final[dict[str, type[Exception]]] = {
-    error.__name__: error
-    for error in (
-        ValueError,
-        errors.ConfigError,
-        errors.WorldError,
-        errors.DeviceIOError,
-        errors.IntegrityError,
-        errors.SwapSpaceError,
-        errors.BudgetError,
-        errors.DaemonLostError,
-        errors.ProtocolError,
-    )
+ERRORS: Final[dict[str, type[Exception]]] = {"ValueError": ValueError} | {
+    name: error
+    for name, error in vars(errors).items()
+    if isinstance(error, type) and issubclass(error, (errors.ConfigError, errors.WorldError))
 }
 
 
@@ -186,13 +177,14 @@ class Fault(Message):
     type: Literal["fault"] = "fault"
     error: str
     text: str
-    attributes: dict[str, int | str]
+    attributes: dict[str, int | float | str]
 
     @classmethod
     def of(cls, error: Exception) -> Fault:
         if type(error).__name__ not in ERRORS:
             return cls(error="WorldError", text=f"{type(error).__name__}: {error}", attributes={})
-        attributes = {name: value if isinstance(value, int) else str(value) for name, value in vars(error).items()}
+        held = vars(error).items()
+        attributes = {name: value if isinstance(value, int | float) else str(value) for name, value in held}
         return cls(error=type(error).__name__, text=str(error), attributes=attributes)
 
     def exception(self) -> Exception:

@@ -12,19 +12,19 @@ import infinity.zero.tiling
 from infinity import errors
 from infinity.deepspeed.asserted import asserted
 from io_daemon.bench.run import NothingMeasured
-from io_daemon.errors import LimitError, Portable, SwapBusyError
+from io_daemon.errors import Portable
 
 IO = {"errno": 5, "path": "/x", "offset": 4096}
 MADE: list[BaseException] = [
     errors.ConfigError("a.b", [1], "write 2"),
     errors.ConfigError("a.b", lambda: None, "write 2"),
     NothingMeasured("runtime", 0.01, "measure for longer"),
-    LimitError(errno=24, operation="start", limit="-n", value=5, remedy="to 1024 or more"),
+    errors.LimitError(errno=24, operation="start", limit="-n", value=5, remedy="to 1024 or more"),
     errors.CombinedConfigError([errors.ConfigError("a", 1, "write 2"), errors.ConfigError("b", 3, "write 4")]),
     errors.DeviceIOError(**IO, expected_bytes=2, actual_bytes=1, operation="read"),  # type: ignore[arg-type]
     errors.IntegrityError(path="/x", offset=0, expected_checksum=1, actual_checksum=2),
     errors.SwapSpaceError(path="/x", needed_bytes=2, free_bytes=1),
-    SwapBusyError(path="/x", owner_pid=1, timeout_s=2.0),
+    errors.SwapBusyError(path="/x", owner_pid=1, timeout_s=2.0),
     errors.BudgetError(key="k", budget_bytes=1, smallest_bytes=2, reason="small"),
     errors.DaemonLostError("lost"),
     errors.ProtocolError("odd"),

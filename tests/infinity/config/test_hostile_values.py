@@ -10,6 +10,7 @@ import pytest
 
 from infinity.config import parse_config
 from infinity.errors import ConfigError
+from infinity.files.place import local_path
 
 SMALLEST: dict[str, Any] = {"train_batch_size": 1}
 HUGE = 10**5000
@@ -88,6 +89,18 @@ def test_of_a_swap_directory_that_is_none_the_remedy_helps(
     error = _refusal(_offload(path))
     assert (error.key, error.value) == ("zero_optimization.offload_param.nvme_path", path)
     assert words in error.remedy
+
+
+def test_a_working_directory_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    error = _refusal(_offload("swap"))
+    assert (error.key, error.value) == ("zero_optimization.offload_param.nvme_path", "swap")
+    assert "the current directory is gone" in error.remedy
+    with pytest.raises(ConfigError, match="save_dir = 'saved': the current directory is gone"):
+        local_path("save_dir", "saved")
 
 
 @pytest.mark.parametrize("name", ["with space", "ünïcode", "quote'd", "a\nline"])

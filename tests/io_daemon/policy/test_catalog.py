@@ -108,10 +108,22 @@ def test_as_many_chunks_as_the_table_has_room_for() -> None:
     catalog = catalog_of(chunks_max=3)
     catalog.register([ONE, ONE])
     for refuse in (catalog.check, catalog.register):
-        with pytest.raises(ValueError, match="room for 3"):
+        with pytest.raises(ValueError, match="1 of the table's 3 are free"):
             refuse([ONE, ONE])
     (last,) = catalog.register([ONE])
     assert last.chunk_id == 2
+
+
+def test_chunks_need_places_in_a_row() -> None:
+    catalog = catalog_of(chunks_max=3)
+    first, _, last = catalog.register([ONE, ONE, ONE])
+    for chunk in (first, last):
+        catalog.retire(chunk)
+        catalog.remove(chunk)
+    for refuse in (catalog.check, catalog.register):
+        with pytest.raises(ValueError, match="in a row: 2 of the table's 3 are free"):
+            refuse([ONE, ONE])
+    assert [chunk.chunk_id for chunk in catalog.register([ONE])] == [0]
 
 
 def test_the_budget_is_exact_and_follows_what_comes_and_goes() -> None:

@@ -179,6 +179,40 @@ def test_whoever_sleeps_is_told_what_another_thread_releases(daemon: ServedDaemo
         client.release(waiting)
 
 
+class InterruptedLock:
+    """Ctrl-C comes while it is let go for the n-th time: Python hears of signals behind calls."""
+
+    def __init__(self, nth: int) -> None:
+        self._lock, self._num_left = threading.Lock(), nth
+        self.acquire = self._lock.acquire
+
+    def release(self, *_: object) -> None:
+        self._lock.release()
+        self._num_left -= 1
+        if self._num_left == 0:
+            raise KeyboardInterrupt
+
+    def __enter__(self) -> bool:
+        return self._lock.acquire()
+
+    __exit__ = release
+
+
+@pytest.mark.parametrize("nth", range(1, 5))
+def test_whoever_was_interrupted_in_a_wait_no_longer_sleeps_on_the_ring(daemon: ServedDaemon, nth: int) -> None:
+    with daemon.attached(num_frames=1) as client:
+        first, second = client.register(specs(2))
+        held = client.acquire(first, write=WEIGHT)
+        client.wait(held, DEADLINE_S)
+        waiting = client.acquire(second, write=WEIGHT)
+        client._arrival = threading.Condition(InterruptedLock(nth))  # type: ignore[arg-type]
+        with pytest.raises(KeyboardInterrupt):
+            client.wait(waiting, 0.5)
+        assert not client._reaping
+        client.release(held, dirty=WEIGHT)
+        client.wait(waiting, DEADLINE_S)
+
+
 def test_threads_share_a_client(daemon: ServedDaemon) -> None:
     with daemon.attached(num_frames=8) as client:
         chunks = client.register(specs(32))

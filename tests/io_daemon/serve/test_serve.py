@@ -275,7 +275,7 @@ def test_a_directory_that_is_named_twice_is_refused(
     assert "the same directory is named twice" in error
 
 
-@pytest.mark.parametrize("words", ["gc --swap-dir .", "serve --swap-dir . --socket s", "bench io ."])
+@pytest.mark.parametrize("words", ["gc --swap-dir .", "serve --swap-dir . --socket s", "bench io .", "bench compare ."])
 def test_a_current_directory_that_is_gone_is_told(
     words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -285,6 +285,16 @@ def test_a_current_directory_that_is_gone_is_told(
     gone.rmdir()
     assert main(words.split()) == EXIT_USAGE
     assert "= '.': the current directory is gone: cd to one that is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", ["gc --swap-dir", "serve --swap-dir", "bench io", "bench compare"])
+def test_links_that_lead_around_in_a_circle_are_told(
+    words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert main([*words.split(), str(tmp_path / "a")]) == EXIT_USAGE
+    assert "Too many levels of symbolic links" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("option", ["serve --lock-timeout", "serve --drain-timeout", "gc --lock-timeout"])

@@ -198,6 +198,8 @@ def test_too_many_fds_are_refused_and_closed() -> None:
         errors.DeviceIOError(errno=5, path="/x", offset=1, expected_bytes=2, actual_bytes=0, operation="read"),
         errors.IntegrityError(path="/x", offset=1, expected_checksum=2, actual_checksum=3),
         errors.ProtocolError("no"),
+        errors.LimitError(errno=24, operation="start", limit="-n", value=5, remedy="to 1024 or more"),
+        errors.SwapBusyError(path="/x", owner_pid=1, timeout_s=2.0),
         ValueError("chunk 7 is not registered"),
     ],
 )
@@ -206,7 +208,7 @@ def test_errors_arrive_as_they_left(error: Exception) -> None:
     assert type(arrived) is type(error)
     assert str(arrived) == str(error)
     assert vars(arrived) == {
-        name: value if isinstance(value, int) else str(value) for name, value in vars(error).items()
+        name: value if isinstance(value, int | float) else str(value) for name, value in vars(error).items()
     }
 
 
