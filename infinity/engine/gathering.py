@@ -10,7 +10,7 @@ import torch
 from infinity.engine.phases import Phases
 from infinity.engine.refusals import Refusals
 from infinity.engine.written import Written
-from infinity.errors import DaemonLostError, WorldError
+from infinity.errors import WorldError
 from infinity.tiers.collectives import Collectives
 from infinity.weights import arrays, owners
 from infinity.weights.live_set import LiveSet
@@ -91,7 +91,7 @@ class Gathering:
         whole_world = True
         try:
             yield
-        except (WorldError, DaemonLostError):
+        except WorldError:
             whole_world = False  # nobody is there to agree with
             raise
         finally:

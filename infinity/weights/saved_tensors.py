@@ -145,7 +145,7 @@ class SavedTensors:
             return None
         try:
             param = self._resident.get(placeholder.identity_of(tensor))
-        except (RuntimeError, NotImplementedError):  # a tensor without a storage: a wrapper of the user's
+        except RuntimeError:  # a tensor without a storage: a wrapper of the user's
             return None
         if param is None or tensor.dtype is not param.dtype or tensor.is_conj() or tensor.is_neg():
             return None

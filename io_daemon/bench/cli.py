@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -25,6 +24,7 @@ from io_daemon.bench.report.baseline import (
 )
 from io_daemon.bench.report.files import check_files, check_names, load_baseline
 from io_daemon.bench.report.table import print_report
+from io_daemon.bench.report.units import UNKNOWN
 from io_daemon.bench.result import IoResult, Report
 from io_daemon.bench.run import Observer, run_io
 from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings
@@ -38,7 +38,7 @@ from io_daemon.command.outcome import EXIT_OK
 from io_daemon.command.sizes import parse_bytes, parse_seconds
 from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.errors import ConfigError
-from io_daemon.machine.facts import describe_machine
+from io_daemon.machine.facts import describe_machine, package_version
 
 EXIT_REGRESSION: Final = 4
 EXIT_BAD_DATA: Final = 5
@@ -281,7 +281,7 @@ def _report(
         result = measure(progress)
     report = Report(
         kind=kind,
-        version=importlib.metadata.version("infinity"),
+        version=package_version() or UNKNOWN,
         started=started.isoformat(timespec="seconds"),
         command=["io-daemon", *sys.argv[1:]],
         settings=settings_values,

@@ -209,16 +209,16 @@ class Bench:
         observer.phase("verifying", self.settings.layout_bytes)
         self._drop_cache()
         begin = time.perf_counter()
-        tally, found = Tally(), list[Verification]()
+        tally, found = Tally(), list[tuple[int, list[str]]]()
         self._run_to_end(
             lambda job, stopped: found.append(job.verify(tally.add, stopped.is_set)),
             lambda: observer.progress(tally.total),
         )
         return Verification(
-            num_blocks=sum(each.num_blocks for each in found),
-            num_bad_blocks=sum(each.num_bad_blocks for each in found),
+            num_blocks=self.settings.num_blocks * len(found),
+            num_bad_blocks=sum(num_bad for num_bad, _ in found),
             seconds=time.perf_counter() - begin,
-            bad=[line for each in found for line in each.bad],
+            bad=[line for _, bad in found for line in bad],
         )
 
     def _drop_cache(self) -> None:

@@ -7,6 +7,7 @@ from typing import Annotated, Final, Literal, Self, TypeVar, get_args
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
+from io_daemon._native import POSIX_THREADS_MAX
 from io_daemon.bench.engines.engine import Memory
 from io_daemon.config import EngineName, Fault, resolved
 from io_daemon.errors import ConfigError
@@ -20,8 +21,6 @@ T = TypeVar("T")
 TRAINING_READ_PERCENT: Final = 53
 """An Adam step that streams everything reads 2 + 2 + 12 and writes 2 + 12 bytes per parameter: 16 of 30."""
 WRITE_LIMIT_BYTES: Final = 100 << 30
-POSIX_THREADS_MAX: Final = 64
-"""The engine's own limit (csrc/posix_engine.cpp)."""
 FREE_SHARE_KEPT: Final = 0.05
 
 

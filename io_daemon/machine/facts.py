@@ -9,9 +9,11 @@ import importlib.metadata
 import os
 import platform
 import resource
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal, Self
+
+from pydantic import ValidationError
 
 from io_daemon.config import ENGINES_BY_RANK
 from io_daemon.disk.kernel_text import read_integer, read_text
@@ -78,6 +80,14 @@ class MachineFacts(Record):
     engines: list[EngineFact]
     directories: list[DirectoryFacts]
     notes: list[str]
+
+    @classmethod
+    def of_report(cls, machine: Mapping[str, Any]) -> Self | None:
+        """What a report says of its machine; None if another version wrote that."""
+        try:
+            return cls.model_validate(machine)
+        except ValidationError:
+            return None
 
 
 def describe_machine(directories: Sequence[Path], *, proc: Path = PROC, sys: Path = SYS) -> MachineFacts:

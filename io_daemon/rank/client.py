@@ -71,7 +71,6 @@ class Client:
 
     arena: Region
     frame_bytes: int
-    page_locked: bool
 
     def __init__(self, connection: Connection, welcome: Welcome, job: str, rank: int) -> None:
         self.swap_dirs = welcome.swap_dirs
@@ -81,7 +80,6 @@ class Client:
         self._job = job
         self._rank = rank
         self._attached: Attached | None = None
-        self._event_fds: list[int] = []
         self._next_seq = 1
         self._submission = threading.Lock()
         self._leases: dict[int, Lease] = {}
@@ -150,7 +148,6 @@ class Client:
             close_all(fds)  # mappings and rings hold what they need
         self.arena = arena.region
         self.frame_bytes = frame_bytes
-        self.page_locked = arena.page_locked
         self._attached = answer
 
     # --- control plane

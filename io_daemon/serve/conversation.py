@@ -76,7 +76,6 @@ class Conversation:
     nothing is ever taken away under a request that is still being carried out."""
 
     def __init__(self, node: Node, channel: AsyncChannel, peer: Peer) -> None:
-        self.had_tenant = False
         self._node = node
         self._channel = channel
         self._peer = peer
@@ -93,7 +92,7 @@ class Conversation:
                     await self._answer(*item)
         except ProtocolError as error:
             return Ended(reason=str(error), by_fault=True)
-        except (OSError, TimeoutError):
+        except OSError:
             return None
         except Exception as error:  # whatever it is, it ends this tenant alone, and ends it whole
             log.exception("process %d: the daemon failed to answer it", self._peer.pid)
@@ -172,7 +171,7 @@ class Conversation:
             raise ProtocolError("attach: once, with exactly one fd")
         self._unbook()  # what it brings is booked before anybody else has a turn
         self._tenant = await self._node.attach(request, fds[0], self._peer.pid, self._peer.depart)
-        self.had_tenant = self._peer.attached = True
+        self._peer.attached = True
         self._tenant.serve()
         return self._tenant.attached()
 

@@ -190,7 +190,7 @@ class Server:
             if ended is not None:
                 if ended.by_fault:
                     log.warning("process %d: ended: %s", peer.pid, ended.reason)
-                with contextlib.suppress(OSError, TimeoutError):
+                with contextlib.suppress(OSError):
                     await channel.send(ended, timeout_s=LAST_WORDS_TIMEOUT_S)
             channel.close()
         except Exception:
@@ -202,5 +202,5 @@ class Server:
         finally:
             channel.close()
             del self._peers[peer]
-            if self._config.private and conversation.had_tenant and not self._node.tenants:
+            if self._config.private and peer.attached and not self._node.tenants:
                 self._stop.set()

@@ -47,8 +47,6 @@ class Arena:
 
     region: Region
     fd: int
-    num_frames: int
-    frame_bytes: int
     page_locked: bool
 
 
@@ -85,7 +83,7 @@ def create_arena(num_frames: int, frame_bytes: int, lock_memory: LockMemory) -> 
     except BaseException:
         os.close(fd)
         raise
-    return Arena(region=region, fd=fd, num_frames=num_frames, frame_bytes=frame_bytes, page_locked=page_locked)
+    return Arena(region=region, fd=fd, page_locked=page_locked)
 
 
 def _lock(region: Region, *, required: bool) -> bool:

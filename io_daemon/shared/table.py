@@ -178,8 +178,5 @@ class TableView:
     def frames(self) -> NDArray[np.void]:
         return self._array("frames_offset", FRAME_RECORD.dtype, int(self.header["num_frames"]))
 
-    def checksums(self) -> NDArray[np.uint32]:
-        return self._array("checksums_offset", np.dtype("<u4"), int(self.header["checksums_max"]))
-
     def _array(self, offset_field: str, dtype: np.dtype[Any], count: int) -> NDArray[Any]:
         return np.frombuffer(self._bytes, dtype, count=count, offset=int(self.header[offset_field]))

@@ -17,7 +17,6 @@ from io_daemon.machine.meminfo import meminfo
 
 PROC = Path("/proc")
 SAMPLE_INTERVAL_S = 0.1
-SAMPLE_TIMEOUT_S = 60.0
 
 
 def process_tree(root_pid: int) -> list[int]:
@@ -149,19 +148,12 @@ class FootprintSampler:
         self.footprint = Footprint()
         self._root_pid, self._swap_dir = root_pid, swap_dir
         self._ended = threading.Event()
-        self._sampled = threading.Event()
         self._thread = threading.Thread(target=self._run, name="footprint", daemon=True)
         self._before = meminfo()
 
     def start(self) -> FootprintSampler:
         self._thread.start()
         return self
-
-    def wait_for_sample(self) -> None:
-        """Block until one more sample is taken."""
-        self._sampled.clear()
-        if not self._sampled.wait(SAMPLE_TIMEOUT_S):
-            raise TimeoutError(f"no sample of process {self._root_pid} within {SAMPLE_TIMEOUT_S} s")
 
     def stop(self) -> Footprint:
         self._ended.set()
@@ -172,7 +164,6 @@ class FootprintSampler:
         started = time.monotonic()
         while not self._ended.wait(SAMPLE_INTERVAL_S):
             self._sample(started)
-            self._sampled.set()
 
     def _sample(self, started: float) -> None:
         pids = process_tree(self._root_pid)

@@ -13,8 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
-from pydantic import ValidationError
-
 from io_daemon.bench.report.sheet import METRIC_NAMES, load_text
 from io_daemon.bench.report.units import latency_text, rate_text, seconds_text
 from io_daemon.bench.result import CompareResult, IoResult, Report, StepResult, SweepResult
@@ -137,14 +135,9 @@ def _word(value: object) -> str:
 
 def _drives(machine: Mapping[str, Any], baseline: Report) -> list[str]:
     """Models of all drives, or names where there is no model, in the order of the directories."""
-    try:
-        facts = MachineFacts.model_validate(machine)
-    except ValidationError as error:
-        raise ConfigError(
-            "baseline",
-            baseline.started,
-            f"its machine facts are another version's ({baseline.version}): measure it anew",
-        ) from error
+    if (facts := MachineFacts.of_report(machine)) is None:
+        problem = f"its machine facts are another version's ({baseline.version}): measure it anew"
+        raise ConfigError("baseline", baseline.started, problem)
     found: list[str] = []
     for directory in facts.directories:
         if directory.device is None:

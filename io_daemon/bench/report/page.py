@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
-from pydantic import ValidationError
-
 from io_daemon.bench.report.machine_sheet import directory_line, machine_sheets
 from io_daemon.bench.report.plot import report_figures, svg_text
 from io_daemon.bench.report.sheet import report_sheets, report_warnings
@@ -47,7 +45,7 @@ def render_page(report: Report) -> str:
     template = _template()
     from markupsafe import Markup
 
-    facts = _facts(report)
+    facts = MachineFacts.of_report(report.machine)
     pictures = [
         Picture(caption, Markup(svg_text(figure, f"picture{number}")))  # drawn from figures alone
         for number, (caption, figure) in enumerate(report_figures(report))
@@ -62,13 +60,6 @@ def render_page(report: Report) -> str:
         directory_lines=[] if facts is None else [directory_line(directory) for directory in facts.directories],
         machine_sheets=[] if facts is None else machine_sheets(facts),
     )
-
-
-def _facts(report: Report) -> MachineFacts | None:
-    try:
-        return MachineFacts.model_validate(report.machine)
-    except ValidationError:
-        return None  # another version's: the figures can be shown without
 
 
 def _template() -> Template:

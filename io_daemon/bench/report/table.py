@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
@@ -38,11 +37,8 @@ def print_report(report: Report, console: Console) -> None:
 
 def _machine_lines(report: Report) -> list[str]:
     """The rest of the facts is in the JSON and on the page."""
-    try:
-        facts = MachineFacts.model_validate(report.machine)
-    except ValidationError:
-        return []  # a report that another version wrote
-    return [directory_line(directory) for directory in facts.directories]
+    facts = MachineFacts.of_report(report.machine)
+    return [] if facts is None else [directory_line(directory) for directory in facts.directories]
 
 
 def _table(sheet: Sheet) -> Table:

@@ -166,9 +166,9 @@ def test_sampler_sees_the_peak_of_a_child(tmp_path: Path) -> None:
             raise RuntimeError("no pipes")
         sampler = FootprintSampler(child.pid, tmp_path).start()
         child.stdout.readline()
-        seen = len(sampler.footprint.timeline)
-        while len(sampler.footprint.timeline) < seen + 2:  # the sampler's own pace, not a time of ours
-            sampler.wait_for_sample()
+        timeline = sampler.footprint.timeline
+        seen = len(timeline)
+        eventually(lambda: len(timeline) >= seen + 2, "two more samples, at the sampler's own pace")
         footprint = sampler.stop()
         child.stdin.close()
     assert footprint.peak_pss >= num_bytes
