@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
+from io_daemon.shared.protocol import Cqe
 from io_daemon.shared.states import ObjectRecord
 
 
@@ -35,23 +36,8 @@ class Hurry:
     demand from now on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Complete:
-    """Push this CQE."""
-
-    seq: int
-    status: int
-    error_number: int = 0
-    chunk: int = 0
-    file: int = 0
-    kind: int = 0
-    born_mask: int = 0
-    offset: int = 0
-    expected: int = 0
-    actual: int = 0
-
-
-Action = StartIo | Hurry | Complete
+Action = StartIo | Hurry | Cqe
+"""A ``Cqe`` is to be pushed."""
 
 
 class TableWriter(Protocol):

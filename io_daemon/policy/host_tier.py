@@ -26,6 +26,7 @@ from io_daemon.policy.leases import Lease
 from io_daemon.policy.residency import Plan
 from io_daemon.policy.swap_object import SwapObject
 from io_daemon.policy.transfers import Transfer, Transfers
+from io_daemon.shared.protocol import IoEnd
 from io_daemon.shared.states import ObjectFlags, ObjectState
 
 LOOK_AHEAD_STEPS_MAX: Final = 32
@@ -196,11 +197,9 @@ class HostTier:
         started, self._transfers.started = self._transfers.started, []
         return started
 
-    def finish(
-        self, io_id: int, status: int, error_number: int, offset: int, expected: int, actual: int
-    ) -> Transfer | None:
+    def finish(self, io_id: int, end: IoEnd) -> Transfer | None:
         """One piece ended: its transfer, if this was the last piece. KeyError if no such piece is in flight."""
-        transfer = self._transfers.finish(io_id, status, error_number, offset, expected, actual)
+        transfer = self._transfers.finish(io_id, end)
         if transfer is not None:
             moved = self.counters.bytes_written if transfer.write else self.counters.bytes_read
             moved[transfer.item.kind] += transfer.moved_bytes

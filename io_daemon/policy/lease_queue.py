@@ -20,12 +20,11 @@ from __future__ import annotations
 
 from collections import deque
 
-from io_daemon.policy.actions import Complete
 from io_daemon.policy.catalog import Catalog
 from io_daemon.policy.host_tier import HostTier
 from io_daemon.policy.leases import Lease, LeaseState
 from io_daemon.policy.swap_object import SwapObject
-from io_daemon.shared.protocol import Status
+from io_daemon.shared.protocol import Cqe, Status
 from io_daemon.shared.states import ObjectFlags, ObjectState
 
 _ABSENT, _RESIDENT, _SWAPPING_OUT = ObjectState.ABSENT, ObjectState.RESIDENT, ObjectState.SWAPPING_OUT
@@ -41,7 +40,7 @@ class LeaseQueue:
         """Those short of frames, in order of issue."""
         self._overtaken_frames = 0
         """What those hold together that were given frames before earlier ones."""
-        self._granted: list[Complete] = []
+        self._granted: list[Cqe] = []
 
     def __len__(self) -> int:
         """Leases that are outstanding: queued, held or granted."""
@@ -62,7 +61,7 @@ class LeaseQueue:
     def are_short_of_frames(self) -> bool:
         return bool(self._queue)
 
-    def take_granted(self) -> list[Complete]:
+    def take_granted(self) -> list[Cqe]:
         """The answers of leases granted since the last call."""
         granted, self._granted = self._granted, []
         return granted
@@ -146,7 +145,7 @@ class LeaseQueue:
             if lease.read_mask & bit and item.flags & _BORN:
                 born_mask |= bit
             self._tier.lend(item, lease.seq, reads=bool(lease.read_mask & bit), writes=bool(lease.write_mask & bit))
-        self._granted.append(Complete(lease.seq, Status.OK, chunk=lease.chunk.chunk_id, born_mask=born_mask))
+        self._granted.append(Cqe(lease.seq, Status.OK, chunk=lease.chunk.chunk_id, born_mask=born_mask))
 
     def end(self, lease: Lease, dirty_mask: int = 0, dead_mask: int = 0) -> None:
         """The lease is over. Its objects are to be settled next."""

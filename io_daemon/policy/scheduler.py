@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence, Set
-from dataclasses import replace
 from typing import Final
 
 import numpy as np
 
-from io_daemon.policy.actions import Action, Complete, TableWriter
+from io_daemon.policy.actions import Action, TableWriter
 from io_daemon.policy.catalog import Catalog, Chunk
 from io_daemon.policy.counters import Counters
 from io_daemon.policy.extents import ExtentAllocator
@@ -29,7 +28,7 @@ from io_daemon.policy.residency import Plan, PlanRequest
 from io_daemon.policy.trace import Geometry, Trace
 from io_daemon.policy.transfers import Transfer
 from io_daemon.policy.window import frames_to_plan
-from io_daemon.shared.protocol import Access, ChunkSpec, Opcode, Status
+from io_daemon.shared.protocol import Access, ChunkSpec, Cqe, IoEnd, Opcode, Sqe, Status
 from io_daemon.shared.states import ObjectFlags
 
 LEASES_MAX: Final = 4096
@@ -84,9 +83,9 @@ class TenantScheduler:
         self._leases = LeaseQueue(self._catalog, self._tier)
         self._failed: OrderedDict[int, bool] = OrderedDict()
         self._last_seq = -1
-        self._write_failure: Complete | None = None
+        self._write_failure: Cqe | None = None
         self._draining = False
-        self._completions: list[Complete] = []
+        self._completions: list[Cqe] = []
 
     # Chunks.
 
@@ -129,19 +128,9 @@ class TenantScheduler:
 
     # Events.
 
-    def on_sqe(
-        self,
-        seq: int,
-        opcode: int,
-        flags: int,
-        read_mask: int,
-        write_mask: int,
-        chunk: int,
-        arg: int,
-        dirty_mask: int = 0,
-        dead_mask: int = 0,
-    ) -> list[Action]:
-        """One submission entry. Never raises: what is malformed is answered with BAD_REQUEST and changes nothing."""
+    def on_sqe(self, sqe: Sqe) -> list[Action]:
+        """One submission. Never raises: what is malformed is answered with BAD_REQUEST and changes nothing."""
+        seq, opcode, flags, read_mask, write_mask, chunk, arg, dirty_mask, dead_mask = sqe
         if seq <= self._last_seq or flags:
             accepted = False
         elif opcode == Opcode.ACQUIRE:
@@ -152,21 +141,19 @@ class TenantScheduler:
             self._tier.start_pass(self._plans.get(arg))
             accepted = True
         elif opcode == Opcode.ECHO:
-            self._completions.append(Complete(seq, Status.OK))
+            self._completions.append(Cqe(seq, Status.OK))
             accepted = True
         else:
             accepted = False
         if not accepted:
             self._tier.counters.rejected += 1
-            return [Complete(seq, Status.BAD_REQUEST, chunk=chunk)]
+            return [Cqe(seq, Status.BAD_REQUEST, chunk=chunk)]
         self._last_seq = seq
         return self._finish_event()
 
-    def on_io_done(
-        self, io_id: int, status: int, error_number: int, offset: int, expected: int, actual: int
-    ) -> list[Action]:
-        """A StartIo has ended, as Reactor.reap() reports it. KeyError if it is not in flight."""
-        transfer = self._tier.finish(io_id, status, error_number, offset, expected, actual)
+    def on_io_done(self, io_id: int, end: IoEnd) -> list[Action]:
+        """A StartIo has ended. KeyError if it is not in flight."""
+        transfer = self._tier.finish(io_id, end)
         if transfer is None:
             return []
         if transfer.failure is not None:
@@ -207,7 +194,7 @@ class TenantScheduler:
         refused with SHUTTING_DOWN. When ``idle`` is true after this, no frame and no extent is being touched."""
         self._draining = True
         self._tier.stop_working_ahead()
-        self._fail(self._leases.waiting(), Complete(0, Status.SHUTTING_DOWN))
+        self._fail(self._leases.waiting(), Cqe(0, Status.SHUTTING_DOWN))
         return self._finish_event()
 
     def dismantle(self) -> None:
@@ -262,7 +249,7 @@ class TenantScheduler:
         if chunk is None or chunk.retired or not mask or mask & ~chunk.kind_mask or len(self._leases) >= LEASES_MAX:
             return False
         if self._draining:
-            self._answer(seq, Complete(0, Status.SHUTTING_DOWN, chunk=chunk_id))
+            self._answer(seq, Cqe(0, Status.SHUTTING_DOWN, chunk=chunk_id))
             return True
         if self._write_failure is not None:
             self._answer(seq, self._write_failure)
@@ -314,7 +301,7 @@ class TenantScheduler:
                 break
         return stricken
 
-    def _fail(self, leases: Sequence[Lease], failure: Complete) -> None:
+    def _fail(self, leases: Sequence[Lease], failure: Cqe) -> None:
         for lease in leases:
             self._leases.end(lease)
             self._answer(lease.seq, failure)
@@ -322,9 +309,9 @@ class TenantScheduler:
             for item in lease.objects:
                 self._leases.settle(item)
 
-    def _answer(self, seq: int, failure: Complete) -> None:
+    def _answer(self, seq: int, failure: Cqe) -> None:
         """A lease ends with an error."""
-        self._completions.append(replace(failure, seq=seq))
+        self._completions.append(failure._replace(seq=seq))
         self._failed[seq] = True
         if len(self._failed) > LEASES_MAX:
             self._failed.popitem(last=False)

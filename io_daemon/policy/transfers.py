@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from io_daemon.policy.actions import Complete, Hurry, StartIo, TableWriter
+from io_daemon.policy.actions import Hurry, StartIo, TableWriter
 from io_daemon.policy.swap_object import SwapObject
-from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, NO_OBJECT, Status
+from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, NO_OBJECT, Cqe, IoEnd, Status
 from io_daemon.shared.states import (
     FRAME_STATE_OF,
     OBJECT_TRANSITIONS,
@@ -35,7 +35,7 @@ class Transfer:
     num_pieces_left: int
     moved_bytes: int = 0
     """Bytes of the pieces that succeeded."""
-    failure: Complete | None = None
+    failure: Cqe | None = None
     """The failure of the first piece that failed; seq is 0."""
 
 
@@ -117,18 +117,14 @@ class Transfers:
             self.started.append(Hurry())
         self._written_behind = False
 
-    def finish(
-        self, io_id: int, status: int, error_number: int, offset: int, expected: int, actual: int
-    ) -> Transfer | None:
+    def finish(self, io_id: int, end: IoEnd) -> Transfer | None:
         """One piece ended: its transfer, if this was the last piece. KeyError if no such piece is in flight."""
         transfer, num_bytes = self._pieces.pop(io_id)
         item = transfer.item
-        if status == Status.OK:
+        if end.status == Status.OK:
             transfer.moved_bytes += num_bytes
         elif transfer.failure is None:
-            transfer.failure = Complete(
-                0, status, error_number, item.chunk, item.file, item.kind, 0, offset, expected, actual
-            )
+            transfer.failure = Cqe(0, chunk=item.chunk, file=item.file, kind=item.kind, **end._asdict())
         transfer.num_pieces_left -= 1
         if transfer.num_pieces_left:
             return None

@@ -20,7 +20,7 @@ from io_daemon.errors import ConfigError, ProtocolError, WorldError
 from io_daemon.machine.meminfo import arenas_bytes_max
 from io_daemon.policy.trace import Trace
 from io_daemon.rank.connection import Connection, M, process_state
-from io_daemon.rank.lease import Completion, Grant, Lease, describe, error_of
+from io_daemon.rank.lease import Grant, Lease, describe, error_of
 from io_daemon.shared.arena import LockMemory, arena_bytes, create_arena, frame_offset
 from io_daemon.shared.bulk import as_memfd, pack_specs
 from io_daemon.shared.control import (
@@ -42,7 +42,7 @@ from io_daemon.shared.control import (
 )
 from io_daemon.shared.metrics import TenantStats
 from io_daemon.shared.patience import Patience
-from io_daemon.shared.protocol import Access, ChunkSpec, Opcode, Status, kinds_of
+from io_daemon.shared.protocol import Access, ChunkSpec, Cqe, Opcode, Status, kinds_of
 from io_daemon.shared.table import TableView
 
 CONTROL_TIMEOUT_S: Final = 60.0
@@ -84,7 +84,7 @@ class Client:
         self._submission = threading.Lock()
         self._leases: dict[int, Lease] = {}
         self._arrival = threading.Condition()
-        self._arrived: dict[int, Completion] = {}
+        self._arrived: dict[int, Cqe] = {}
         self._awaited: set[int] = set()
         self._reaping = False
         self._refusal: ProtocolError | None = None
@@ -323,7 +323,7 @@ class Client:
             self._next_seq = seq + 1
         return seq
 
-    def _completion(self, seq: int, timeout_s: float) -> Completion:
+    def _completion(self, seq: int, timeout_s: float) -> Cqe:
         """The answer to ``seq``; blocks, at most ``timeout_s``."""
         self._check()
         if (completion := self._taken(seq)) is not None:
@@ -344,7 +344,7 @@ class Client:
                 self.stall_s += time.monotonic() - start
         return completion
 
-    def _taken(self, seq: int) -> Completion | None:
+    def _taken(self, seq: int) -> Cqe | None:
         """The answer to ``seq``, if it has come."""
         with self._arrival:
             if not self._reaping:
@@ -375,7 +375,7 @@ class Client:
         """Pop what has come. Under the lock, and only while no thread sleeps on the ring."""
         while batch := self._cq.pop_batch(REAP_MAX):
             for entry in batch:
-                completion = Completion(*entry)
+                completion = Cqe(*entry)
                 if completion.seq in self._awaited:
                     self._awaited.discard(completion.seq)
                     self._arrived[completion.seq] = completion

@@ -4,25 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from io_daemon.errors import DaemonLostError, DeviceIOError, IntegrityError, ProtocolError, WorldError
-from io_daemon.shared.protocol import ObjectKind, Status, kinds_of
-
-
-class Completion(NamedTuple):
-    """``wire::Cqe``, in the order in which the ring pops it."""
-
-    seq: int
-    status: int
-    error_number: int
-    chunk: int
-    file: int
-    kind: int
-    born_mask: int
-    offset: int
-    expected: int
-    actual: int
+from io_daemon.shared.protocol import Cqe, ObjectKind, Status, kinds_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +26,7 @@ class Lease:
     state: Literal["issued", "granted", "failed"] = "issued"
 
 
-def error_of(completion: Completion, lease: Lease, swap_files: Sequence[str]) -> WorldError:
+def error_of(completion: Cqe, lease: Lease, swap_files: Sequence[str]) -> WorldError:
     """Why a lease was not granted; ``swap_files`` as their indexes go."""
     path = swap_files[completion.file] if completion.file < len(swap_files) else "?"
     match completion.status:

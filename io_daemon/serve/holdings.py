@@ -15,11 +15,11 @@ from io_daemon._native import CompletionRing, Region, SubmissionRing
 from io_daemon.disk.swap_file import Owner, SwapFile
 from io_daemon.errors import ProtocolError, SwapSpaceError, remedy_against
 from io_daemon.machine.limits import naming_limits
-from io_daemon.policy.actions import Complete, StartIo
+from io_daemon.policy.actions import StartIo
 from io_daemon.serve.swap_device import Requester, SwapDevice, SwapRequest
 from io_daemon.shared.arena import SEALS, adopt_arena, frame_offset
 from io_daemon.shared.control import Attach
-from io_daemon.shared.protocol import PAGE_BYTES, align_up
+from io_daemon.shared.protocol import PAGE_BYTES, Cqe, Sqe, align_up
 from io_daemon.shared.table import Table, TableGeometry
 
 NUM_SQES: Final = 1024
@@ -67,28 +67,17 @@ class Rings:
         except ValueError as error:
             raise ProtocolError(f"completion ring: {error}") from error
 
-    def take(self, entries_max: int) -> list[tuple[int, int, int, int, int, int, int, int, int]]:
+    def take(self, entries_max: int) -> list[Sqe]:
         """Submissions, at most ``entries_max``. Raises ProtocolError if the indexes are garbage."""
         try:
-            return self.sq.pop_batch(entries_max)
+            return [Sqe(*entry) for entry in self.sq.pop_batch(entries_max)]
         except ValueError as error:
             raise ProtocolError(f"submission ring: {error}") from error
 
-    def answer(self, completion: Complete) -> None:
+    def answer(self, completion: Cqe) -> None:
         """Raises ProtocolError if there is no room, although room was kept before the submission was taken."""
         try:
-            pushed = self.cq.push(
-                completion.seq,
-                completion.status,
-                completion.error_number,
-                completion.chunk,
-                completion.file,
-                completion.kind,
-                completion.born_mask,
-                completion.offset,
-                completion.expected,
-                completion.actual,
-            )
+            pushed = self.cq.push(*completion)
         except ValueError as error:
             raise ProtocolError(f"completion ring: {error}") from error
         if not pushed:

@@ -17,7 +17,7 @@ from io_daemon.disk.swap_dir import SwapDir
 from io_daemon.policy.actions import StartIo
 from io_daemon.policy.fair_queue import FairQueue
 from io_daemon.shared.metrics import DeviceStatus
-from io_daemon.shared.protocol import PAGE_BYTES
+from io_daemon.shared.protocol import PAGE_BYTES, IoEnd
 
 log = logging.getLogger(__name__)
 
@@ -31,9 +31,7 @@ that waits here, where tenants take turns."""
 class Requester(Protocol):
     """Whoever queued a request is told how it ended, by exactly one of these, unless it had the request forgotten."""
 
-    def on_io_done(
-        self, io: StartIo, status: int, error_number: int, offset: int, expected: int, actual: int
-    ) -> None: ...
+    def on_io_done(self, io: StartIo, end: IoEnd) -> None: ...
 
     def abandon(self, io: StartIo, error: Exception) -> None:
         """It could not even be submitted."""
@@ -187,9 +185,9 @@ class SwapDevice:
             os.read(self.reactor.event_fd, 8)
         except BlockingIOError:
             pass  # reaped with an earlier batch
-        for tag, status, error_number, offset, expected, actual in self._reap():
+        for tag, *end in self._reap():
             request = self._finish(tag)
-            request.requester.on_io_done(request.io, status, error_number, offset, expected, actual)
+            request.requester.on_io_done(request.io, IoEnd(*end))
         self.pump()
 
     def _reap(self) -> list[tuple[int, int, int, int, int, int]]:

@@ -15,7 +15,7 @@ from typing import Final, TypeVar
 from io_daemon.config import ServeConfig
 from io_daemon.disk.swap_file import Owner
 from io_daemon.errors import ProtocolError
-from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
+from io_daemon.policy.actions import Action, Hurry, StartIo
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.residency import Plan
 from io_daemon.policy.scheduler import TRACES_MAX, TenantScheduler
@@ -31,7 +31,7 @@ from io_daemon.shared.arena import arena_bytes
 from io_daemon.shared.bulk import free_piecemeal
 from io_daemon.shared.control import Attach, Attached, Ended
 from io_daemon.shared.metrics import IoTotals, TenantStats
-from io_daemon.shared.protocol import ChunkSpec, Opcode, Status
+from io_daemon.shared.protocol import ChunkSpec, Cqe, IoEnd, Opcode, Sqe, Status
 from io_daemon.shared.states import TENANT_TRANSITIONS, TenantState, transition
 
 log = logging.getLogger(__name__)
@@ -75,7 +75,7 @@ class Tenant:
         self._scheduler_turn = asyncio.Lock()
         self._is_apart = False
         """A thread has the scheduler."""
-        self._ended: list[tuple[StartIo, int, int, int, int, int]] = []
+        self._ended: list[tuple[StartIo, IoEnd]] = []
         """I/O that ended meanwhile, as ``on_io_done`` was told."""
         self._in_flight = InFlight()
         self._holdings = holdings
@@ -233,15 +233,15 @@ class Tenant:
 
     # --- data plane
 
-    def on_io_done(self, io: StartIo, status: int, error_number: int, offset: int, expected: int, actual: int) -> None:
+    def on_io_done(self, io: StartIo, end: IoEnd) -> None:
         """A request of this tenant has ended."""
         if self._is_apart:
-            self._ended.append((io, status, error_number, offset, expected, actual))
+            self._ended.append((io, end))
             return
         self._in_flight.count(-1)
         if self._listening:
             try:
-                self._perform(self._scheduler.on_io_done(io.io_id, status, error_number, offset, expected, actual))
+                self._perform(self._scheduler.on_io_done(io.io_id, end))
             except Exception as error:  # noqa: BLE001 -- whatever it is, it stays with this tenant
                 self.fail(error)
 
@@ -269,8 +269,8 @@ class Tenant:
             room = NUM_CQES - self.rings.num_completions() - len(self._unanswered)
             num_wanted = max(0, min(room, BATCH_MAX))
             batch = self.rings.take(num_wanted)
-            for entry in batch:
-                self._submit(*entry)
+            for sqe in batch:
+                self._submit(sqe)
             if not self._listening:
                 return  # one of them was the end of it
             if room <= 0:
@@ -280,25 +280,12 @@ class Tenant:
         except Exception as error:  # noqa: BLE001 -- whatever it is, it stays with this tenant
             self.fail(error)
 
-    def _submit(
-        self,
-        seq: int,
-        opcode: int,
-        flags: int,
-        read_mask: int,
-        write_mask: int,
-        chunk: int,
-        arg: int,
-        dirty_mask: int,
-        dead_mask: int,
-    ) -> None:
-        if opcode == Opcode.ACQUIRE:
-            self._unanswered.add(seq)
-        elif opcode == Opcode.RELEASE:
-            self._unanswered.discard(arg)
-        self._perform(
-            self._scheduler.on_sqe(seq, opcode, flags, read_mask, write_mask, chunk, arg, dirty_mask, dead_mask)
-        )
+    def _submit(self, sqe: Sqe) -> None:
+        if sqe.opcode == Opcode.ACQUIRE:
+            self._unanswered.add(sqe.seq)
+        elif sqe.opcode == Opcode.RELEASE:
+            self._unanswered.discard(sqe.arg)
+        self._perform(self._scheduler.on_sqe(sqe))
 
     def _perform(self, actions: Sequence[Action]) -> None:
         devices: dict[SwapDevice, None] = {}  # in order: what is done is a function of what was asked
@@ -316,7 +303,7 @@ class Tenant:
         for device in devices:
             device.pump()
 
-    def _complete(self, answer: Complete) -> None:
+    def _complete(self, answer: Cqe) -> None:
         self._unanswered.discard(answer.seq)
         if answer.status == Status.BAD_REQUEST and not self._rejected:
             self._rejected = True

@@ -63,6 +63,45 @@ STATE_KINDS: Final = (ObjectKind.STATE_0, ObjectKind.STATE_1, ObjectKind.STATE_2
 """For an optimizer's states, in its own order."""
 
 
+class Sqe(NamedTuple):
+    """A submission: ``wire::Sqe``, in the order in which the ring pops it."""
+
+    seq: int
+    opcode: int
+    flags: int
+    read_mask: int
+    write_mask: int
+    chunk: int
+    arg: int
+    dirty_mask: int = 0
+    dead_mask: int = 0
+
+
+class Cqe(NamedTuple):
+    """An answer: ``wire::Cqe``, in the order in which the ring pops it."""
+
+    seq: int
+    status: int
+    error_number: int = 0
+    chunk: int = 0
+    file: int = 0
+    kind: int = 0
+    born_mask: int = 0
+    offset: int = 0
+    expected: int = 0
+    actual: int = 0
+
+
+class IoEnd(NamedTuple):
+    """How an I/O ended, as ``Reactor.reap`` says it behind the tag."""
+
+    status: int
+    error_number: int
+    offset: int
+    expected: int
+    actual: int
+
+
 class Access(NamedTuple):
     """One entry of an access trace, in the order in which a step acquires."""
 

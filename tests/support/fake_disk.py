@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Final
 
 from io_daemon.policy.actions import StartIo
-from io_daemon.shared.protocol import NO_OBJECT, Status
+from io_daemon.shared.protocol import NO_OBJECT, IoEnd, Status
 from io_daemon.shared.states import (
     OBJECT_TRANSITIONS,
     FrameState,
@@ -97,15 +97,7 @@ class FakeMemory:
                 _check(owned.get(frame) == self.owners[frame], f"frame {frame} leaked: {self.owners[frame]}")
 
 
-@dataclass(frozen=True, slots=True)
-class Outcome:
-    """How an I/O ends: the arguments of ``on_io_done`` after io_id."""
-
-    status: int = Status.OK
-    error_number: int = 0
-    offset: int = 0
-    expected: int = 0
-    actual: int = 0
+WELL: Final = IoEnd(Status.OK, 0, 0, 0, 0)
 
 
 class FakeDisk:
@@ -135,7 +127,7 @@ class FakeDisk:
             self.contents[place] = garbage()
         self.in_flight[action.io_id] = (action, memory.contents[action.frame])
 
-    def finish(self, io_id: int, outcome: Outcome) -> StartIo:
+    def finish(self, io_id: int, outcome: IoEnd) -> StartIo:
         action, before = self.in_flight.pop(io_id)
         place = (action.file, action.offset)
         self._busy.discard(place)

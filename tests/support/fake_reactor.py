@@ -12,15 +12,15 @@ import os
 import random
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from io_daemon._native import Reactor
 from io_daemon.errors import SwapSpaceError
-from io_daemon.shared.protocol import PAGE_BYTES, Status
+from io_daemon.shared.protocol import PAGE_BYTES, IoEnd, Status
 from io_daemon.shared.states import FrameState
 from io_daemon.shared.table import TableGeometry
-from tests.support.fake_disk import Contents, FakeMemory, Outcome, garbage
+from tests.support.fake_disk import Contents, FakeMemory, garbage
 
 
 def check(condition: bool, message: str) -> None:
@@ -241,17 +241,15 @@ class FakeReactor:
                 contents, written_at = swap_file.blocks[request.offset]
                 check(not request.verify or written_at == request.checksums_offset, "checksums of another block")
                 arena.contents[request.frame] = contents
-        self._done.append((
-            tag, outcome.status, outcome.error_number, outcome.offset, outcome.expected, outcome.actual
-        ))  # fmt: skip
+        self._done.append((tag, *outcome))
         os.eventfd_write(self.event_fd, 1)
 
-    def _outcome(self, request: _Request) -> Outcome:
-        done = Outcome(Status.OK, 0, request.offset, request.num_bytes, request.num_bytes)
+    def _outcome(self, request: _Request) -> IoEnd:
+        done = IoEnd(Status.OK, 0, request.offset, request.num_bytes, request.num_bytes)
         if self._rng.random() >= (self.model.write_faults if request.write else self.model.read_faults):
             return done
-        failures = [replace(done, status=Status.IO_ERROR, error_number=5, actual=0),
-                    replace(done, status=Status.SHORT_IO, actual=512)]  # fmt: skip
+        failures = [done._replace(status=Status.IO_ERROR, error_number=5, actual=0),
+                    done._replace(status=Status.SHORT_IO, actual=512)]  # fmt: skip
         if not request.write and request.verify:
-            failures.append(replace(done, status=Status.INTEGRITY, expected=1, actual=2))
+            failures.append(done._replace(status=Status.INTEGRITY, expected=1, actual=2))
         return self._rng.choice(failures)

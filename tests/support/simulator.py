@@ -14,16 +14,16 @@ import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 
-from io_daemon.policy.actions import Action, Complete, Hurry, StartIo
+from io_daemon.policy.actions import Action, Hurry, StartIo
 from io_daemon.policy.counters import Counters
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.fair_queue import FairQueue
 from io_daemon.policy.residency import plan
 from io_daemon.policy.scheduler import TenantScheduler
-from io_daemon.shared.protocol import PAGE_BYTES, Access, ChunkSpec, Opcode, Status
-from tests.support.fake_disk import FakeDisk, FakeMemory, Outcome
+from io_daemon.shared.protocol import PAGE_BYTES, Access, ChunkSpec, Cqe, IoEnd, Opcode, Sqe, Status
+from tests.support.fake_disk import WELL, FakeDisk, FakeMemory
 from tests.support.truth import ModelLease, Truth
 
 
@@ -55,7 +55,7 @@ class ModelTenant:
             in_flight_frames_max=in_flight_frames_max,
         )
         self.truth = Truth(self.memory)
-        self.failures: dict[int, Complete] = {}
+        self.failures: dict[int, Cqe] = {}
         self.at_mark = Counters()
         """As they stood when the last pass began."""
         self.on_grant: Callable[[int], None] = lambda _seq: None
@@ -81,20 +81,20 @@ class ModelTenant:
     def acquire(self, chunk: int, *, read: int = 0, write: int = 0) -> int:
         seq = next(self._seqs)
         self.truth.issue(seq, chunk, read=read, write=write)
-        self.take(self.scheduler.on_sqe(seq, Opcode.ACQUIRE, 0, read, write, chunk, 0))
+        self.take(self.scheduler.on_sqe(Sqe(seq, Opcode.ACQUIRE, 0, read, write, chunk, 0)))
         return seq
 
     def release(self, lease_seq: int, *, dirty: int = 0, dead: int = 0) -> None:
         """Write new versions of the dirty kinds, then release."""
         lease = self.truth.release(lease_seq, dirty=dirty, dead=dead)
         seq = next(self._seqs)
-        self.take(self.scheduler.on_sqe(seq, Opcode.RELEASE, 0, 0, 0, lease.chunk, lease_seq, dirty, dead))
+        self.take(self.scheduler.on_sqe(Sqe(seq, Opcode.RELEASE, 0, 0, 0, lease.chunk, lease_seq, dirty, dead)))
         if seq in self.failures:
             raise AssertionError(f"release of {lease_seq} was refused: {self.failures[seq]}")
 
     def mark(self, trace_id: int) -> None:
         self.at_mark = copy.deepcopy(self.scheduler.counters)
-        self.take(self.scheduler.on_sqe(next(self._seqs), Opcode.MARK, 0, 0, 0, 0, trace_id))
+        self.take(self.scheduler.on_sqe(Sqe(next(self._seqs), Opcode.MARK, 0, 0, 0, 0, trace_id)))
 
     def set_trace(self, trace_id: int, accesses: Sequence[Access]) -> None:
         self.take(self.scheduler.adopt_plan(trace_id, plan(self.scheduler.plan_request(accesses))))
@@ -113,16 +113,12 @@ class ModelTenant:
     ) -> int:
         """Any submission entry at all."""
         seq = next(self._seqs)
-        self.take(self.scheduler.on_sqe(seq, opcode, flags, read, write, chunk, arg, dirty, dead))
+        self.take(self.scheduler.on_sqe(Sqe(seq, opcode, flags, read, write, chunk, arg, dirty, dead)))
         return seq
 
-    def finish(self, io_id: int, outcome: Outcome = Outcome()) -> StartIo:  # noqa: B008 (immutable)
+    def finish(self, io_id: int, outcome: IoEnd = WELL) -> StartIo:
         action = self.disk.finish(io_id, outcome)
-        self.take(
-            self.scheduler.on_io_done(
-                io_id, outcome.status, outcome.error_number, outcome.offset, outcome.expected, outcome.actual
-            )
-        )
+        self.take(self.scheduler.on_io_done(io_id, outcome))
         return action
 
     def finish_all(self) -> None:
@@ -140,7 +136,7 @@ class ModelTenant:
                 self.failures[action.seq] = action
                 self.leases.pop(action.seq, None)
                 self.on_grant(action.seq)
-            elif replace(action, chunk=0, born_mask=0) != Complete(action.seq, Status.OK, *[0] * 8):
+            elif action._replace(chunk=0, born_mask=0) != Cqe(action.seq, Status.OK):
                 raise AssertionError(f"a grant names no failure: {action}")
             elif action.seq in self.leases:
                 self.truth.grant(action.seq, action.born_mask)
@@ -169,7 +165,7 @@ class DiskModel:
     in_flight_bytes_max: int = 32 * PAGE_BYTES
     one_channel: bool = False
     """Reads and writes share one way to the medium, first come, first served."""
-    fault: Callable[[random.Random, StartIo], Outcome | None] = lambda _rng, _action: None
+    fault: Callable[[random.Random, StartIo], IoEnd | None] = lambda _rng, _action: None
 
 
 class Simulator:
@@ -237,7 +233,7 @@ class Simulator:
     def _end_io(self, index: int, action: StartIo) -> None:
         self._queue.complete(action)
         outcome = self._disk.fault(self.rng, action)
-        self.ranks[index].tenant.finish(action.io_id, outcome if outcome is not None else Outcome())
+        self.ranks[index].tenant.finish(action.io_id, outcome if outcome is not None else WELL)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -263,7 +259,7 @@ class Rank:
         self.stall_us = 0.0
         self.waits_us: list[float] = []
         self.pass_ends_us: list[float] = []
-        self.failure: Complete | None = None
+        self.failure: Cqe | None = None
         self.finished = False
         self._simulator = simulator
         self._compute_us = compute_us
@@ -323,7 +319,7 @@ class Rank:
             self._end(None)
         self.proceed()
 
-    def _end(self, failure: Complete | None) -> None:
+    def _end(self, failure: Cqe | None) -> None:
         self.failure, self.finished = failure, True
         for seq in self._issued:
             if seq in self.tenant.leases:

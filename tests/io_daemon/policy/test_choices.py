@@ -12,9 +12,8 @@ import pytest
 from io_daemon.policy.actions import StartIo
 from io_daemon.policy.counters import Counters
 from io_daemon.policy.swap_object import SwapObject
-from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, PAGE_BYTES, Access, ChunkSpec, Status
+from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, PAGE_BYTES, Access, ChunkSpec, IoEnd, Status
 from io_daemon.shared.states import ObjectFlags, ObjectState
-from tests.support.fake_disk import Outcome
 from tests.support.simulator import ModelTenant, counted_since
 
 ONE = ChunkSpec((PAGE_BYTES,))
@@ -234,7 +233,7 @@ def test_a_swap_out_in_place_leaves_no_version_on_disk_until_it_has_succeeded() 
     (action,) = [action for action in in_flight(tenant) if action.object_id == 0]
     assert action.write
     assert (record[0].committed_offset, record[0].pending_offset) == (NO_EXTENT, place)
-    tenant.finish(action.io_id, Outcome(Status.IO_ERROR, errno.EIO, action.offset, PAGE_BYTES, 0))
+    tenant.finish(action.io_id, IoEnd(Status.IO_ERROR, errno.EIO, action.offset, PAGE_BYTES, 0))
     assert (record[0].committed_offset, record[0].pending_offset) == (NO_EXTENT, NO_EXTENT)
     assert waiting in tenant.failures
 

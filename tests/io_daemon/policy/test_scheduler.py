@@ -7,14 +7,25 @@ import errno
 import pytest
 
 from io_daemon.errors import BudgetError, SwapSpaceError
-from io_daemon.policy.actions import Complete, StartIo
+from io_daemon.policy.actions import StartIo
 from io_daemon.policy.extents import ExtentAllocator
 from io_daemon.policy.residency import plan
 from io_daemon.policy.scheduler import TenantScheduler
 from io_daemon.policy.trace import Geometry, Trace
-from io_daemon.shared.protocol import KINDS_MAX, NO_EXTENT, PAGE_BYTES, Access, ChunkSpec, Opcode, Status
+from io_daemon.shared.protocol import (
+    KINDS_MAX,
+    NO_EXTENT,
+    PAGE_BYTES,
+    Access,
+    ChunkSpec,
+    Cqe,
+    IoEnd,
+    Opcode,
+    Sqe,
+    Status,
+)
 from io_daemon.shared.states import ObjectFlags, ObjectRecord, ObjectState
-from tests.support.fake_disk import FakeMemory, Outcome
+from tests.support.fake_disk import FakeMemory
 from tests.support.simulator import ModelTenant
 from tests.support.work import lines_run
 
@@ -79,8 +90,8 @@ def test_only_a_kind_that_is_read_is_said_to_be_zeros() -> None:
     """Whoever only writes it is to find no word about what was there."""
     scheduler = scheduler_of(ExtentAllocator(3 * PAGE_BYTES))
     scheduler.register([ChunkSpec((PAGE_BYTES,) * 3)])
-    answer = Complete(0, Status.OK, born_mask=0b011)
-    assert scheduler.on_sqe(0, Opcode.ACQUIRE, 0, 0b011, 0b110, 0, 0) == [answer]
+    answer = Cqe(0, Status.OK, born_mask=0b011)
+    assert scheduler.on_sqe(Sqe(0, Opcode.ACQUIRE, 0, 0b011, 0b110, 0, 0)) == [answer]
 
 
 def test_a_written_object_stays_and_is_written_back_only_when_its_frame_is_wanted() -> None:
@@ -447,9 +458,9 @@ def test_malformed_entries_are_refused_and_change_nothing(entry: dict[str, int])
 
 def test_sequence_numbers_must_grow() -> None:
     scheduler = tenant_of(1, ONE).scheduler
-    assert scheduler.on_sqe(5, Opcode.ECHO, 0, 0, 0, 0, 0)[0].seq == 5  # type: ignore[union-attr]
+    assert scheduler.on_sqe(Sqe(5, Opcode.ECHO, 0, 0, 0, 0, 0))[0].seq == 5  # type: ignore[union-attr]
     for seq in (5, 4):
-        (answer,) = scheduler.on_sqe(seq, Opcode.ACQUIRE, 0, 1, 0, 0, 0)
+        (answer,) = scheduler.on_sqe(Sqe(seq, Opcode.ACQUIRE, 0, 1, 0, 0, 0))
         assert (answer.seq, answer.status) == (seq, Status.BAD_REQUEST)  # type: ignore[union-attr]
 
 
@@ -480,7 +491,7 @@ def test_a_failed_swap_in_says_what_failed_and_leaves_the_object_on_disk() -> No
     assert record(tenant, 0, 1).state is ObjectState.ABSENT
     first, second = tenant.acquire(0, read=2), tenant.acquire(0, read=3, write=1)
     (action,) = [action for action in in_flight(tenant, write=False) if action.kind == 1]
-    tenant.finish(action.io_id, Outcome(Status.INTEGRITY, 0, action.offset, 0xAAAA, 0xBBBB))
+    tenant.finish(action.io_id, IoEnd(Status.INTEGRITY, 0, action.offset, 0xAAAA, 0xBBBB))
     for lease in (first, second):
         failure = tenant.failures[lease]
         assert (failure.status, failure.chunk, failure.kind, failure.file) == (Status.INTEGRITY, 0, 1, 0)
@@ -499,7 +510,7 @@ def test_releasing_a_failed_lease_is_accepted_once() -> None:
     evict(tenant, 0, range(3))
     lease = tenant.acquire(0, read=1)
     (action,) = in_flight(tenant, write=False)
-    tenant.finish(action.io_id, Outcome(Status.IO_ERROR, errno.EIO, action.offset, PAGE_BYTES, 0))
+    tenant.finish(action.io_id, IoEnd(Status.IO_ERROR, errno.EIO, action.offset, PAGE_BYTES, 0))
     first = tenant.send(Opcode.RELEASE, chunk=0, arg=lease)
     second = tenant.send(Opcode.RELEASE, chunk=0, arg=lease)
     assert first not in tenant.failures
@@ -512,13 +523,13 @@ def test_a_write_lease_behind_a_failed_swap_in_does_not_need_it() -> None:
     evict(tenant, 0, range(3))
     reader, writer = tenant.acquire(0, read=1), tenant.acquire(0, write=1)
     (action,) = in_flight(tenant, write=False)
-    tenant.finish(action.io_id, Outcome(Status.IO_ERROR, errno.EIO, action.offset, PAGE_BYTES, 0))
+    tenant.finish(action.io_id, IoEnd(Status.IO_ERROR, errno.EIO, action.offset, PAGE_BYTES, 0))
     assert reader in tenant.failures
     assert granted(tenant, writer)
 
 
 def fail(tenant: ModelTenant, action: StartIo) -> None:
-    tenant.finish(action.io_id, Outcome(Status.IO_ERROR, errno.EIO, action.offset, PAGE_BYTES, 0))
+    tenant.finish(action.io_id, IoEnd(Status.IO_ERROR, errno.EIO, action.offset, PAGE_BYTES, 0))
 
 
 def test_a_failed_lease_frees_its_siblings() -> None:
@@ -579,7 +590,7 @@ def test_a_failed_swap_out_loses_nothing_and_stops_the_tenant() -> None:
     held = tenant.acquire(0, read=2)
     waiting = tenant.acquire(1, write=3)
     (action,) = in_flight(tenant, write=True)
-    tenant.finish(action.io_id, Outcome(Status.IO_ERROR, errno.ENOSPC, action.offset, PAGE_BYTES, 0))
+    tenant.finish(action.io_id, IoEnd(Status.IO_ERROR, errno.ENOSPC, action.offset, PAGE_BYTES, 0))
     assert tenant.failures[waiting].error_number == errno.ENOSPC
     assert record(tenant, 0).state is ObjectState.RESIDENT
     assert record(tenant, 0).flags & ObjectFlags.DIRTY

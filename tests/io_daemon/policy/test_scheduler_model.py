@@ -15,9 +15,8 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from io_daemon.errors import BudgetError
-from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, Opcode, Status
+from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, IoEnd, Opcode, Status
 from io_daemon.shared.states import FrameState
-from tests.support.fake_disk import Outcome
 from tests.support.simulator import ModelTenant
 
 MASKS = st.integers(0, 7)
@@ -30,9 +29,9 @@ SPECS = st.builds(
 )
 FAULTS = st.sampled_from(
     [
-        Outcome(Status.IO_ERROR, errno.EIO, 4096, 4096, 0),
-        Outcome(Status.SHORT_IO, 0, 8192, 4096, 512),
-        Outcome(Status.INTEGRITY, 0, 0, 0x1234, 0x4321),
+        IoEnd(Status.IO_ERROR, errno.EIO, 4096, 4096, 0),
+        IoEnd(Status.SHORT_IO, 0, 8192, 4096, 512),
+        IoEnd(Status.INTEGRITY, 0, 0, 0x1234, 0x4321),
     ]
 )
 
@@ -139,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.tenant.finish_all()
 
     @rule(data=st.data(), outcome=FAULTS)
-    def fail_a_read(self, data: st.DataObject, outcome: Outcome) -> None:
+    def fail_a_read(self, data: st.DataObject, outcome: IoEnd) -> None:
         reads = [io_id for io_id, (action, _) in self.tenant.disk.in_flight.items() if not action.write]
         if not reads:
             return
@@ -158,7 +157,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not writes or chance:
             return
         action = self.tenant.finish(
-            data.draw(st.sampled_from(writes)), Outcome(Status.IO_ERROR, errno.ENOSPC, 0, 4096, 0)
+            data.draw(st.sampled_from(writes)), IoEnd(Status.IO_ERROR, errno.ENOSPC, 0, 4096, 0)
         )
         while rest := [i for i, (a, _) in self.tenant.disk.in_flight.items() if a.object_id == action.object_id]:
             self.tenant.finish(rest[0])

@@ -19,9 +19,8 @@ from io_daemon.policy.eviction import rank_of
 from io_daemon.policy.residency import PlanRequest, plan
 from io_daemon.policy.swap_object import SwapObject
 from io_daemon.policy.trace import Trace
-from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, Status
+from io_daemon.shared.protocol import KINDS_MAX, PAGE_BYTES, Access, ChunkSpec, IoEnd, Status
 from io_daemon.shared.states import ObjectFlags
-from tests.support.fake_disk import Outcome
 from tests.support.simulator import DiskModel, Pass, Rank, Simulator, counted_since
 from tests.support.step_traces import chunk_specs, cyclic_scan, evaluation, fill, training_step
 
@@ -232,8 +231,8 @@ def test_the_same_seed_gives_the_same_run(seed: int) -> None:
     assert runs[0][1] == runs[1][1]
 
 
-def faulty(chance: float, *, write: bool, outcome: Outcome) -> DiskModel:
-    def fault(rng: random.Random, action: StartIo) -> Outcome | None:
+def faulty(chance: float, *, write: bool, outcome: IoEnd) -> DiskModel:
+    def fault(rng: random.Random, action: StartIo) -> IoEnd | None:
         return outcome if action.write is write and rng.random() < chance else None
 
     return DiskModel(latency_us=300.0, jitter=10.0, fault=fault)
@@ -243,13 +242,13 @@ def faulty(chance: float, *, write: bool, outcome: Outcome) -> DiskModel:
 @pytest.mark.parametrize(
     ("write", "outcome"),
     [
-        (False, Outcome(Status.IO_ERROR, errno.EIO, 0, PAGE_BYTES, 0)),
-        (False, Outcome(Status.INTEGRITY, 0, 0, 1, 2)),
-        (True, Outcome(Status.SHORT_IO, 0, 0, PAGE_BYTES, 512)),
-        (True, Outcome(Status.IO_ERROR, errno.ENOSPC, 0, PAGE_BYTES, 0)),
+        (False, IoEnd(Status.IO_ERROR, errno.EIO, 0, PAGE_BYTES, 0)),
+        (False, IoEnd(Status.INTEGRITY, 0, 0, 1, 2)),
+        (True, IoEnd(Status.SHORT_IO, 0, 0, PAGE_BYTES, 512)),
+        (True, IoEnd(Status.IO_ERROR, errno.ENOSPC, 0, PAGE_BYTES, 0)),
     ],
 )
-def test_a_fault_of_the_disk_ends_in_its_own_error_and_nothing_else(seed: int, write: bool, outcome: Outcome) -> None:
+def test_a_fault_of_the_disk_ends_in_its_own_error_and_nothing_else(seed: int, write: bool, outcome: IoEnd) -> None:
     chunks = range(12)
     passes = [Pass(accesses=fill(chunks), trace_id=9), *repeated(training_step(chunks), 6)]
     disk = faulty(0.004, write=write, outcome=outcome)
@@ -281,7 +280,7 @@ def test_one_tenants_fault_is_not_anothers() -> None:
         rank.tenant.register(chunk_specs(12, PAGE_BYTES))
     rank, _, _ = ranks
     simulator.after(30_000.0, lambda: setattr(rank.tenant, "finish", lambda io_id, _outcome: type(rank.tenant).finish(
-        rank.tenant, io_id, Outcome(Status.IO_ERROR, errno.EIO, 0, PAGE_BYTES, 0))))  # fmt: skip
+        rank.tenant, io_id, IoEnd(Status.IO_ERROR, errno.EIO, 0, PAGE_BYTES, 0))))  # fmt: skip
     simulator.run()
     assert ranks[0].failure is not None
     assert ranks[0].failure.error_number == errno.EIO

@@ -20,7 +20,7 @@ from io_daemon._native import Reactor
 from io_daemon.config import ServeConfig
 from io_daemon.disk.swap_dir import SwapDir
 from io_daemon.errors import ProtocolError
-from io_daemon.policy.actions import Complete, StartIo
+from io_daemon.policy.actions import StartIo
 from io_daemon.serve import swap_device
 from io_daemon.serve.conversation import Peer, watching_process
 from io_daemon.serve.holdings import Holdings, Rings
@@ -30,7 +30,7 @@ from io_daemon.serve.startup import watching_parent
 from io_daemon.serve.swap_device import REAP_MAX, SwapDevice, SwapRequest
 from io_daemon.serve.tenant import Tenant
 from io_daemon.shared.control import Attach, Ended
-from io_daemon.shared.protocol import PAGE_BYTES, Status
+from io_daemon.shared.protocol import PAGE_BYTES, Cqe, IoEnd, Status
 from io_daemon.shared.table import TableGeometry
 from tests.support.daemon import DEADLINE_S
 from tests.support.fake_reactor import DeviceModel, FakeArena, FakeReactor
@@ -174,7 +174,7 @@ def test_a_tenant_whose_answers_find_no_ring_still_sees_its_io_end() -> None:
     table = FakeArena(TableGeometry(2, PAGE_BYTES, PAGE_BYTES, 2), "job", 0)
     endings: list[Ended] = []
 
-    def refuse(_: Complete) -> NoReturn:
+    def refuse(_: Cqe) -> NoReturn:
         raise ProtocolError("completion ring: head 7 is out of range")
 
     async def answer() -> None:
@@ -184,14 +184,14 @@ def test_a_tenant_whose_answers_find_no_ring_still_sees_its_io_end() -> None:
         tenant._in_flight.count(+1)
         has_ended = threading.Event()
 
-        def work() -> tuple[None, list[Complete]]:
+        def work() -> tuple[None, list[Cqe]]:
             assert has_ended.wait(DEADLINE_S)
-            return None, [Complete(1, Status.OK)]
+            return None, [Cqe(1, Status.OK)]
 
         apart = asyncio.ensure_future(tenant._apart(work))
         await until(lambda: tenant._is_apart)
         io = StartIo(0, True, 0, 0, 0, 0, 0, PAGE_BYTES, 0, False, False)
-        tenant.on_io_done(io, Status.OK, 0, 0, 0, 0)
+        tenant.on_io_done(io, IoEnd(Status.OK, 0, 0, 0, 0))
         has_ended.set()
         await asyncio.gather(apart, return_exceptions=True)
         assert tenant.num_in_flight == 0

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from io_daemon._native import WIRE_CONSTANTS, WIRE_LAYOUT
-from io_daemon.rank.lease import Completion
 from io_daemon.shared import protocol, wire
 from io_daemon.shared.states import ObjectRecord
 
@@ -64,9 +63,10 @@ def test_constants_agree() -> None:
     assert {name: WIRE_CONSTANTS[name] for name in twins} == twins
 
 
-def test_completions_unpack_in_the_order_of_the_struct() -> None:
-    native = {field: place for field, place in WIRE_LAYOUT["Cqe"].items() if field not in ("", "reserved")}
-    assert list(Completion._fields) == sorted(native, key=lambda field: native[field][0])
+@pytest.mark.parametrize("entry", [protocol.Sqe, protocol.Cqe], ids=lambda entry: entry.__name__)
+def test_the_rings_entries_unpack_in_the_order_of_the_struct(entry: type[protocol.Sqe | protocol.Cqe]) -> None:
+    native = {field: place for field, place in WIRE_LAYOUT[entry.__name__].items() if field not in ("", "reserved")}
+    assert list(entry._fields) == sorted(native, key=lambda field: native[field][0])
 
 
 def test_the_record_that_the_policy_keeps_names_every_field_of_the_table() -> None:
