@@ -22,6 +22,7 @@ from infinity.checkpoint.sealed import read_sealed
 from infinity.config import Config, read_environment
 from infinity.deepspeed.asserted import asserted, asserting
 from infinity.deepspeed.callers import locals_of
+from infinity.deepspeed.client_states import packed, unpacked
 from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of
 from infinity.deepspeed.distributed import get_world_group
 from infinity.deepspeed.logs import logger
@@ -479,12 +480,13 @@ class DeepSpeedEngine(Engine):
         """Save as ``infinity.Engine.save_checkpoint`` does, and ``zero_to_fp32.py`` and ``zero_to_torch.py`` beside it.
 
         Ranks that name different tags save under rank 0's: a checkpoint is one for all. They do so with a warning,
-        without one or not at all, as ``checkpoint.tag_validation`` says.
+        without one or not at all, as ``checkpoint.tag_validation`` says. ``client_state`` may hold objects of any class
+        that can be pickled.
         """
         saved = super().save_checkpoint(
             save_dir,
             self._common_tag(tag),
-            client_state,
+            packed(client_state),
             save_latest,
             exclude_frozen_parameters,
             asynchronous=asynchronous,
@@ -537,7 +539,7 @@ class DeepSpeedEngine(Engine):
         if path is not None:
             manifest, _ = read_sealed(Path(path) / MANIFEST)
             self.loaded_checkpoint_dp_world_size, self.loaded_checkpoint_mp_world_size = manifest["world_size"], 1
-        return path, state
+        return path, unpacked(state)
 
     def _rewinds_random_numbers(self, *, whole: bool) -> bool:
         """A training that goes on in another process draws where it stood; one that goes back to weights of its own, as
