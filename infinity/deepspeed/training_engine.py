@@ -473,7 +473,7 @@ class DeepSpeedEngine(Engine):
         tag: str | None = None,
         client_state: Mapping[str, Any] | None = None,
         save_latest: bool = True,
-        exclude_frozen_parameters: bool = False,
+        exclude_frozen_parameters: bool | None = False,
         *,
         asynchronous: bool = False,
     ) -> bool:
@@ -487,8 +487,8 @@ class DeepSpeedEngine(Engine):
             save_dir,
             self._common_tag(tag),
             packed(client_state),
-            save_latest,
-            exclude_frozen_parameters,
+            bool(save_latest),
+            bool(exclude_frozen_parameters),  # frameworks pass None on
             asynchronous=asynchronous,
         )
         for name, ours in SCRIPTS.items() if self.global_rank == 0 else ():
