@@ -114,6 +114,26 @@ def a_layer_that_ranks_use_in_turn_and_a_norm(world: Any) -> None:
     trains(world, in_turn(world), accumulation=2, num_steps=3, clipping=0.1)
 
 
+def loop_that_drops(world: Any, engine: Any, part: nn.Module) -> None:
+    for step in range(6):
+        world.backward(engine, square(engine(world.randn(ROWS, WIDTH, seed=step))))
+        if step % 3 == 1:
+            world.zero_grad(part)
+        engine.step()
+
+
+@cases(settings=EVERY, must="equal")
+def gradients_of_a_part_are_dropped_between_micro_batches(world: Any) -> None:
+    model = Net()
+    loop_that_drops(world, world.initialize(model, accumulation=3, clipping=0.05), model.blocks[0])
+
+
+@cases(slow=True, settings=WHOLE_WEIGHTS, must="equal")
+def gradients_of_a_layer_that_ranks_use_in_turn_are_dropped(world: Any) -> None:
+    model: Any = in_turn(world)
+    loop_that_drops(world, world.initialize(model, accumulation=3), model.a)
+
+
 def scribble_at_the_end(weight: Any) -> None:
     """What the last rank has a shard of, written through memory where torch counts no writes."""
     weight.data.view(torch.int16).numpy().reshape(-1)[-5:] = 3

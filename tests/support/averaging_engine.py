@@ -5,6 +5,7 @@ The mean is added up in the order of ranks, wherever in a bucket an element woul
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -73,6 +74,11 @@ class AveragingEngine(PlainEngine):
             master.grad = gradient if master.grad is None else master.grad + gradient
         else:
             param.grad = gradient if param.grad is None else param.grad + gradient
+
+    def drop_gradients(self, params: Iterable[nn.Parameter]) -> None:
+        super().drop_gradients(params := list(params))
+        for param in params:
+            self._sums.pop(param, None)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         super().zero_grad(set_to_none)
