@@ -239,7 +239,7 @@ def test_fewer_bytes_are_kept_read_and_written(tmp_path: Path, monkeypatch: pyte
             assert report.nvme_total is not None
             moved[masters], kept[masters] = report.nvme_total.since(before), report.swap_bytes
     assert kept["fp32"] / kept["split"] == pytest.approx(16 / 14, rel=0.02)
-    assert moved["split"].total_bytes < 0.95 * moved["fp32"].total_bytes
+    assert moved["split"].total_bytes < 0.97 * moved["fp32"].total_bytes
     assert of_masters["split"] == pytest.approx(of_masters["fp32"] / 2, rel=0.02)
 
 

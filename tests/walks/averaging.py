@@ -76,6 +76,10 @@ class AveragingShadow(Shadow):
         else:
             param.grad = gradient if param.grad is None else param.grad + gradient
 
+    def drop_gradient(self, name: str) -> None:
+        super().drop_gradient(name)
+        self._sums.pop(self.param(name), None)
+
     def drop(self) -> None:
         super().drop()
         self._sums = {}

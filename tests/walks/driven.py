@@ -130,6 +130,9 @@ class Driven:
     def zero_grad(self) -> None:
         self.engine.zero_grad()
 
+    def drop_gradient(self, name: str) -> None:
+        self.param(name).grad = None
+
     def clip(self, max_norm: float) -> Tensor:
         norm: Tensor = self.engine.clip_grad_norm_(max_norm)
         return norm

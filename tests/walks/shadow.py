@@ -131,6 +131,10 @@ class Shadow:
     def zero_grad(self) -> None:
         self.drop()
 
+    def drop_gradient(self, name: str) -> None:
+        param = self.param(name)
+        param.grad = self.stepped(param).grad = None
+
     def _gradients(self) -> list[Tensor]:
         self._collect()
         found = (self.stepped(param).grad for param in self.trained)

@@ -118,6 +118,7 @@ class _Drawing:
             ("backward", True),
             ("step",),
             ("zero_grad",),
+            ("drop_gradient", self._name()),
         )
         return [self.draw.choice(choices)]
 
