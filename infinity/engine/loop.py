@@ -75,6 +75,8 @@ class TrainingLoop:
         self.observers = observers
         self._sharded: ShardedModel = runtime.sharded
         self._num_backwards = 0
+        self._is_between = False
+        """Whether ``step`` has ended a micro-batch, and the next has had no backward yet."""
         self._lost = Lost.NOTHING
         self._followed_buffers = FollowedBuffers(runtime.module, runtime.collectives)
         self.update: Update | None = None
@@ -157,6 +159,7 @@ class TrainingLoop:
             self.runtime.leaves.end_backward()
             self.runtime.live_set.settle()
         self._num_backwards += 1
+        self._is_between = False
 
     def _place(self) -> str:
         last = ", the last" if self.is_boundary() else ""
@@ -189,6 +192,7 @@ class TrainingLoop:
             self.refuse_before_step("step() that does not update")
             self._refuse_lost("step()")
             self.micro_steps += 1
+            self._is_between = True
             return
         if self.optimizer is None:
             raise AssertionError("an update without an optimizer")
@@ -345,6 +349,12 @@ class TrainingLoop:
     def _forget_gradient(self, param: ShardedParam) -> None:
         self._refuse_in_backward("zero_grad()")
         self.refuse_before_step("zero_grad()")
+        if self._is_between:
+            raise EngineStateError(
+                "zero_grad() of a module, or param.grad = None, between the micro-batches of a step: plain torch would "
+                "drop what was accumulated, and DeepSpeed does not: leave it out, since step() clears gradients, or "
+                "call engine.zero_grad() to begin the step anew"
+            )
         reducer = self.runtime.reducer
         reducer.forget(self._sharded.group_of[param.index], param)
         if not reducer.has_any:

@@ -210,6 +210,43 @@ def test_gradients_of_zeros_of_what_no_optimizer_steps_are_none(stage: int) -> N
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
+def test_between_micro_batches_nothing_is_dropped_by_a_habit(stage: int) -> None:
+    """DeepSpeed's scripts may call the module's zero_grad() behind every step(), which changes nothing there."""
+    found = []
+    for zeroes in (False, True):
+        with engine_of(stage, gradient_accumulation_steps=2) as engine:
+            for step in range(4):
+                engine.backward(engine(torch.ones(1, 8) * step).square().mean())
+                engine.step()
+                if zeroes and step % 2 == 0:
+                    with pytest.raises(EngineStateError, match=r"leave it out.*engine\.zero_grad\(\)"):
+                        engine.module.zero_grad()
+                elif zeroes:
+                    engine.module.zero_grad()
+            found.append(engine.full_state_dict())
+    assert all(torch.equal(found[0][name], found[1][name]) for name in found[0])
+
+
+def test_behind_clipping_the_gradients_are_fixed() -> None:
+    with engine_of(3) as engine:
+
+        def clip() -> None:
+            engine.backward(engine(torch.ones(1, 8)).square().mean())
+            engine.clip_grad_norm_(0.1)
+
+        clip()
+        engine.module.get_submodule("0").zero_grad()
+        with pytest.raises(EngineStateError, match=r"behind clip_grad_norm_\(\)"):
+            engine.step()
+        engine.zero_grad()
+        clip()
+        engine.module.zero_grad()  # the step is given up
+        clip()
+        engine.step()
+        assert engine.global_steps == 1
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
 @pytest.mark.parametrize("of", ["engine", "optimizer", "model"])
 def test_gradients_of_zeros_are_refused_where_they_would_step(stage: int, of: str) -> None:
     """Torch's optimizers step what has a gradient, be it zeros: by momentum and decay."""
