@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import select
 import shlex
 import socket
 import subprocess
@@ -155,7 +156,8 @@ def _on_this(parsed: argparse.Namespace, nodes: Nodes, here: int) -> int:
         words += ["--log-dir", parsed.enable_each_rank_log, "--redirects", "3"]
     options = [f"--{name}" for name in ("module", "no_python", "no_local_rank") if getattr(parsed, name)]
     words += ["--no-python", *RANK, *options, parsed.user_script, *parsed.user_args]
-    if parsed.ends_with_stdin:
+    # what reaches nodes without a standard input (ssh's StdinNull, kubectl exec) has it end before it begins
+    if parsed.ends_with_stdin and sys.stdin is not None and not select.select([sys.stdin], [], [], 0)[0]:
         end_with(sys.stdin.fileno())
     if parsed.save_pid:
         print(f"launcher pid: {os.getpid()}", flush=True)

@@ -109,6 +109,7 @@ def _run(tmp_path: Path, *words: str, **variables: str) -> subprocess.CompletedP
         [sys.executable, "-P", "-m", "infinity", "deepspeed", *words, str(script), "--x", "1"],
         cwd=tmp_path,
         env=quiet_environment(OUT=str(tmp_path), OMP_NUM_THREADS="1", **variables),
+        stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
         timeout=TIMEOUT_S,
@@ -179,6 +180,12 @@ def test_what_stands_on_other_nodes_ends_with_the_command(tmp_path: Path, number
     if number != signal.SIGKILL:
         assert not any(map(_is_running, pids)), "the command ends behind its nodes"
     eventually(lambda: not any(map(_is_running, pids)), "both ranks have ended", within_s=TIMEOUT_S)
+
+
+def test_a_node_that_is_reached_without_a_standard_input_trains(tmp_path: Path) -> None:
+    ended = _run(tmp_path, "--num_gpus", "1", "--no_ssh", "--node_rank", "0", "--ends_with_stdin")
+    assert ended.returncode == 0, ended.stderr
+    assert (tmp_path / "0.json").exists()
 
 
 def test_without_ssh_several_nodes_are_refused(tmp_path: Path) -> None:
