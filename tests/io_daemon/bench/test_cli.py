@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import signal
@@ -14,8 +15,12 @@ from typing import Any
 import pytest
 
 from io_daemon.__main__ import main
-from io_daemon.bench.result import Report
+from io_daemon.bench import cli, sweep
+from io_daemon.bench.result import Report, Verification
+from io_daemon.bench.run import run_io
+from io_daemon.bench.settings import IoSettings
 from io_daemon.command.cli import with_default_command
+from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.disk.swap_file import SwapHeader
 from io_daemon.machine.tuning import recall
 from io_daemon.policy.step_trace import save
@@ -307,3 +312,47 @@ def _wait_for_file(directory: Path, process: subprocess.Popen[str]) -> Path:
                 return path
         time.sleep(0.01)
     raise AssertionError(process.communicate())
+
+
+def test_a_sweep_that_finds_bad_data_ends_with_the_exit_code_for_it_and_is_not_remembered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = tmp_path / "swap"
+    directory.mkdir()
+    monkeypatch.setenv("INFINITY_STATE_DIR", str(tmp_path / "state"))
+    bad = Verification(num_blocks=4, num_bad_blocks=1, seconds=0.1, bad=["x"])
+    monkeypatch.setattr(sweep, "_measure", lambda *_: (1e9, 0))
+    monkeypatch.setattr(sweep, "run_io", lambda *words: run_io(*words).model_copy(update={"verification": bad}))
+    words = ("--size", "64M", "--quiet", "--engines", "posix", "--cell-time", "0.1", "--confirm-time", "0.3")
+    code, _, _ = run(capsys, "bench", "sweep", directory, *words)
+    assert code == cli.EXIT_BAD_DATA
+    assert recall([directory]) is None
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("stdin", "may"),
+    [
+        (Terminal(""), False),
+        (Terminal("\n"), False),
+        (Terminal("n\n"), False),
+        (Terminal("what\n"), False),
+        (Terminal("y\n"), True),
+        (io.StringIO("y\n"), False),
+    ],
+    ids=["end", "nothing", "no", "what", "yes", "script"],
+)
+def test_only_a_yes_at_a_terminal_is_leave_to_write(
+    stdin: io.StringIO, may: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdin", stdin)
+    monkeypatch.setattr(sys, "stderr", Terminal())
+    settings = IoSettings.model_validate(
+        {"directories": (tmp_path,), "size": 64 << 20, "iodepth": 4, "write_limit_bytes": 1}
+    )
+    assert cli._with_leave_to_write(settings, 1) is settings
+    assert cli._with_leave_to_write(settings, 2).write_limit_bytes == (UNLIMITED_BYTES if may else 1)

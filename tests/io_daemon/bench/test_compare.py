@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from io_daemon.bench import run
-from io_daemon.bench.compare import METRICS, CompareSettings, check_writes, compare_turns, run_compare
+from io_daemon.bench.compare import METRICS, CompareSettings, check_writes, compare_turns, figures_of, run_compare
 from io_daemon.bench.fio import Figures, fio_command, parse_fio
 from io_daemon.bench.fio import buffer_bytes as fio_buffer_bytes
 from io_daemon.bench.job import buffer_bytes as job_buffer_bytes
 from io_daemon.bench.run import check_memory
 from io_daemon.bench.sweep import SweepSettings
 from io_daemon.errors import ConfigError
+from tests.support.bench_reports import direction, io_result, latency
 
 
 def comparison(**changes: Any) -> CompareSettings:
@@ -60,6 +61,13 @@ def test_fio_is_read_right() -> None:
     assert found.bw_bytes == 40 << 19
     assert (found.clat_p50_ns, found.clat_p99_ns) == (1000, 2000)  # of reads, although there are more writes
     assert found.cpu_s_per_gb == pytest.approx(0.2 * 2 / ((40 << 20) / 1e9))
+
+
+def test_our_latencies_are_of_reads_as_fio_s_are() -> None:
+    slower = direction(2e9).model_copy(update={"clat": latency(9_000_000)})
+    result = io_result(read=direction(1e9), write=slower)
+    assert result.read is not None
+    assert figures_of(result).clat_p50_ns == result.read.clat.p50_ns
 
 
 def test_a_ratio_is_judged_by_what_fio_differs_from_itself() -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import os
 import subprocess
 import threading
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +15,13 @@ import pytest
 
 from io_daemon.bench import run
 from io_daemon.bench.engines.factory import engine_problem
-from io_daemon.bench.result import IoResult, Verification
+from io_daemon.bench.result import IoResult, SteadyState, Verification
 from io_daemon.bench.run import NothingMeasured, Silent, open_bench, open_targets, run_io
 from io_daemon.bench.sample import Sample
 from io_daemon.bench.settings import RW, IoSettings
+from io_daemon.bench.steady import find_steady_state
 from io_daemon.bench.target import DATA_OFFSET
+from io_daemon.disk.swap_dir import check_swap_dir
 from io_daemon.errors import ConfigError, DeviceIOError, SwapSpaceError
 from tests.conftest import MountTmpfs
 
@@ -122,6 +127,45 @@ def test_the_time_series_covers_ramp_and_measured_time(tmp_path: Path) -> None:
     assert result.cpu.user_s + result.cpu.system_s > 0
 
 
+def test_only_the_measured_time_is_looked_at_for_a_steady_state(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_looked_at: list[int] = []
+
+    def seen(rates: Sequence[float], interval_s: float) -> SteadyState | None:
+        num_looked_at.append(len(rates))
+        return find_steady_state(rates, interval_s)
+
+    monkeypatch.setattr(run, "find_steady_state", seen)
+    series = run_io(settings(tmp_path, ramp_time_s=0.5, runtime_s=0.5)).series
+    assert num_looked_at == [sum(at_s > 0 for at_s in series.at_s)]
+    assert num_looked_at[0] < len(series.at_s)
+
+
+def test_latencies_of_the_ramp_do_not_count(tmp_path: Path) -> None:
+    result = run_io(settings(tmp_path, rw="read", ramp_time_s=1.2, verify=False))
+    assert result.read is not None
+    assert result.read.clat.num_ios < 2 * result.read.num_ios  # five times as many with those of the ramp
+
+
+def test_what_is_laid_out_is_on_the_drive_before_anything_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = settings(tmp_path)
+    with open_targets(wanted) as targets, open_bench(wanted, targets) as bench:
+        engine = bench.jobs[0].engine
+        synced_bytes: list[int] = []
+        sync = engine.sync
+
+        def seen() -> None:
+            synced_bytes.append(engine.counters().write_bytes)
+            sync()
+
+        monkeypatch.setattr(engine, "sync", seen)
+        bench.lay_out(Silent())
+        assert synced_bytes == [wanted.layout_bytes]
+
+
 def test_bit_flips_on_the_way_to_the_disk_are_found(engine: str, tmp_path: Path) -> None:
     """The 3rd and the 10th write of laying out; reading alone rewrites nothing."""
     faults = [("flip_write", 3, 5000), ("flip_write", 10, 0)]
@@ -149,6 +193,10 @@ def test_short_transfers_go_on_and_are_counted(engine: str, tmp_path: Path) -> N
         raise AssertionError(result)
     assert result.verification.num_bad_blocks == 0
     assert result.num_short_ios > 0
+
+
+def test_short_transfers_before_it_is_measured_do_not_count(tmp_path: Path) -> None:
+    assert run_io(settings(tmp_path, rw="read", faults=[("short_write", 3, 4096)])).num_short_ios == 0
 
 
 @pytest.mark.parametrize(("rw", "fault"), [("write", "errno_write"), ("read", "errno_read"), ("write", "errno_read")])
@@ -205,6 +253,46 @@ def test_buffered_runs_are_warned_about(tmp_path: Path) -> None:
     assert any("page cache" in warning for warning in result.warnings)
     assert result.verification is not None
     assert result.verification.num_bad_blocks == 0
+
+
+@pytest.mark.parametrize(("times_ram", "is_warned"), [(0.5, True), (1.5, True), (2.5, False)])
+def test_files_that_memory_could_hold_are_warned_about(
+    times_ram: float, is_warned: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted = settings(tmp_path, direct=False)
+    monkeypatch.setattr(run, "ram_bytes", lambda: int(wanted.layout_bytes / times_ram))
+    with open_targets(wanted) as targets:
+        assert any("measures the page cache" in each for each in run.cache_warnings(wanted, targets)) == is_warned
+
+
+def test_one_directory_without_direct_io_makes_it_no_direct_measurement(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directories = [tmp_path / "one", tmp_path / "two"]
+    for directory in directories:
+        directory.mkdir()
+    monkeypatch.setattr(run, "check_swap_dir", lambda path: replace(check_swap_dir(path), direct=path.name == "one"))
+    assert not run_io(settings(*directories, rw="read")).direct
+
+
+def test_without_direct_io_nothing_is_measured_or_verified_from_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dropped: list[int] = []
+    advise = os.posix_fadvise
+
+    def seen(fd: int, offset: int, length: int, advice: int) -> None:
+        dropped.append(advice)
+        advise(fd, offset, length, advice)
+
+    monkeypatch.setattr(os, "posix_fadvise", seen)
+    wanted = settings(tmp_path, rw="read", direct=False)
+    with open_targets(wanted) as targets, open_bench(wanted, targets) as bench:
+        bench.lay_out(Silent())
+        bench.measure(Silent())
+        assert dropped == [os.POSIX_FADV_DONTNEED]
+        bench.verify(Silent())
+        assert dropped == [os.POSIX_FADV_DONTNEED] * 2
 
 
 def test_a_loop_device_that_caches_is_warned_about(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

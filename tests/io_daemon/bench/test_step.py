@@ -7,6 +7,8 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,7 @@ from io_daemon.bench.steps.replay import Replay, StepFigures
 from io_daemon.bench.steps.step import advise_step, run_step, writes_expected
 from io_daemon.bench.steps.step_settings import StepSettings
 from io_daemon.errors import ConfigError
+from io_daemon.machine.tuning import Chosen
 from io_daemon.policy.step_trace import load, save
 from io_daemon.rank.client import Client
 from tests.support.daemon import DEADLINE_S, eventually
@@ -40,7 +43,7 @@ def directory(tmp_path: Path) -> Path:
     return path
 
 
-def replay(directory: Path, trace: Path | str, **settings: object) -> StepResult:
+def step_settings(directory: Path, trace: Path | str, **changes: object) -> StepSettings:
     values = {
         "directories": (directory,),
         "trace": str(trace),
@@ -49,7 +52,11 @@ def replay(directory: Path, trace: Path | str, **settings: object) -> StepResult
         "iodepth": 4,
         "steps": 3,
     }
-    return run_step(StepSettings(**{**values, **settings}))  # type: ignore[arg-type]
+    return StepSettings.model_validate({**values, **changes})
+
+
+def replay(directory: Path, trace: Path | str, **changes: object) -> StepResult:
+    return run_step(step_settings(directory, trace, **changes))
 
 
 def test_a_step_is_replayed_and_nothing_is_left(directory: Path, trace: Path) -> None:
@@ -81,6 +88,34 @@ def test_bytes_that_a_step_puts_off_to_the_next_are_shared_out(
     monkeypatch.setattr(Replay, "take_step", lambda self: next(taken))
     result = replay(directory, trace, steps=5)
     assert (result.read_bytes, result.write_bytes) == (40 << 20, 46 << 20)
+
+
+def test_a_scaled_step_s_figures_are_the_full_model_s(directory: Path) -> None:
+    full, settings = small_step(), step_settings(directory, "small")
+    figures = [StepFigures(step_s=2.0, stall_s=1.0, update_s=0.8, update_stall_s=0.6, read_bytes=30, write_bytes=10)]
+    chosen = Chosen("posix", 65536, 4, None)
+    result = step._result(settings, full, full, 0.5, chosen, 2, figures * 3, 1.5)
+    assert (result.step_s, result.steps_s, result.cpu_offload_step_s) == (4.0, [4.0] * 3, 3.0)
+    assert (result.read_bytes, result.write_bytes) == (60, 20)
+    assert result.bytes_per_day_written == pytest.approx(20 / 4.0 * 86400)
+    assert (result.compute_s, result.update_s) == pytest.approx((4.0 - 1.6 - 0.8, 1.6 - 1.2))
+    assert result.stall_share == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_replay_verifies_as_it_is_told(verify: bool, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(step, "DaemonProcess", lambda **words: given.update(words))
+    step._daemon_for(step_settings(directory, "small", verify=verify), Chosen("require:posix", 65536, 4, None))
+    assert ("--no-verify-checksums" in given["options"]) != verify
+
+
+def test_directories_on_one_drive_wear_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimpleNamespace(write_shares=lambda: [(SimpleNamespace(name="nvme0n1", health=None), 1.0)])
+    facts = SimpleNamespace(directories=[SimpleNamespace(device=device)] * 2)
+    monkeypatch.setattr(step, "describe_machine", lambda _directories: facts)
+    (wear,) = step._wears([Path("/a"), Path("/b")])
+    assert wear.write_share == 1.0
 
 
 def test_a_large_arena_moves_nothing_once_settled(directory: Path, trace: Path) -> None:
