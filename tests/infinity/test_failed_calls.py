@@ -205,3 +205,32 @@ def test_micro_batches_that_went_with_a_backward_are_told_until_the_step_begins_
         micro_batch(engine, 1)
         micro_batch(engine, 2)
         assert_same(engine, plain(1, 2))
+
+
+def test_a_checkpoint_is_gone_on_from_after_a_backward_that_failed(tmp_path: Path) -> None:
+    with engine_of(2, tmp_path, accumulation=1) as engine:
+        engine.save_checkpoint(tmp_path)
+        fail_backward(engine, "late")
+        engine.load_checkpoint(tmp_path)
+        micro_batch(engine, 1)
+        assert engine.global_steps == 1
+
+
+def test_samples_are_those_of_each_step_s_own_backwards() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "managed_gradient_accumulation": False,
+        "optimizer": {"type": "AdamW", "params": {"lr": LEARNING_RATE}},
+        "zero_optimization": {"stage": 2},
+    }
+    with infinity.initialize(model=made(), config=config)[0] as engine:
+        for _ in range(2):
+            engine.backward(loss_of(engine, 1))
+            engine.backward(loss_of(engine, 2))
+            engine.step()
+        assert engine.global_samples == 16
+        engine.backward(loss_of(engine, 1))
+        engine.zero_grad()
+        engine.backward(loss_of(engine, 2))
+        engine.step()
+        assert engine.global_samples == 20

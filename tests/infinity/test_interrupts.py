@@ -214,3 +214,26 @@ def test_an_interrupt_while_an_interrupted_phase_is_ended_does_not_keep_it() -> 
         found = trained(Interrupting(at, functions=functions))
         assert all(torch.equal(found[name], expected[name]) for name in expected), at
     assert counting.num_lines > 0
+
+
+class Switching(nn.Linear):
+    """The interrupt comes before graphs are switched on again."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        torch.set_grad_enabled(False)
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_while_graphs_are_switched_off_does_not_keep_them_off() -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": LAYOUTS["stage 3"],
+    }
+    with infinity.initialize(model=Switching(WIDTH, WIDTH), config=config)[0] as engine:
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                engine(torch.ones(1, WIDTH))
+            assert torch.is_grad_enabled()
+        finally:
+            torch.set_grad_enabled(True)

@@ -264,3 +264,25 @@ def test_each_collective_is_logged_where_it_is_asked_for(caplog: pytest.LogCaptu
     assert "broadcast | 128 bytes" in caplog.text
     assert "share the weather" in caplog.text
     assert "broadcast" in log.summary()
+
+
+def test_the_loss_of_micro_batches_that_were_dropped_is_not_told(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": MICRO,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW"},
+        "csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"},
+    }
+    engine = infinity.initialize(model=nn.Linear(IN, OUT), config=config)[0]
+    loss = torch.zeros(())
+    for scale in (1000, None, 1, 1):
+        if scale is None:
+            engine.zero_grad()
+            continue
+        loss = engine(torch.ones(MICRO, IN)).square().mean()
+        engine.backward(loss * scale)
+        engine.step()
+    engine.destroy()
+    (path,) = (tmp_path / "job").glob("*train_loss*")
+    rows = list(csv.reader(path.read_text().splitlines()))
+    assert float(rows[1][1]) == pytest.approx(float(loss.detach()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -77,3 +78,27 @@ def test_a_write_that_fails_holds_nothing(store: ActivationStore, small: SmallSt
         store.put(values(3))
     small.before_wait = lambda _lease: None
     assert_all_of_it_can_be_used(store, small)
+
+
+def test_what_was_leased_ahead_of_tensors_that_nobody_waits_for_is_given_back(
+    store: ActivationStore, small: SmallStore
+) -> None:
+    small.num_chunks_max = 100
+    for _ in range(3):
+        waiting = [store.put(values(1)) for _ in range(4)]
+        found = torch.zeros(FRAME_BYTES - 7, dtype=torch.uint8)
+        waiting[-1].read_into(found)
+        assert small.num_held == 2, "those before it are leased ahead"
+        waiting.clear()  # backward failed here
+        gc.collect()
+        assert store.num_waiting == 0
+        assert small.num_held == 0
+
+
+def test_it_reads_ahead_all_the_way_back(store: ActivationStore, small: SmallStore) -> None:
+    small.num_chunks_max = 100
+    waiting = [store.put(values(1)) for _ in range(8)]
+    found = torch.zeros(FRAME_BYTES - 7, dtype=torch.uint8)
+    for left in range(7, -1, -1):
+        waiting.pop().read_into(found)
+        assert small.num_held == min(2, left)
