@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from infinity.checkpoint import directory as directories
-from infinity.checkpoint.manifest import MANIFEST
+from infinity.checkpoint.manifest import MANIFEST, index_name
 from infinity.checkpoint.pieces import PieceWriter
+from infinity.checkpoint.sealed import read_sealed, write_sealed
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.errors import CheckpointError, EngineStateError
 from tests.conftest import MountTmpfs
@@ -353,3 +354,81 @@ def test_what_fails_on_one_rank_fails_on_all_in_words(tmp_path: Path) -> None:
         assert "save the checkpoint rank1" in diverged
         assert "rank-00001.pieces" in missing
     assert sorted(path.name for path in saved.iterdir()) == ["former", "latest", "other"]
+
+
+@pytest.mark.parametrize("has_users_files", [False, True])
+def test_all_is_on_the_drive_before_it_has_its_name_and_its_name_before_latest_says_so(
+    has_users_files: bool, engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: set[int] = set()
+    seen: list[str] = []
+    fsync, rename, take_place = os.fsync, os.rename, directories._take_place
+
+    def noted(fd: int) -> None:
+        fsync(fd)
+        synced.add(os.fstat(fd).st_ino)
+
+    def inodes(path: Path) -> set[int]:
+        return {each.lstat().st_ino for each in (path, *path.rglob("*")) if each.is_file() or each.is_dir()}
+
+    def checked(aside: Path, final: Path, *others: Any) -> Any:
+        assert inodes(aside) <= synced, [each.name for each in aside.rglob("*") if each.lstat().st_ino not in synced]
+        seen.append("published")
+        synced.clear()
+        return take_place(aside, final, *others)
+
+    def renamed(source: Any, target: Any, **words: Any) -> None:
+        if os.fspath(target).endswith("/latest"):
+            assert tmp_path.stat().st_ino in synced, "the tag's name is on the drive"
+            seen.append("latest")
+            synced.clear()
+        rename(source, target, **words)
+
+    engine.save_checkpoint(tmp_path, tag="x")
+    if has_users_files:
+        (tmp_path / "x" / "mine").mkdir()
+        (tmp_path / "x" / "mine" / "notes").write_text("of the user's")
+        os.sync()
+        for path in (tmp_path / "x" / "mine", tmp_path / "x" / "mine" / "notes"):
+            descriptor = os.open(path, os.O_RDONLY)
+            fsync(descriptor)
+            os.close(descriptor)
+            synced.add(path.stat().st_ino)
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(os, "rename", renamed)
+    monkeypatch.setattr(directories, "_take_place", checked)
+    engine.save_checkpoint(tmp_path, tag="x")
+    assert seen == ["published", "latest"]
+    assert tmp_path.stat().st_ino in synced, "and so is latest"
+
+
+def test_files_of_another_checkpoint_are_not_mixed_in(engine: Any, tmp_path: Path) -> None:
+    engine.save_checkpoint(tmp_path, tag="one")
+    state = everything_of(engine)
+    index = tmp_path / "one" / index_name(0)
+    content, _ = read_sealed(index)
+    row = next(iter(content.values()))[0]
+    size = index.stat().st_size
+    digits = str(row[-1])
+    row[-1] = int(digits[0] + digits[:0:-1]) if digits[1:] != digits[:0:-1] else int(digits[::-1])
+    index.unlink()
+    write_sealed(index, content)
+    assert index.stat().st_size == size
+    with pytest.raises(CheckpointError, match="belongs to another checkpoint"):
+        engine.load_checkpoint(tmp_path)
+    assert not differing(everything_of(engine), state)
+
+
+def test_elements_that_no_rank_wrote_are_missed(engine: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    add, num_added = PieceWriter.add, 0
+
+    def forget_the_third(self: PieceWriter, *arguments: Any) -> None:
+        nonlocal num_added
+        num_added += 1
+        if num_added != 3:
+            add(self, *arguments)
+
+    monkeypatch.setattr(PieceWriter, "add", forget_the_third)
+    engine.save_checkpoint(tmp_path, tag="x")
+    with pytest.raises(CheckpointError, match="lacks elements"):
+        StoredCheckpoint.open(tmp_path, "x")

@@ -388,3 +388,21 @@ def test_readmes_lines_save_and_go_on(tmp_path: Path, monkeypatch: pytest.Monkey
     assert names["path"] == "checkpoints/late", "which was still being written"
     assert names["client_state"] == {}
     names["engine"].destroy()
+
+
+def test_between_epochs_the_next_one_is_whole() -> None:
+    data = torch.utils.data.TensorDataset(torch.arange(10.0))
+    loader = PlacedLoader(data, batch_size=2)
+    assert len(list(loader)) == 5
+    state = loader.state_dict()
+    other = PlacedLoader(data, batch_size=2)
+    other.load_state_dict(state)
+    assert len(list(other)) == 5
+
+
+def test_the_second_of_two_normal_numbers_comes_back(engine: Any, tmp_path: Path) -> None:
+    np.random.randn()
+    engine.save_checkpoint(tmp_path)
+    expected = np.random.randn(3)
+    engine.load_checkpoint(tmp_path)
+    assert (np.random.randn(3) == expected).all()
