@@ -322,3 +322,35 @@ def test_the_name_of_a_process_may_be_any_bytes() -> None:
         assert process_starttime(child.pid) is not None
         assert process_state(child.pid) not in ("gone", "unknown")
         child.communicate()
+
+
+def test_a_daemon_that_nobody_has_reaped_is_dead() -> None:
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    owner = Owner.this_process()
+    fields = Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()
+    assert fields[0] == "Z"
+    assert process_starttime(child.pid) is None
+    assert not Owner(child.pid, int(fields[19]), owner.boot_id, owner.machine).lives()
+    child.wait()
+
+
+def test_what_was_put_off_and_undone_is_reserved_no_more(tmp_path: Path) -> None:
+    swap_file = create(tmp_path)
+    swap_file.grow(1 << 20)
+    swap_file.grow(2 << 20, reserve=False)
+    swap_file.shrink(1 << 20)
+    swap_file.reserve()
+    swap_file.grow(3 << 20, reserve=False)
+    swap_file.reserve()
+    assert swap_file.path.stat().st_blocks * 512 >= 3 << 20
+    swap_file.close()
+
+
+def test_what_was_put_off_twice_is_reserved_whole(tmp_path: Path) -> None:
+    swap_file = create(tmp_path)
+    swap_file.grow(4 << 20, reserve=False)
+    swap_file.grow(8 << 20, reserve=False)
+    swap_file.reserve()
+    assert swap_file.path.stat().st_blocks * 512 >= 8 << 20
+    swap_file.close()

@@ -115,3 +115,24 @@ class LateWorld(SlowWorld):
 
 def test_a_rank_that_attaches_while_the_node_drains_is_refused_and_leaves_nothing() -> None:
     LateWorld().run()
+
+
+class DrainedWhileApartWorld(SlowWorld):
+    async def play(self) -> None:
+        rank = SimulatedRank(self, 0)
+        assert await rank.attach()
+        await rank.register(4)
+        registering = asyncio.ensure_future(rank.register(4))
+        while not rank.tenant._is_apart:
+            await asyncio.sleep(0)
+        self.draining = True
+        draining = asyncio.gather(*self.node.drain())
+        await asyncio.sleep(0)
+        assert not (rank.tenant._is_apart and rank.tenant.state is TenantState.DRAINING)
+        await registering
+        await draining
+        await rank.end()
+
+
+def test_a_drain_waits_for_the_thread_that_has_the_scheduler() -> None:
+    DrainedWhileApartWorld().run()
