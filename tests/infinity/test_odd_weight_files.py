@@ -20,6 +20,7 @@ from infinity.errors import ConfigError, WeightsFileError
 from infinity.files.directory import WeightsDirectory
 from infinity.files.entry import Entry
 from infinity.files.export import Export
+from infinity.files.torch_file import MAPPED_BYTES_MAX, TorchFile
 from tests.support.resumed import config_of
 
 
@@ -208,3 +209,24 @@ def test_there_may_be_more_files_than_descriptors(safe: bool, tmp_path: Path) ->
     found = WeightsDirectory(tmp_path)
     assert len(os.listdir(tmp_path)) == 201
     assert all(found.read(f"t{number}", 0, 5).eq(number).all() for number in range(200))
+
+
+def test_what_was_read_of_a_file_does_not_stay_mapped(tmp_path: Path) -> None:
+    path = tmp_path / "model.bin"
+    numel = MAPPED_BYTES_MAX // 4
+    torch.save({"weight": torch.ones(4 * numel)}, path)
+    file = TorchFile(str(path))
+
+    def mapped_bytes() -> int:
+        found, rss = False, 0
+        for line in Path("/proc/self/smaps").read_text().splitlines():
+            if line[0].isdigit() or line[0] in "abcdef":
+                found = line.endswith(str(path))
+            elif found and line.startswith("Rss:"):
+                rss += int(line.split()[1]) << 10
+        return rss
+
+    for number in range(4):
+        for part in range(4):
+            file.read("weight", number * numel + part * numel // 4, numel // 4)
+        assert mapped_bytes() <= MAPPED_BYTES_MAX + (4 << 20)

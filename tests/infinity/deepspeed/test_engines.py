@@ -367,3 +367,23 @@ def test_an_engine_that_was_destroyed_names_the_line_that_the_trainer_needs() ->
     again.destroy(keep_weights=False)
     with pytest.raises(EngineStateError, match="build the model anew"):
         again(torch.ones(1, 64))
+
+
+def test_steps_behind_a_coalesced_block_update(one_thread: None) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 2},
+    }
+    engine, *_ = deepspeed.initialize(model=nn.Linear(8, 8), config=config)
+    before = engine.full_state_dict()
+    with engine.coalesce_grad_reduction():
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    assert engine.global_steps == 1
+    assert not torch.equal(engine.full_state_dict()["weight"], before["weight"])
+    engine.backward(engine(torch.ones(2, 8)).square().mean())
+    engine.step()
+    assert engine.global_steps == 2
+    engine.destroy()
