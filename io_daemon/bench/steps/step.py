@@ -222,8 +222,8 @@ def _result(
 
 
 def _typical(figures: Sequence[StepFigures], scale: float) -> StepFigures:
-    """Seconds are those of the median step; bytes are shared out evenly: whichever step's writes the daemon put off
-    count as the next one's, so that a single step's may be more than it made dirty."""
+    """Seconds are medians over the steps, each figure by itself; bytes are shared out evenly: whichever step's writes
+    the daemon put off count as the next one's, so that a single step's may be more than it made dirty."""
     median = StepFigures(*(statistics.median(column) / scale for column in zip(*figures, strict=True)))
     return median._replace(
         read_bytes=round(statistics.fmean(step.read_bytes for step in figures) / scale),
