@@ -70,12 +70,12 @@ class GradientChunks:
         self._written = [False] * len(self._written)
         self._norms.clear()
 
-    def forget(self, param: int) -> None:
-        """The step has no gradient of the parameter any more."""
+    def forget(self, chunk_ids: Sequence[int], param: int) -> None:
+        """The step has no gradient of the parameter any more, which lies in chunks of its group."""
         self._under_way.settle()  # whoever counts its norm has done so
         self._written[param] = False
-        for chunk in self._chunks:
-            for segment in chunk.segments:
+        for chunk in chunk_ids:
+            for segment in self._chunks[chunk].segments:
                 if segment.param == param:
                     self._norms.drop(segment)
 
