@@ -185,7 +185,7 @@ class CompareResult(Record):
 
 class StepResult(Record):
     """What ``bench step`` predicts for the full model, from a replay that was scaled to the space given. Figures per
-    step are of the full model, on this node: medians of the measured steps, and for bytes the mean."""
+    step are of the full model, on this node: those of the median step, and for bytes the mean over the steps."""
 
     trace: str
     model: str

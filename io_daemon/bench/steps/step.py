@@ -222,10 +222,11 @@ def _result(
 
 
 def _typical(figures: Sequence[StepFigures], scale: float) -> StepFigures:
-    """Seconds are medians over the steps, each figure by itself; bytes are shared out evenly: whichever step's writes
-    the daemon put off count as the next one's, so that a single step's may be more than it made dirty."""
-    median = StepFigures(*(statistics.median(column) / scale for column in zip(*figures, strict=True)))
-    return median._replace(
+    """Seconds are those of one step, the median (of two in the middle the shorter), so that its parts add up; bytes
+    are shared out evenly: whichever step's writes the daemon put off count as the next one's, so that a single step's
+    may be more than it made dirty."""
+    median = sorted(figures, key=lambda step: step.step_s)[(len(figures) - 1) // 2]
+    return StepFigures(*(seconds / scale for seconds in median))._replace(
         read_bytes=round(statistics.fmean(step.read_bytes for step in figures) / scale),
         write_bytes=round(statistics.fmean(step.write_bytes for step in figures) / scale),
     )

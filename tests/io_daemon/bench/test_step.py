@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import statistics
 import subprocess
 import sys
 from collections import Counter
@@ -64,7 +65,8 @@ def test_a_step_is_replayed_and_nothing_is_left(directory: Path, trace: Path) ->
     assert (result.scale, result.num_steps, len(result.steps_s)) == (1.0, 7, 7)
     assert (result.engine, result.bs, result.iodepth) == ("posix", 65536, 4)
     total_s = result.compute_s + result.update_s + result.stall_s
-    assert total_s == pytest.approx(result.step_s, rel=0.2)  # medians, each over the steps by itself
+    assert total_s == pytest.approx(result.step_s, rel=1e-6)
+    assert result.step_s == pytest.approx(statistics.median(result.steps_s))
     assert 0 <= result.update_stall_s <= result.stall_s + 1e-9
     # 6 chunks of 8 frames through 24: at least what cannot be kept moves, at most everything
     full = small_step()
