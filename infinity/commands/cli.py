@@ -10,11 +10,13 @@ import argparse
 import math
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from io_daemon.command.interrupt import quiet_interrupt
 from io_daemon.command.options import parse_name, parse_path
 from io_daemon.command.outcome import outcome
 from io_daemon.command.sizes import parse_bytes
+from io_daemon.config import from_root
 
 _LAUNCHERS = ("run", "as-deepspeed", "deepspeed")
 """Commands whose words are mostly another command's."""
@@ -24,6 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
 
     def work() -> int:
+        from_root(Path(), "working directory")  # without one torch ends the process in words of its own
         if words[:1] and words[0] in _LAUNCHERS:
             return _launched(words[0], words[1:])
         if words[:1] == ["demo"]:

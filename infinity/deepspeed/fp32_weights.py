@@ -17,6 +17,7 @@ from infinity.checkpoint.from_deepspeed import Import
 from infinity.checkpoint.manifest import MANIFEST
 from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.deepspeed.asserted import asserted
+from infinity.files.place import local_path
 from infinity.files.shards import WHOLE_BYTES, parse_size
 from io_daemon.command.scratch import scratch_directory
 
@@ -90,7 +91,7 @@ def convert_zero_checkpoint_to_state_dict(
     """
     dtype = _output_dtype(dtype)
     max_bytes = WHOLE_BYTES if max_shard_size is None else parse_size("max_shard_size", max_shard_size)
-    with _opened(checkpoint_dir, tag, _there(Path(output_dir).absolute())) as checkpoint:
+    with _opened(checkpoint_dir, tag, _there(local_path("output_dir", output_dir))) as checkpoint:
         weights = ExportedWeights(checkpoint, dtype, exclude_frozen=exclude_frozen_parameters)
         weights.write(output_dir, safe=safe_serialization, max_shard_bytes=max_bytes)
 

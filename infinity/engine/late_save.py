@@ -27,8 +27,9 @@ from io_daemon.shared.protocol import ObjectKind
 
 STALL_TIMEOUT_S: Final = 300.0
 """Who waits for a save ends it where nothing of it was written for so long."""
-FLUSH_TIMEOUT_S: Final = 1800.0
-"""Behind its last byte: what the page cache holds goes to the drive, and a former checkpoint from it."""
+FLUSH_TIMEOUT_S: Final = 1200.0
+"""Behind its last byte: what the page cache holds goes to the drive, and a former checkpoint from it. Ranks wait for
+one another longer (``TIMEOUT_S``): all are told of the drive, not of a rank that never came."""
 ABANDON_TIMEOUT_S: Final = 10.0
 """A thread whose save nobody wants any more has so long to see it."""
 

@@ -226,7 +226,11 @@ def _typical(figures: Sequence[StepFigures], scale: float) -> StepFigures:
     are shared out evenly: whichever step's writes the daemon put off count as the next one's, so that a single step's
     may be more than it made dirty."""
     median = sorted(figures, key=lambda step: step.step_s)[(len(figures) - 1) // 2]
-    return StepFigures(*(seconds / scale for seconds in median))._replace(
+    return StepFigures(
+        step_s=median.step_s / scale,
+        stall_s=median.stall_s / scale,
+        update_s=median.update_s / scale,
+        update_stall_s=median.update_stall_s / scale,
         read_bytes=round(statistics.fmean(step.read_bytes for step in figures) / scale),
         write_bytes=round(statistics.fmean(step.write_bytes for step in figures) / scale),
     )
