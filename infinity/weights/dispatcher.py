@@ -2,9 +2,9 @@
 
 Whatever asks a tensor's class (``access``) has had the weights lent before it comes here. What comes here does not:
 functions that take tensors as plain data (``torch.tensor(param)``, ``x.new_tensor(param)``), scripted functions, a node
-of autograd that kept the parameter itself. Nothing is lent to them: below autograd it could not be seen whether they
-write, nor which update's weights they mean. Nor may another tensor take the parameter's memory over: there is none, and
-not all that torch does with memory asks anybody (``share_memory_()`` would end the process).
+of autograd that kept the parameter itself. Nothing is lent to them: nobody knows which update's weights they mean. Nor
+may another tensor take the parameter's memory over: there is none, and not all that torch does with memory asks anybody
+(``share_memory_()`` would end the process).
 """
 
 from __future__ import annotations
@@ -23,8 +23,17 @@ from infinity.weights import access, owners, placeholder
 _watching = threading.Lock()
 
 
-def _refuse(operation: Any, *args: Any, **kwargs: Any) -> NoReturn:
-    tensors = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor))
+def _asked(operation: Any, *args: Any, **kwargs: Any) -> Any:
+    """What is made of other operations goes on to those: one that asks for size or dtype alone reads nothing."""
+    with access.raw():
+        answer = operation.decompose(*args, **kwargs)
+    if answer is NotImplemented:
+        _refuse(operation, args, kwargs)
+    return answer
+
+
+def _refuse(operation: Any, *arguments: Any) -> NoReturn:
+    tensors = (leaf for leaf in tree_leaves(arguments) if isinstance(leaf, torch.Tensor))
     tensor = next(filter(placeholder.is_held_by, tensors))
     _refuse_by_name(
         tensor,
@@ -70,9 +79,6 @@ def watch() -> None:
 def _watch() -> Any:
     make: Any = torch.library.Library
     everything, metadata = make("_", "IMPL"), make("aten", "IMPL")
-    everything.fallback(_refuse, placeholder.KEY)
-    everything.fallback(torch.library.fallthrough_kernel, placeholder.TAKING_KEY)
-    metadata.impl("_has_compatible_shallow_copy_type", _refuse_to_give, placeholder.TAKING_KEY)
-    # in inference mode, ``data =`` asks it on the way to the placeholder and back
-    metadata.impl("_has_compatible_shallow_copy_type", torch.library.fallthrough_kernel, placeholder.KEY)
+    everything.fallback(_asked, placeholder.KEY)
+    metadata.impl("_has_compatible_shallow_copy_type", _refuse_to_give, placeholder.KEY)
     return everything, metadata  # torch would take back what they have registered with them

@@ -2,12 +2,11 @@
 
 ``access`` answers where torch asks a tensor's class. Some things ask no class: ``torch.tensor(param)``, another tensor
 that takes the parameter's memory over (``tensor.data = param``), C++ that was handed the parameter. They do ask the
-dispatcher. So a placeholder carries two dispatch keys that torch keeps for others and has no kernels for: ``Fake``,
-whose one fallback (``dispatcher``) refuses by name, and ``DeferredInit``, which is asked before autograd, and about one
-thing: who takes the memory over. What reads memory without the dispatcher (dlpack, ``tolist``) finds none, and torch
-raises a RuntimeError.
+dispatcher. So a placeholder has a dispatch key that torch keeps for others and has no kernels for, ``DeferredInit``;
+it is asked before autograd is, and its one fallback (``dispatcher``) refuses by name. What reads memory without the
+dispatcher (dlpack, ``tolist``) finds none, and torch raises a RuntimeError.
 
-``param.data = placeholder`` takes keys and memory over, ``param.data = weights`` the ordinary ones. Torch allows that
+``param.data = placeholder`` takes key and memory over, ``param.data = weights`` the ordinary keys. Torch allows that
 on the devices of ``_DEVICES``; elsewhere (on the meta device nothing can be read anyway) it is one NaN expanded.
 """
 
@@ -21,13 +20,10 @@ import torch
 
 from infinity.tiers.inference import outside_inference
 
-KEY: Final = "Fake"
-TAKING_KEY: Final = "DeferredInit"
+KEY: Final = "DeferredInit"
 _DEVICES: Final = ("cpu", "cuda", "mps", "xpu", "hpu", "mtia")
 _KEY: Any = torch._C._dispatch_key_parse(KEY)
 _KEYS: Any = torch._C.DispatchKeySet(_KEY)
-_TAKING_KEYS: Any = torch._C.DispatchKeySet(torch._C._dispatch_key_parse(TAKING_KEY))
-_ALL_KEYS: Any = _KEYS | _TAKING_KEYS
 storage_of: Any = torch._C.TensorBase.untyped_storage
 """Torch's own ``untyped_storage``, which nobody is told about (``arrays``)."""
 _set_data: Any = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
@@ -47,7 +43,7 @@ def make(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = 
         return torch.full((), torch.nan, dtype=dtype, device=device).expand(tuple(shape))
     make_wrapper: Any = torch.Tensor._make_wrapper_subclass
     with outside_inference():
-        wrapper = make_wrapper(_Wrapper, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=_ALL_KEYS)
+        wrapper = make_wrapper(_Wrapper, tuple(shape), dtype=dtype, device=device, _extra_dispatch_keys=_KEYS)
         torch._C._set_throw_on_mutable_data_ptr(wrapper)
         made = torch.empty(0, dtype=dtype, device=device)
         put(made, wrapper)
@@ -56,7 +52,7 @@ def make(shape: Sequence[int], dtype: torch.dtype, device: torch.device | str = 
 
 def put(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """``tensor.data = data`` where one of them is a placeholder: the owners' way, which nobody is asked about."""
-    with torch._C._ExcludeDispatchKeyGuard(_TAKING_KEYS):  # whose end no interrupt comes before
+    with unasked():  # whose end no interrupt comes before
         _set_data(tensor, data)
 
 
@@ -71,6 +67,6 @@ def identity_of(tensor: torch.Tensor) -> int:
 
 
 def unasked() -> AbstractContextManager[None]:
-    """Inside, the dispatcher asks nobody: for metadata and views, which read nothing."""
+    """Inside, the dispatcher asks nobody: for metadata and views, which read nothing, and for ``data =``."""
     guard: AbstractContextManager[None] = torch._C._ExcludeDispatchKeyGuard(_KEYS)
     return guard

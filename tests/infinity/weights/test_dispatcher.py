@@ -89,7 +89,7 @@ print(len(registered), failed)
 
 def test_threads_that_make_their_first_engines_at_once_register_once() -> None:
     run = subprocess.run([sys.executable, "-c", FIRST_ENGINES], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "2 []"
+    assert run.stdout.strip() == "1 []"
 
 
 PAST_PYTHON: dict[str, Callable[[torch.Tensor], Any]] = {
@@ -119,6 +119,14 @@ def test_a_scripted_function_is_refused(param: nn.Parameter) -> None:
         scripted(param)
     with infinity.zero.GatheredParameters(param):
         assert torch.equal(scripted(param), VALUES * 2)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_a_scripted_function_is_told_size_and_kind(param: nn.Parameter) -> None:
+    def kind_of(x: torch.Tensor) -> tuple[int, int, int, bool, bool]:
+        return x.size(0), x.numel(), x.stride(0), x.is_floating_point(), x.is_contiguous()
+
+    assert torch.jit.script(kind_of)(param) == (4, 12, 3, True, True)
 
 
 def test_it_is_refused_in_another_thread(param: nn.Parameter) -> None:
