@@ -22,7 +22,7 @@ BUILD := $(STAMPS)/build
 MODULES := $(STAMPS)/modules
 
 .DEFAULT_GOAL := help
-.PHONY: help setup build check lint types test test-slow test-gpu demo bench parity-full stress soak mutations sanitize format clean always
+.PHONY: help setup build check lint types test test-slow test-gpu test-with demo bench parity-full stress soak mutations sanitize format clean always
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' Makefile | expand -t 20
@@ -82,6 +82,12 @@ test-slow: $(BUILD) ## the tests that `make test` leaves out
 
 test-gpu: $(BUILD) ## on a machine with a GPU: bits, streams and copies there
 	@$(CACHED) $(BIN)/python -m pytest -q -n 4 --gpu -m "not slow" tests/gpu tests/infinity/test_parity.py tests/odd tests/io_daemon/bench/test_library_engines.py
+
+test-with: ## the tests with other releases, the newest or WITH="torch==2.6.0 peft<0.21", in build/with (gigabytes)
+	@$(PYTHON) -m venv build/with
+	@build/with/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(WITH) '.[dev]'
+	@PATH="$(CURDIR)/build/with/bin:$$PATH" build/with/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .
+	@$(CACHED) build/with/bin/python -m pytest -q -n 3 -m "not slow"
 
 demo: $(BUILD) ## train a 100M-parameter GPT from NVMe in a third of its state's memory
 	@$(BIN)/infinity demo

@@ -59,7 +59,7 @@ def test_a_parameter_that_is_made_anew_at_each_look_is_refused() -> None:
         admit(Restless(2, 2), torch.float32)
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_a_compiled_part_is_refused_by_its_name() -> None:
     model = nn.Sequential(net(), torch.jit.script(nn.Linear(2, 2)))
     with pytest.raises(ConfigError, match=r"model\.1 = '?ScriptModule"):

@@ -278,7 +278,7 @@ def test_transforms_of_functions_are_refused_before_anything_is_held() -> None:
     assert holder.log == []
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.torch.jit")
 def test_tracing_is_refused_before_anything_is_held() -> None:
     class Doubled(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
