@@ -13,6 +13,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import cache
 from types import FrameType
 from typing import Any, NoReturn, Protocol
 
@@ -77,6 +78,7 @@ class ModuleCalls:
         self._holder = holder
         self._thread = _Thread()
         self._removable: list[Any] = []
+        _hide_from_compiler()
         for layer in model.modules():
             if isinstance(layer, nn.TransformerEncoderLayer):
                 _hide_hooks(layer)
@@ -221,7 +223,7 @@ def _refuse_transforms(name: str, *, transformable: bool) -> None:
             "is traced by torch.jit, which would record placeholders for its weights",
             "load what engine.full_state_dict() returns into a model built anew, and trace that",
         )
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or _is_called_from_compiled_code():
         raise WeightsError(
             name,
             "holds sharded weights and is traced by torch.compile, whose graphs would keep their placeholders",
@@ -235,3 +237,19 @@ def _refuse_transforms(name: str, *, transformable: bool) -> None:
         )
     if not transformable and transforms.is_inside():
         raise WeightsError(name, f"is called {transforms.PROBLEM}", transforms.REMEDY)
+
+
+@cache
+def _hide_from_compiler() -> None:
+    """What torch.compile finds of our own code it leaves to Python, where it is found out who calls: which of it can be
+    traced, and what then becomes of a refusal, differs from release to release."""
+    from torch._dynamo import trace_rules  # takes a second, and an engine comes later than ``import infinity``
+
+    for package in ("infinity", "io_daemon"):
+        trace_rules.add(package)
+
+
+def _is_called_from_compiled_code() -> bool:
+    """Whether a function that torch.compile has made is running in this thread, and has called us."""
+    callback: Any = torch._C._dynamo.eval_frame.get_eval_frame_callback()
+    return callback not in (None, False)
