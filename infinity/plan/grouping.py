@@ -80,11 +80,13 @@ def _buckets(params: list[nn.Parameter], numel_max: int | None) -> Iterator[list
     are cut apart, so that what is frozen changes no bucket of what is trained."""
     for trainable in (True, False):
         bucket: list[nn.Parameter] = []
+        numel = 0
         for param in (p for p in params if p.requires_grad is trainable):
-            if bucket and numel_max is not None and sum(p.numel() for p in (*bucket, param)) > numel_max:
+            if bucket and numel_max is not None and numel + param.numel() > numel_max:
                 yield bucket
-                bucket = []
+                bucket, numel = [], 0
             bucket.append(param)
+            numel += param.numel()
         if bucket:
             yield bucket
 

@@ -1,4 +1,4 @@
-"""How much work a call does, counted in lines of the policy's code: a number that no machine's pace changes."""
+"""How much work a call does, counted in lines of our code: a number that no machine's pace changes."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from types import FrameType
 from typing import Any
 
 
-def lines_run(call: Callable[[], object]) -> int:
-    """Lines of io_daemon.policy that ``call`` executes. (What C does inside one is not seen.)"""
+def lines_run(call: Callable[[], object], room: str = "io_daemon/policy") -> int:
+    """Lines of the room that ``call`` executes. (What C does inside one is not seen.)"""
     num_lines = 0
 
     def trace_line(_frame: FrameType, event: str, _argument: Any) -> Any:
@@ -18,7 +18,7 @@ def lines_run(call: Callable[[], object]) -> int:
         return trace_line
 
     def trace_call(frame: FrameType, _event: str, _argument: Any) -> Any:
-        return trace_line if "/io_daemon/policy/" in frame.f_code.co_filename else None
+        return trace_line if f"/{room}/" in frame.f_code.co_filename else None
 
     earlier = sys.gettrace()
     sys.settrace(trace_call)

@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from infinity.plan.grouping import group_params
+from tests.support.work import lines_run
 
 
 class Block(nn.Module):
@@ -102,3 +103,16 @@ def test_persistent_parameters_are_cut_into_buckets() -> None:
     assert buckets(None) == buckets(47) == [[32, 4, 8, 2, 1], [2]]
     assert buckets(12) == [[32], [4, 8], [2, 1], [2]]
     assert buckets(1) == buckets(0) == [[32], [4], [8], [2], [1], [2]]
+
+
+def test_buckets_of_many_parameters_cost_each_of_them_once() -> None:
+    """In lines run: all small parameters of a model are in one bucket, and each one's coming once summed it anew."""
+
+    def work(num_params: int) -> int:
+        model = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(num_params)])
+        return lines_run(
+            lambda: group_params(model, numel_max=1, persistent_numel_max=1, bucket_numel=10**9), "infinity/plan"
+        )
+
+    few, many = work(50), work(400)
+    assert many <= 8 * few, f"{few} lines for 50 parameters, {many} for 400"
