@@ -55,8 +55,10 @@ class StagingArea(owners.Owner):
         """Parameters that were registered so far; the same on every rank."""
         self.store: ShardStore = MemoryStore(torch.device("cpu"))
         self.piece_bytes = PIECE_BYTES_MAX
-        self._in_memory: OrderedDict[int, StagedParam] = OrderedDict()
-        """By id, the one touched last at the end."""
+        self._in_memory: OrderedDict[int, tuple[StagedParam, int]] = OrderedDict()
+        """By id, with its elements; the one touched last at the end."""
+        self._numel = 0
+        """Elements of all these."""
         zero = config.zero_optimization
         self._numel_max = zero.stage3_prefetch_bucket_size
         if "nvme" in (zero.offload_param.device, zero.offload_optimizer.device):
@@ -93,29 +95,28 @@ class StagingArea(owners.Owner):
 
     def keep(self, staged: StagedParam) -> None:
         """It was made, or touched, last; others make room for it."""
-        self._in_memory[id(staged)] = staged
-        self._in_memory.move_to_end(id(staged))
-        self._evict(keep=id(staged), numel_max=self._numel_max)
+        self.forget(id(staged))
+        self._in_memory[id(staged)] = staged, staged.numel
+        self._numel += staged.numel
+        self._evict(keep=staged, numel_max=self._numel_max)
 
     def stage_everything(self) -> None:
         """The model is built: nothing but its shards stays."""
-        self._evict(keep=0, numel_max=-1)
+        self._evict(keep=None, numel_max=-1)
 
-    def forget(self, staged: StagedParam) -> None:
-        self._in_memory.pop(id(staged), None)
+    def forget(self, key: int) -> None:
+        """The one of this id needs no memory any more, or nobody has it: wherever that is, it may be the collector."""
+        _, numel = self._in_memory.pop(key, (None, 0))
+        self._numel -= numel
 
-    def _evict(self, *, keep: int, numel_max: int) -> None:
-        for key in [key for key, staged in self._in_memory.items() if staged.is_dropped]:
-            del self._in_memory[key]
-        numel = sum(staged.numel for staged in self._in_memory.values())
-        for key, staged in list(self._in_memory.items()):
-            if numel <= numel_max:
+    def _evict(self, *, keep: StagedParam | None, numel_max: int) -> None:
+        while self._in_memory and self._numel > numel_max:
+            staged, _ = next(iter(self._in_memory.values()))
+            if staged is keep:  # it is the last
                 return
-            if key != keep:
-                if not staged.is_aliased:
-                    staged.stage_out()
-                del self._in_memory[key]
-                numel -= staged.numel
+            if not (staged.is_dropped or staged.is_aliased):
+                staged.stage_out()
+            self.forget(id(staged))
 
     # The ``Owner``
 
@@ -271,7 +272,8 @@ class StagedParam:
 
     def __init__(self, param: nn.Parameter, area: StagingArea, name: str) -> None:
         """``name``: of the module that registered it, and its place among all, the same on every rank."""
-        self._param = weakref.ref(param)  # the table below must not keep a model alive that its user dropped
+        # the table below must not keep a model alive that its user dropped
+        self._param = weakref.ref(param, partial(_forget, area, id(self)))
         self.area, self.name = area, name
         self._chunks = range(0)
         self._memory: ShardedParam | None = None
@@ -393,7 +395,7 @@ class StagedParam:
     def discard(self) -> None:
         """An engine has taken the values over, or the parameter begins anew."""
         self._give_back_chunks()
-        self.area.forget(self)
+        self.area.forget(id(self))
         del _staged[self.param]
 
     def _give_back_chunks(self) -> None:
@@ -411,6 +413,10 @@ class StagedParam:
     def _pieces(self) -> list[tuple[int, int]]:
         """(offset in the shard, chunk id) of every piece."""
         return [(number * self.piece_numel, chunk) for number, chunk in enumerate(self._chunks)]
+
+
+def _forget(area: StagingArea, key: int, _param: weakref.ref[nn.Parameter]) -> None:
+    area.forget(key)
 
 
 _staged: WeakIdKeyDictionary = WeakIdKeyDictionary()

@@ -19,6 +19,7 @@ from infinity.weights.staging import StagedParam, StagingArea, staged_param
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.strict_store import StrictLease, StrictStore
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
+from tests.support.work import lines_run
 
 STAGING = ObjectKind.STAGING.mask
 BUCKET = 1000
@@ -466,3 +467,31 @@ def test_ranks_that_bring_back_different_parameters_are_told_apart_before_they_d
 
     with pytest.raises(AssertionError, match="the ranks diverge"):
         on_ranks(2, work)
+
+
+@pytest.mark.parametrize("is_full", [False, True], ids=["all in memory", "one to be staged out"])
+def test_a_parameter_that_comes_costs_as_much_among_many(is_full: bool) -> None:
+    """In lines run: each one that came looked at all that were there."""
+
+    def work(num_there: int) -> int:
+        area = Area()
+        numel = BUCKET // (num_there + (not is_full))
+        there = [area.add(numel) for _ in range(num_there)]
+        assert area.is_staged(*there) == [False] * num_there
+        work = lines_run(lambda: area.add(numel), "infinity/weights")
+        assert area.is_staged(*there) == [is_full] + [False] * (num_there - 1)
+        return work
+
+    few, many = work(10), work(200)
+    assert many <= 1.5 * few, f"{few} lines beside 10 parameters, {many} beside 200"
+
+
+def test_a_parameter_that_was_dropped_makes_room() -> None:
+    """At once, wherever it stands in the order."""
+    area = Area()
+    first, dropped = area.add(400), area.add(500)
+    del dropped
+    second = area.add(600)
+    assert area.is_staged(first, second) == [False, False]
+    area.add(1)
+    assert area.is_staged(first, second) == [True, False]
