@@ -57,6 +57,11 @@ class GradientChunks:
         """One thread each, so that what is done with a parameter is done in order."""
         self._chunks = chunks
         self._runs = [runs_of(chunk.segments) for chunk in chunks]
+        self._places: list[list[tuple[int, Segment]]] = [[] for _ in range(num_params)]
+        """Where each parameter lies: chunk, and what it has of that."""
+        for chunk_id, chunk in enumerate(chunks):
+            for segment in chunk.segments:
+                self._places[segment.param].append((chunk_id, segment))
         self._written = [False] * num_params
         """The parameters whose segments hold something in this step: the next micro-batch adds, where not it copies."""
 
@@ -70,14 +75,12 @@ class GradientChunks:
         self._written = [False] * len(self._written)
         self._norms.clear()
 
-    def forget(self, chunk_ids: Sequence[int], param: int) -> None:
-        """The step has no gradient of the parameter any more, which lies in chunks of its group."""
+    def forget(self, param: int) -> None:
+        """The step has no gradient of the parameter any more."""
         self._under_way.settle()  # whoever counts its norm has done so
         self._written[param] = False
-        for chunk in chunk_ids:
-            for segment in self._chunks[chunk].segments:
-                if segment.param == param:
-                    self._norms.drop(segment)
+        for _, segment in self._places[param]:
+            self._norms.drop(segment)
 
     def add(self, chunk_ids: Sequence[int], gradient_of: GradientOf, params: Sequence[int], *, norms: bool) -> None:
         """Add one param group's reduced gradients to its chunks.
@@ -86,7 +89,8 @@ class GradientChunks:
             params: the parameters that ``gradient_of`` has a gradient of.
             norms: this is the last micro-batch and a norm will be asked for.
         """
-        touched = (c for c in chunk_ids if any(s.param in params for s in self._chunks[c].segments))
+        given = frozenset(params)
+        touched = (c for c in chunk_ids if any(s.param in given for s in self._chunks[c].segments))
 
         def add(lease: Lease, chunk: int) -> tuple[int, int]:
             self._add_chunk(chunk, lease, gradient_of, norms=norms)
@@ -182,13 +186,16 @@ class GradientChunks:
 
     def replace(self, param: int, first: int, values: torch.Tensor) -> None:
         """The parameter's gradient becomes ``values``: this rank's part, which begins at element ``first``."""
-        self._written[param] = False
 
-        def gradient_of(segment: Segment) -> torch.Tensor | None:
-            return values[segment.param_offset - first :][: segment.numel] if segment.param == param else None
+        def put(lease: Lease, segment: Segment) -> tuple[int, int]:
+            own = values[segment.param_offset - first :][: segment.numel]
+            _store(lease.pieces(ObjectKind.GRAD), segment.chunk_offset, own, add=False)
+            self._norms.drop(segment)
+            return ObjectKind.GRAD.mask, 0
 
-        self.add(range(len(self._chunks)), gradient_of, [param], norms=False)
-        self._under_way.settle()  # the memory of the values is its owner's
+        issued = ((self._acquire(chunk), segment) for chunk, segment in self._places[param])
+        stream(issued, put, num_held_max=LEASES_AHEAD)
+        self._written[param] = True
 
     def _acquire(self, chunk: int) -> Lease:
         self._under_way.settle_chunk(chunk)

@@ -127,7 +127,7 @@ class Reducer:
         self._num_dropped += self.holds(param.index)
         self._used[param.index] = 0
         group.drop_gradient(param)
-        self._gradients.forget([chunk for chunk, _ in group.chunks], param.index)
+        self._gradients.forget(param.index)
 
     @property
     def told(self) -> str:

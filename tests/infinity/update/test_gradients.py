@@ -21,6 +21,7 @@ from infinity.weights.streams import CopyStream
 from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import SmallShards
 from tests.support.strict_store import StrictLease
+from tests.support.work import lines_run
 
 CPU = torch.device("cpu")
 GRAD = ObjectKind.GRAD.mask
@@ -149,6 +150,28 @@ def test_a_gradient_is_replaced_by_given_values_and_added_to_from_there() -> Non
     gradients = GradientChunks(fixture.store, [nothing, placement], 4, [], of_blocks(), CopyStream(CPU), UnderWay())
     gradients.replace(0, begin, torch.full((30_000 - begin,), 7.0))
     assert torch.equal(fixture.held(0)[begin:], torch.full((30_000 - begin,), 7.0)), f"of chunk {chunk} alone"
+
+
+@pytest.mark.parametrize("verb", ["forget", "replace"])
+def test_one_among_many_costs_as_much_as_among_few(verb: str) -> None:
+    """In lines run, of a group of small parameters: whoever goes through them all would else take their square."""
+
+    def work(num_params: int) -> int:
+        shards = SmallShards([[(64,)] * num_params])
+        gradients = GradientChunks(
+            shards.store, shards.chunks, num_params, shards.trained, of_blocks(), CopyStream(CPU), UnderWay()
+        )
+        ids = [chunk for chunk, _ in shards.groups[0].chunks]
+        gradients.add(ids, lambda segment: torch.ones(segment.numel), range(num_params), norms=True)
+        last = num_params - 1
+        verbs = {
+            "forget": lambda: gradients.forget(last),
+            "replace": lambda: gradients.replace(last, 0, torch.zeros(64)),
+        }
+        return lines_run(verbs[verb], "infinity/update")
+
+    few, many = work(10), work(2000)
+    assert many <= 2 * few, f"{few} lines among 10 parameters, {many} among 2000"
 
 
 def test_only_chunks_of_what_has_a_gradient_are_leased_read_only_to_add() -> None:
