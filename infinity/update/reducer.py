@@ -203,7 +203,7 @@ class Reducer:
         self._agree()
         if not self._order_learnt:
             seen = self._collectives.broadcast_object(completed, "learn the order of reductions")
-            self._order = [*seen, *(index for index in self._order if index not in seen)]
+            self._order = list(dict.fromkeys([*seen, *self._order]))
             self._order_learnt = bool(seen)
 
     def _agree(self) -> None:
