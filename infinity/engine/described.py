@@ -59,10 +59,11 @@ def described_groups(runtime: Runtime, optimizer: Optimizer | None) -> list[list
 def described_buffers(module: nn.Module) -> dict[str, tuple[TensorEntry, torch.Tensor]]:
     """Name -> entry and buffer; a shared one stands once. Raises WeightsError for one that is not dense."""
     found: dict[str, tuple[TensorEntry, torch.Tensor]] = {}
+    seen: set[int] = set()
     for prefix, owner in module.named_modules():
         for own, buffer in owner.named_buffers(recurse=False):
             name = f"{prefix}.{own}" if prefix else own
-            if any(buffer is other for _, other in found.values()) or buffer.device.type == "meta":
+            if id(buffer) in seen or buffer.device.type == "meta":
                 continue
             if buffer.layout is not torch.strided or buffer.is_quantized or is_shell(buffer.dtype):
                 raise WeightsError(name, "is a buffer that is not dense", "keep it in extra state, see get_extra_state")
@@ -74,6 +75,7 @@ def described_buffers(module: nn.Module) -> dict[str, tuple[TensorEntry, torch.T
                 kinds={BUFFER: dtype_name(buffer.dtype)},
             )
             found[name] = entry, buffer
+            seen.add(id(buffer))
     return found
 
 

@@ -62,7 +62,9 @@ class Saving:
         self.tag = check_tag(f"global_step{loop.global_steps}" if tag is None else tag)
         self._runtime.check_readable("save_checkpoint")
         self._params = described_params(self._runtime)
-        self._left_out = [name for name, entry in self._params.items() if exclude_frozen and not entry.trainable]
+        frozen = (name for name, entry in self._params.items() if exclude_frozen and not entry.trainable)
+        self._left_out = dict.fromkeys(frozen)
+        """Names, in order."""
         kept = [p.index for p in self._runtime.sharded.params if p.name not in self._left_out]
         # by all ranks, of which not every one may have a part
         self._runtime.sharded.refuse_away(sum({kind.mask for p in kept for kind in self._runtime.io.lasting(p)}))
@@ -173,7 +175,7 @@ class Saving:
                 *(entry for name, entry in self._params.items() if name not in self._left_out),
                 *(entry for entry, _ in self._buffers.values()),
             ],
-            left_out=self._left_out,
+            left_out=list(self._left_out),
             files=files,
         )
         write_sealed(aside / MANIFEST, manifest.as_json(), indent=1)

@@ -1,0 +1,78 @@
+"""What a checkpoint says of a model's tensors, and what that costs of many."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import infinity
+from infinity.engine import saving
+from infinity.engine.described import described_buffers, described_params
+from tests.support.work import lines_run
+
+
+class WithBuffers(nn.Module):
+    def __init__(self, num_buffers: int) -> None:
+        super().__init__()
+        for number in range(num_buffers):
+            self.register_buffer(f"buffer{number}", torch.full((2,), float(number)))
+        self.register_buffer("shared", self.get_buffer("buffer0"))
+
+
+def test_a_shared_buffer_stands_once() -> None:
+    assert list(described_buffers(WithBuffers(2))) == ["buffer0", "buffer1"]
+
+
+def test_a_buffer_costs_as_much_among_many() -> None:
+    """In lines run: a model of 10,000 batch norms has 30,000, and each was compared with all before it."""
+
+    def work(num_buffers: int) -> int:
+        model = WithBuffers(num_buffers)
+        return lines_run(lambda: described_buffers(model), "infinity/engine")
+
+    few, many = work(50), work(400)
+    assert many <= 9 * few, f"{few} lines for 50 buffers, {many} for 400"
+
+
+class Name(str):
+    """One that counts what it is compared with."""
+
+    num_compared = 0
+
+    def __eq__(self, other: object) -> bool:
+        Name.num_compared += 1
+        return str.__eq__(self, other)
+
+    __hash__ = str.__hash__
+
+
+class Frozen(nn.Module):
+    def __init__(self, num_params: int) -> None:
+        super().__init__()
+        self.frozen = nn.ParameterList(nn.Parameter(torch.ones(2), requires_grad=False) for _ in range(num_params))
+        self.trained = nn.Parameter(torch.ones(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.trained * x).sum()
+
+
+def test_frozen_weights_are_left_out_without_comparing_all_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each parameter's name was looked for in the list of all that are left out."""
+    num_frozen = 200
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {}},
+        "zero_optimization": {"stage": 3},
+    }
+    engine, *_ = infinity.initialize(model=Frozen(num_frozen), config=config)
+    monkeypatch.setattr(
+        saving, "described_params", lambda runtime: {Name(k): entry for k, entry in described_params(runtime).items()}
+    )
+    engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
+    engine.destroy()
+    assert 0 < Name.num_compared <= 8 * num_frozen
