@@ -11,6 +11,7 @@ Pure. Positions are elements, never bytes. The rules keep parity bit-exact:
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -127,19 +128,25 @@ def cut_chunks(group: GroupPlacement, *, rank: int, chunk_numel: int) -> list[Ch
     """Cut ``rank``'s shard of the group into chunks of ``chunk_numel``; the last one holds the rest."""
     if chunk_numel % NORM_BLOCK:
         raise ValueError(f"chunk_numel {chunk_numel} is not a multiple of {NORM_BLOCK}")
+    offsets = [param.offset for param in group.params]
+
+    def segments(start: int, stop: int) -> tuple[Segment, ...]:
+        params = group.params[max(0, bisect_right(offsets, start) - 1) : bisect_left(offsets, stop)]
+        return tuple(_segments(params, rank, start, stop))
+
     return [
         ChunkPlacement(
             group=group.index,
             start=start,
             numel=min(chunk_numel, group.shard_numel - start),
-            segments=tuple(_segments(group, rank, start, min(start + chunk_numel, group.shard_numel))),
+            segments=segments(start, min(start + chunk_numel, group.shard_numel)),
         )
         for start in range(0, group.shard_numel, chunk_numel)
     ]
 
 
-def _segments(group: GroupPlacement, rank: int, start: int, stop: int) -> Iterator[Segment]:
-    for param in group.params:
+def _segments(params: Sequence[ParamPlacement], rank: int, start: int, stop: int) -> Iterator[Segment]:
+    for param in params:
         first = max(start, param.offset)
         last = min(stop, param.offset + param.valid_numel(rank))
         if first < last:

@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from infinity.plan.sharding import ALIGNMENT, NORM_BLOCK, cut_chunks, place_group
+from tests.support.work import lines_run
 
 numels = st.lists(st.integers(1, 100_003), min_size=1, max_size=6)
 
@@ -70,3 +71,14 @@ def test_the_first_rank_stands_for_every_rank(sizes: list[int], world_size: int,
         assert all(own.segments or not other for own, other in zip(first, touched, strict=True))
     padding = world_size * sum(chunk.numel for chunk in first) - sum(sizes)
     assert 0 <= padding < world_size * ALIGNMENT * len(sizes)
+
+
+def test_cutting_costs_each_parameter_and_each_chunk_once() -> None:
+    """In lines run, of a group of small parameters: for each chunk all of them were looked at."""
+
+    def work(num_params: int) -> int:
+        group = place_group(0, [(param, 64) for param in range(num_params)], world_size=1, trainable=True)
+        return lines_run(lambda: cut_chunks(group, rank=0, chunk_numel=NORM_BLOCK), "infinity/plan")
+
+    few, many = work(512), work(8192)
+    assert many <= 20 * few, f"{few} lines for 2 chunks of 256 parameters, {many} for 32"
