@@ -8,7 +8,7 @@ arena ever reaches autograd or the user.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
@@ -179,8 +179,9 @@ class ParamGroup:
                     self.reshard()
             raise
         if self._lent_to is not None and not self._is_lent:
+            params = {param.index: param for param in self.params}
             for chunk, placement in self.chunks:
-                self._lent_to.keep_in(chunk, ObjectKind.WEIGHT, self._views_of(placement))
+                self._lent_to.keep_in(chunk, ObjectKind.WEIGHT, self._views_of(placement, params))
             self._is_lent = True
         self._go(ShardedState.UNSHARDED)
 
@@ -192,9 +193,8 @@ class ParamGroup:
                 self._lent_to.take_back(chunk, ObjectKind.WEIGHT)
             self._is_lent = False
 
-    def _views_of(self, chunk: ChunkPlacement) -> Views:
+    def _views_of(self, chunk: ChunkPlacement, params: Mapping[int, ShardedParam]) -> Views:
         """What gives a chunk's weights within the parameters, with something in between where there is padding."""
-        params = {param.index: param for param in self.params}
         parts = [(params[segment.param], segment) for segment in chunk.segments]
         numel, dtype, device = chunk.numel, self._dtype, self.params[0].device
 

@@ -17,6 +17,7 @@ from io_daemon.shared.protocol import ObjectKind
 from tests.support.small_shards import BF16, FP32, SmallShards
 from tests.support.strict_store import StrictLease
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
+from tests.support.work import lines_run
 
 WEIGHT = ObjectKind.WEIGHT.mask
 SHAPES = [(200, 100), (64,), (7, 3000), (5,)]
@@ -234,6 +235,19 @@ def test_weights_that_are_here_are_the_stores_own_until_they_are_withdrawn() -> 
     assert (len(shards.store.acquired()), lent.num_kept) == (num_acquired, len(shards.chunks))
     group.withdraw()
     assert (group.is_lent, lent.views) == (False, {})
+
+
+def test_lending_costs_each_chunk_what_lies_in_it() -> None:
+    """In lines run: for each chunk a table of the group's parameters was made."""
+
+    def work(num_params: int) -> int:
+        lent: Any = Lent()
+        shards = SmallShards([[(64,)] * num_params], persistent=[0], lent_to=lent)
+        shards.write_weights()
+        return lines_run(shards.groups[0].wait_for_unshard, "infinity/weights")
+
+    few, many = work(512), work(8192)
+    assert many <= 20 * few, f"{few} lines for 2 chunks of 256 parameters, {many} for 32"
 
 
 @pytest.mark.parametrize("world_size", [2])
