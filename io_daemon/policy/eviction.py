@@ -35,6 +35,13 @@ def rank_of(item: SwapObject, now: int) -> int:
     return item.next_use
 
 
+def _top(heap: list[_Entry]) -> _Entry | None:
+    """The first that lives; those before it go."""
+    while heap and heap[0][2] != heap[0][3].stamp:
+        heappop(heap)
+    return heap[0] if heap else None
+
+
 def _live(entries: list[_Entry]) -> list[_Entry]:
     return [entry for entry in entries if entry[2] == entry[3].stamp]
 
@@ -42,11 +49,19 @@ def _live(entries: list[_Entry]) -> list[_Entry]:
 class EvictionOrder:
     """The object of the highest rank on top. A heap in which an entry dies when its object's stamp moves on; the
     stamp is odd while the object is in the order. Ranking all anew would take long where much is resident: what
-    ``rank_anew`` leaves in ``_unranked`` is ranked a slice at a time, as victims are asked for."""
+    ``rank_anew`` leaves in ``_unranked`` is ranked a slice at a time, as victims are asked for. What ``pop_to_write``
+    has looked at and left lies in a heap of its own, so that it is looked at once and not whenever something ends."""
 
     def __init__(self, cursor: Cursor) -> None:
         self._cursor = cursor
         self._heap: list[_Entry] = []
+        self._passed: list[_Entry] = []
+        self._passed_items: set[SwapObject] = set()
+        """Those of ``_passed`` that are in the order."""
+        self._passed_frames = 0
+        """Frames of these."""
+        self._passed_rank = WORTHLESS
+        """The lowest that was passed since there was none."""
         self._unranked: list[_Entry] = []
         self._num_live = 0
         self._dirty: set[SwapObject] = set()
@@ -68,6 +83,7 @@ class EvictionOrder:
             self._dirty.add(item)
         if item.stamp & 1:
             item.stamp += 2
+            self._forget_passed(item)
         else:
             item.stamp += 1
             self._num_live += 1
@@ -88,20 +104,38 @@ class EvictionOrder:
             self._rank_slice()
         return item
 
+    def pop_to_write(self, num_frames: int, rank: int) -> SwapObject | None:
+        """Take out the first object that has something to write before it leaves, if others with fewer than
+        ``num_frames`` frames leave before it, and its rank is above ``rank``."""
+        self._rank_slice()
+        while (top := _top(self._heap)) is not None and -top[0] > rank:
+            if self._passed_frames >= num_frames and -top[0] <= self._passed_rank:
+                return None
+            item = heappop(self._heap)[3]
+            if item.flags & ObjectFlags.DIRTY and not item.overwritten:
+                self._leave(item)
+                return item
+            self._pass(top, item)
+        return None
+
     def rank_anew(self) -> None:
         """What objects rank by has changed."""
         self._unranked += self._heap
-        self._heap = []
+        self._unranked += self._passed
+        self._heap, self._passed = [], []
+        self._passed_items.clear()
+        self._passed_frames, self._passed_rank = 0, WORTHLESS
         if self._is_mostly_dead(self._unranked):  # the plan has changed twice before all were ranked
             self._unranked = _live(self._unranked)
 
     def dismantle(self) -> None:
         """Let go of all objects, one by one: in one go a large arena's would hold up all threads."""
-        for entries in (self._heap, self._unranked):
+        for entries in (self._heap, self._passed, self._unranked):
             while entries:
                 entries.pop()
-        while self._dirty:
-            self._dirty.pop()
+        for items in (self._dirty, self._passed_items):
+            while items:
+                items.pop()
 
     def _is_mostly_dead(self, entries: list[_Entry]) -> bool:
         return len(entries) > 2 * self._num_live + 64
@@ -111,19 +145,45 @@ class EvictionOrder:
         return -rank_of(item, self._cursor.tick), item.object_id, item.stamp, item
 
     def _pop_ranked(self, rank: int) -> SwapObject | None:
-        heap = self._heap
-        while heap and heap[0][2] != heap[0][3].stamp:
+        while (heap := self._heap_of_top()) and -heap[0][0] > rank:
+            item = heap[0][3]
+            if item.claims and -heap[0][0] > self._cursor.tick:
+                self.push(item)  # since it was ranked somebody has asked for it
+                continue
             heappop(heap)
-        if not heap or -heap[0][0] <= rank:
-            return None
-        item = heappop(heap)[3]
-        self._leave(item)
-        return item
+            self._leave(item)
+            return item
+        return None
+
+    def _heap_of_top(self) -> list[_Entry] | None:
+        """The one that has the object of the highest rank on top; None where neither has any."""
+        top, passed = _top(self._heap), _top(self._passed)
+        if passed is not None and (top is None or passed < top):
+            return self._passed
+        return None if top is None else self._heap
+
+    def _pass(self, entry: _Entry, item: SwapObject) -> None:
+        """``pop_to_write`` leaves the object where it is."""
+        if self._is_mostly_dead(self._passed):
+            self._passed = _live(self._passed)
+            heapify(self._passed)
+        heappush(self._passed, entry)
+        self._passed_items.add(item)
+        self._passed_frames += item.num_frames
+        self._passed_rank = min(self._passed_rank, -entry[0])
+
+    def _forget_passed(self, item: SwapObject) -> None:
+        if item in self._passed_items:
+            self._passed_items.discard(item)
+            self._passed_frames -= item.num_frames
+            if not self._passed_items:
+                self._passed_rank = WORTHLESS
 
     def _leave(self, item: SwapObject) -> None:
         item.stamp += 1
         self._num_live -= 1
         self._dirty.discard(item)
+        self._forget_passed(item)
 
     def _rank_slice(self) -> None:
         taken, self._unranked[-SLICE:] = self._unranked[-SLICE:], ()

@@ -323,13 +323,7 @@ class HostTier:
         chosen = plan is not None and plan.selective
         if not chosen and not 0 <= self._short_at >= self._cursor.tick - self._catalog.usable_frames:
             return
-        ready = self.free_frames + self._transfers.frames_idle_out
-        clean: list[SwapObject] = []
-        while ready < pool and (item := self._order.pop_above(after)) is not None:
-            ready += item.num_frames
-            if item.flags & _DIRTY and not item.overwritten:
-                self._transfers.swap_out(item, demand=False)
-            else:
-                clean.append(item)
-        for item in clean:
-            self._rest(item)
+        while (missing := pool - self.free_frames - self._transfers.frames_idle_out) > 0:
+            if (item := self._order.pop_to_write(missing, after)) is None:
+                return
+            self._transfers.swap_out(item, demand=False)

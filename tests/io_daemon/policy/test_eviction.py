@@ -13,6 +13,7 @@ from io_daemon.policy import eviction
 from io_daemon.policy.cursor import UNKNOWN_USE, Cursor
 from io_daemon.policy.eviction import STREAMING, WORTHLESS, EvictionOrder, rank_of
 from io_daemon.policy.swap_object import SwapObject
+from io_daemon.shared.states import ObjectFlags
 
 
 def objects(num: int) -> list[SwapObject]:
@@ -119,3 +120,66 @@ def test_whoever_leaves_leaves_by_what_is_predicted_now(monkeypatch: pytest.Monk
                 left.append(leaving)
                 assert predicted[leaving.object_id] == leaving.next_use > least
         assert sorted(item.object_id for item in left) == list(range(12))
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=100)
+def test_what_leaves_soon_and_is_dirty_is_found_whatever_was_passed_before(rng: random.Random) -> None:
+    """The one of the highest rank, if fewer frames of others leave before it than are asked for."""
+    order, items = EvictionOrder(Cursor()), objects(12)
+    for item in items:
+        item.num_frames = rng.randrange(1, 3)
+    for _ in range(60):
+        item = rng.choice(items)
+        match rng.randrange(4):
+            case 0:
+                order.discard(item)
+                item.next_use, item.overwritten = rng.randrange(100), rng.random() < 0.2
+                item.note_written() if rng.random() < 0.4 else item.note_swapped_out()
+                order.push(item)
+            case 1:
+                order.discard(item)
+            case 2:
+                leaving = order.pop_above(rank := rng.randrange(-1, 100))
+                staying = [rank_of(each, 0) for each in items if each in order]
+                assert max(staying, default=-1) <= (rank if leaving is None else rank_of(leaving, 0))
+            case 3:
+                if rng.random() < 0.1:
+                    order.rank_anew()
+                there = sorted((each for each in items if each in order), key=lambda each: -rank_of(each, 0))
+                num_frames, rank = rng.randrange(1, 12), rng.randrange(-1, 80)
+                found = order.pop_to_write(num_frames, rank)
+                to_write = [each for each in there if each.flags & ObjectFlags.DIRTY and not each.overwritten]
+                before = sum(
+                    each.num_frames for each in there if to_write and rank_of(each, 0) > rank_of(to_write[0], 0)
+                )
+                if found is None:
+                    assert not to_write or rank_of(to_write[0], 0) <= rank or before >= num_frames
+                else:
+                    assert (rank_of(found, 0), found in order) == (rank_of(to_write[0], 0), False)
+                    assert rank_of(found, 0) > rank
+
+
+def test_what_was_passed_is_passed_again_once_it_was_ranked_anew() -> None:
+    """And what has something to write beyond as many frames as are asked for stays."""
+    order, (first, second, dirty) = EvictionOrder(Cursor()), objects(3)
+    dirty.note_written()
+    for item, next_use in ((first, 90), (second, 80), (dirty, 70)):
+        item.next_use = next_use
+        order.push(item)
+    assert order.pop_to_write(2, -1) is None
+    order.rank_anew()
+    assert order.pop_to_write(2, -1) is None
+    assert order.pop_above(-1) is first
+    assert order.pop_to_write(2, 200) is None, "it ranks too low"
+    assert order.pop_to_write(2, -1) is dirty
+    assert (order.pop_above(-1), order.pop_above(-1)) == (second, None)
+
+
+def test_what_was_asked_for_since_it_was_ranked_leaves_last() -> None:
+    order, (asked, other) = EvictionOrder(Cursor()), objects(2)
+    asked.next_use, other.next_use = 90, 80
+    for item in (asked, other):
+        order.push(item)
+    asked.claims[1] = False
+    assert [order.pop_above(-1) for _ in range(3)] == [other, asked, None]

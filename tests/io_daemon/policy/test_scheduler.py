@@ -666,6 +666,28 @@ def test_unregistering_gives_everything_back() -> None:
     assert tenant.register([TWO_KINDS]) == range(1)
 
 
+def test_an_access_does_not_look_at_all_that_is_clean_ahead_of_what_is_dirty() -> None:
+    """All frames that are to be clean were looked at whenever anything ended: a thousand, where they are small."""
+
+    def work(num_frames: int) -> int:
+        tenant = tenant_of(num_frames, *[ONE] * 2 * num_frames, window=num_frames // 4)
+        for chunk in (*range(2 * num_frames), 0):
+            write(tenant, chunk)
+        for chunk in range(1, num_frames):
+            tenant.release(tenant.acquire(chunk, read=1))
+            tenant.finish_all()
+        write(tenant, num_frames - 1)
+
+        def access() -> None:
+            tenant.release(tenant.acquire(num_frames - 2, read=1))
+
+        access()
+        return lines_run(access)
+
+    few, many = work(16), work(256)
+    assert many <= 1.5 * few, f"{few} lines among 16 frames, {many} among 256"
+
+
 def test_unregistering_one_chunk_does_not_look_at_the_others() -> None:
     def work(num_chunks: int) -> int:
         tenant = tenant_of(4, *[TWO_KINDS] * num_chunks)
