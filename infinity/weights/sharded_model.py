@@ -41,7 +41,7 @@ from infinity.weights.admission import admit
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import LeaseAllowance, ParamGroup
 from infinity.weights.streams import CopyStream
-from io_daemon.shared.protocol import ObjectKind, align_up
+from io_daemon.shared.protocol import LEASES_MAX, ObjectKind, align_up
 
 ValuesOf = Callable[[ShardedParam, int, int], torch.Tensor]
 """(parameter, first element, numel) -> initial values of that part of the parameter, flattened in memory order, 1-D."""
@@ -52,6 +52,9 @@ does ``nn.TransformerEncoder``, of its first layer alone."""
 
 LEASE_SHARE: Final = 4
 """Leases held ahead take at most this fraction (1/n) of the streamed frames; the rest stays for demand."""
+
+LEASES_AHEAD_MAX: Final = LEASES_MAX // 2
+"""... and are no more than this, whatever the frames: a daemon refuses a rank that asks for more than it remembers."""
 
 SUB_GROUPS_AHEAD_MAX: Final = 4
 
@@ -424,7 +427,7 @@ class ShardedModel:
                 return master_frames
             return 1 + master_frames if self._makes_weights(chunk) else 1
 
-        allowance = LeaseAllowance(max(0, streamed // LEASE_SHARE), frames_of)
+        allowance = LeaseAllowance(max(0, min(streamed // LEASE_SHARE, LEASES_AHEAD_MAX)), frames_of)
         chunks_of: list[list[tuple[int, ChunkPlacement]]] = [[] for _ in self.layout.placements]
         for chunk_id, chunk in enumerate(self.chunks):
             chunks_of[chunk.group].append((chunk_id, chunk))

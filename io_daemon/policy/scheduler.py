@@ -28,11 +28,9 @@ from io_daemon.policy.residency import Plan, PlanRequest
 from io_daemon.policy.trace import Geometry, Trace
 from io_daemon.policy.transfers import Transfer
 from io_daemon.policy.window import frames_to_plan
-from io_daemon.shared.protocol import Access, ChunkSpec, Cqe, IoEnd, Opcode, Sqe, Status
+from io_daemon.shared.protocol import LEASES_MAX, Access, ChunkSpec, Cqe, IoEnd, Opcode, Sqe, Status
 from io_daemon.shared.states import ObjectFlags
 
-LEASES_MAX: Final = 4096
-"""Outstanding leases of one tenant; also how many failed ones are remembered."""
 TRACES_MAX: Final = 16
 
 _PINNED = ObjectFlags.PINNED
@@ -82,6 +80,7 @@ class TenantScheduler:
         self._plans: dict[int, Plan] = {}
         self._leases = LeaseQueue(self._catalog, self._tier)
         self._failed: OrderedDict[int, bool] = OrderedDict()
+        """The last LEASES_MAX that were answered with an error."""
         self._last_seq = -1
         self._write_failure: Cqe | None = None
         self._draining = False

@@ -13,6 +13,8 @@ PAGE_BYTES: Final = 4096
 HUGE_PAGE_BYTES: Final = 2 << 20
 KINDS_MAX: Final = 8
 FRAMES_PER_OBJECT_MAX: Final = 4
+LEASES_MAX: Final = 4096
+"""Outstanding leases of one tenant; one more is refused."""
 NO_FRAME: Final = 0xFFFF_FFFF
 NO_EXTENT: Final = 0xFFFF_FFFF_FFFF_FFFF
 NO_OBJECT: Final = 0xFFFF_FFFF_FFFF_FFFF

@@ -20,10 +20,16 @@ from infinity.tiers.base import HostStore
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.layers import PoisonStore, SplitStore
 from infinity.tiers.memory import MemoryStore
-from infinity.weights import access, owners, placeholder
+from infinity.weights import access, owners, placeholder, sharded_model
 from infinity.weights.param import ShardedParam, flattened
-from infinity.weights.sharded_model import LEASE_SHARE, SUB_GROUPS_AHEAD_MAX, Layout, ShardedModel
-from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind
+from infinity.weights.sharded_model import (
+    LEASE_SHARE,
+    LEASES_AHEAD_MAX,
+    SUB_GROUPS_AHEAD_MAX,
+    Layout,
+    ShardedModel,
+)
+from io_daemon.shared.protocol import LEASES_MAX, PAGE_BYTES, ObjectKind
 from tests.support.small_shards import ADAM
 from tests.support.strict_store import StrictStore
 from tests.support.threaded_ranks import ThreadedCollectives, on_ranks
@@ -504,6 +510,14 @@ def test_weights_are_leased_ahead_within_a_quarter_of_what_streams(tier: str) ->
     else:
         assert given == (sharded.plan.num_frames - sharded.plan.pinned_frames) // LEASE_SHARE
         assert given > 0
+
+
+def test_no_more_is_leased_ahead_than_a_daemon_remembers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each lease takes a frame at least; frames may be many where they are small."""
+    assert LEASES_AHEAD_MAX <= LEASES_MAX // 2
+    monkeypatch.setattr(sharded_model, "LEASES_AHEAD_MAX", 3)
+    sharded = Fixture(Net(), config_of(), budget_bytes=1 << 22).sharded
+    assert sharded.groups[0]._allowance.num_left == 3
 
 
 def test_the_budget_is_the_nodes() -> None:
