@@ -8,8 +8,13 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
+from typing import Final
 
 from io_daemon.shared.protocol import Access
+
+GROUPS_AHEAD_MAX: Final = 128
+"""Groups that are looked at ahead of each use. Each takes Python a millisecond when its turn comes, in which a drive
+reads what one can hold that is so small; with no limit a bucket of thousands of them was gone through at every use."""
 
 
 class AccessRecorder:
@@ -72,6 +77,7 @@ class GroupTrace:
         return self._before[positions[index]] - self._before[self._cursor]
 
     def upcoming(self, numel_max: int) -> Sequence[int]:
-        """The next groups in order, as long as together they hold at most ``numel_max`` elements."""
+        """The next groups in order, ``GROUPS_AHEAD_MAX`` at most, as long as together they hold at most ``numel_max``
+        elements."""
         stop = bisect_right(self._before, self._before[self._cursor] + numel_max) - 1
-        return self._order[self._cursor : stop]
+        return self._order[self._cursor : min(stop, self._cursor + GROUPS_AHEAD_MAX)]

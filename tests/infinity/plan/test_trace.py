@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infinity.plan.trace import AccessRecorder, GroupTrace
+from infinity.plan.trace import GROUPS_AHEAD_MAX, AccessRecorder, GroupTrace
 from io_daemon.shared.protocol import Access
 
 NUMELS = [10, 20, 30]
@@ -36,6 +36,18 @@ def test_the_last_pass_predicts_the_next() -> None:
     trace.use(2)
     trace.use(1)
     assert trace.reuse_distance(2) is None
+
+
+def test_no_more_groups_are_looked_at_ahead_however_small_they_are() -> None:
+    num_groups = 3 * GROUPS_AHEAD_MAX
+    trace = GroupTrace([1] * num_groups)
+    replay(trace, list(range(num_groups)))
+    trace.begin()
+    trace.use(0)
+    assert list(trace.upcoming(10**9)) == list(range(1, GROUPS_AHEAD_MAX + 1))
+    for group in range(1, num_groups - 1):
+        trace.use(group)
+    assert list(trace.upcoming(10**9)) == [num_groups - 1]
 
 
 def test_repeated_uses_in_a_row_count_once() -> None:
