@@ -61,6 +61,10 @@ def round_by_chance(values: torch.Tensor, form: Narrow, *, seed: int, first: int
     """
     if values.device.type == "meta":
         return
+    same = _WORD + 1 - (first & _WORD)
+    if values.numel() > same:  # a place's upper half is in the seed, and it is another from there on
+        round_by_chance(values[same:], form, seed=seed, first=first + same)
+        values = values[:same]
     if values.device.type == "cpu":
         _native.round_by_chance(values.view(torch.int32).numpy(), form.dropped_bits, seed, first)
     else:

@@ -111,8 +111,18 @@ def test_chance_is_right_on_the_average_and_depends_on_places_alone(form: Narrow
     assert not differing_bits(widened(stored(whole, form), form, 1 << 16), whole), "the store then loses nothing"
 
 
+def test_chance_depends_on_places_alone_also_beyond_32_bits() -> None:
+    form, begin = Narrow.BF16, (1 << 32) - 100
+    values = torch.full((1000,), 1 + 0.3 * 2.0 ** (form.dropped_bits - 23))
+    whole, parts = values.clone(), values.clone()
+    forms.round_by_chance(whole, form, seed=11, first=begin)
+    for first, last in ((0, 90), (90, 300), (300, 1000)):
+        forms.round_by_chance(parts[first:last], form, seed=11, first=begin + first)
+    assert torch.equal(parts, whole)
+
+
 @pytest.mark.parametrize("form", Narrow)
-@pytest.mark.parametrize("first", [0, 0xFFFF_FFF0, (1 << 33) + 7])
+@pytest.mark.parametrize("first", [0, 0xFFF0_0000, (1 << 33) + 7])
 def test_core_and_torch_draw_the_same(form: Narrow, first: int) -> None:
     values = awkward(form)
     by_torch = values.clone()
