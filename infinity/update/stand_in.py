@@ -94,7 +94,7 @@ class StandIn:
         for param, where in memory:
             _put_back(param, where)
         if changed := [name for name, value in self._kept_beside(optimizer).items() if value != before.get(name)]:
-            raise ValueError(f"keeps {', '.join(changed)} for all parameters together")
+            raise ValueError(f"keeps {', '.join(changed)} for all parameters together: keep it in self.state[param]")
         return [[states[param] for param in group.params] for group in groups]
 
     def chosen(self, options: Options, device: torch.device) -> Options:
@@ -110,9 +110,11 @@ class StandIn:
 
     def _kept_beside(self, optimizer: Optimizer) -> dict[str, object]:
         """Numbers outside ``state``: of the group and of the object. Of somebody's own all that can be seen."""
-        found = {**vars(optimizer), **optimizer.param_groups[0]}
+        own = {name: value for name, value in vars(optimizer).items() if name not in _OWN}
+        group = {name: value for name, value in optimizer.param_groups[0].items() if name not in NOT_OPTIONS}
+        found = {**own, **group}  # a group may count its steps under the name of a method
         if self.is_foreign:
-            return {name: glance(value) for name, value in found.items() if name not in (*_OWN, *NOT_OPTIONS)}
+            return {name: glance(value) for name, value in found.items()}
         return {name: value for name, value in found.items() if type(value) in (int, float)}
 
 

@@ -68,7 +68,12 @@ class Watched(torch.Tensor):
     ) -> Any:
         if _noting is not None and func in _SHAPES and _numel(args[0]) > 1:
             _noting.shape = True
-        found = _torchs(cls, func, types, args, kwargs or {})
+        try:
+            found = _torchs(cls, func, types, args, kwargs or {})
+        except Exception:
+            if _noting is not None:
+                _noting.shape = True  # who catches it does something else where it succeeds, as on more dimensions
+            raise
         if _noting is not None and isinstance(found, torch.Tensor):
             of = [_numel(each) for each in args if isinstance(each, torch.Tensor)]
             _noting.shape |= bool(of) and _numel(found) < max(of)  # of several elements one, as a norm

@@ -94,6 +94,19 @@ def _with_counts(given: Any) -> optim.Optimizer:
     return made
 
 
+def _steps_of_its_group(_optimizer: Any, group: dict[str, Any], *_: Any) -> float:
+    group["step"] = group.get("step", 0) + 1
+    return 1 / float(group["step"])
+
+
+def _centred(_optimizer: Any, _group: Any, _number: int, _i: int, param: Any) -> float:
+    """What raises for a matrix, and not for a convolution."""
+    try:
+        return float(param.mean(dim=(1, 2, 3))[0])
+    except IndexError:
+        return 1.0
+
+
 def _with_a_set(given: Any) -> optim.Optimizer:
     made = Factored(given, lambda optimizer, _group, _number, _i, p: 0.5 if p in optimizer.slow else 1.0)
     made.slow = {made.param_groups[0]["params"][1]}  # type: ignore[attr-defined]
@@ -112,6 +125,7 @@ REFUSED: dict[str, tuple[Callable[[Any], optim.Optimizer], str]] = {
     "the place in its group": (lambda given: Factored(given, lambda _o, _g, _n, i, _p: 0.9**i), "another place"),
     "the group's length": (lambda given: Factored(given, lambda _o, g, *_: 1 / len(g["params"])), "another place"),
     "counts in a dict": (_with_counts, "keeps counts for all parameters together"),
+    "counts in its group": (lambda given: Factored(given, _steps_of_its_group), r"keeps step .*self\.state\[param\]"),
     "keeps something late": (lambda given: Late(given, lambda *_: 1.0), "other things after 10 steps"),
 }
 
@@ -128,6 +142,7 @@ def test_what_parts_of_parameters_cannot_show_is_refused_by_name(case: str) -> N
     [
         lambda *args: 1.0 if args[-1].dim() > 3 else 0.5,
         lambda *args: 1.0 if args[-1].numel() < 20 else 0.5,
+        _centred,
         lambda *args: 1.0 if args[-1].grad.double().shape[0] == 4 else 0.5,
         lambda *args: 1.0 if len(args[-1]) == 3 else 0.5,
     ],
