@@ -177,6 +177,8 @@ class _Pack:
 
     def __init__(self, owner: SavedTensors, outer: Hooks | None) -> None:
         self.owner, self._outer = owner, outer
+        self._first_node: int = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        """What this thread will number the next node of its graphs."""
 
     def __call__(self, tensor: torch.Tensor) -> SavedWeights | SavedCast | SavedTensor | SavedByUser:
         if (whole := self.owner._params.get(id(tensor))) is not None:
@@ -201,7 +203,11 @@ class _Pack:
             return None
         whole = tensor._base if tensor._base is not None else tensor
         param = self.owner.find_cast(whole)
-        if param is None:
+        if param is None or tensor.dtype is not whole.dtype:  # as by ``view_as_complex``: other elements
+            return None
+        if (
+            whole.grad_fn is None or whole.grad_fn._sequence_nr() < self._first_node
+        ):  # of weights that were updated since?
             return None
         self.owner._note_casts((param,))
         weights = SavedWeights(param, param.note_saved(), param.layout.size(), param.layout.stride(), 0)

@@ -11,7 +11,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, s
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
-from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, Case, Cases
+from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, GROUPED_BF16, NVME, Case, Cases
 from tests.support.functions import MadeAgain
 
 cases = Cases(__name__)
@@ -425,6 +425,47 @@ def borrowed(name: str, call: Any) -> None:
 borrowed("borrowed_under_a_checkpoint", lambda inner, x: checkpoint(inner, x, use_reentrant=False))
 borrowed("borrowed_under_a_reentrant_checkpoint", lambda inner, x: checkpoint(inner, x, use_reentrant=True))
 borrowed("borrowed_by_a_function_that_calls_again", lambda inner, x: MadeAgain.apply(inner, x, *inner.parameters()))
+
+
+@cases(settings=(EACH_BF16, GROUPED_BF16), must="equal")
+def a_cast_read_as_complex_numbers(world: Any) -> None:
+    """A spectral layer: what backward needs has not the elements of the cast that it is a view of."""
+
+    class Spectral(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(1)
+            self.weight = nn.Parameter(torch.randn(WIDTH, 5, 2) * 0.1)
+
+        def forward(self, x: Tensor) -> Any:
+            found = torch.fft.rfft(self.net(x).float()[:, :, None].expand(-1, -1, 8))
+            found = found * torch.view_as_complex(self.weight.float())
+            return torch.fft.irfft(found, n=8).to(x.dtype)
+
+    trains(world, Spectral())
+
+
+@cases(settings=(EACH_BF16, GROUPED_BF16), must="equal")
+def a_cast_from_before_an_update(world: Any) -> None:
+    """A model that keeps the cast which it made in its last forward, and goes through it once more."""
+
+    class Delayed(nn.Module):
+        last: Tensor | None = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = Net(1)
+            self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) * 0.2)
+
+        def forward(self, x: Tensor) -> Any:
+            now = self.weight.float()
+            last, self.last = now if self.last is None else self.last, now
+            return self.net(x).float() @ (last + now) @ last
+
+    engine = world.initialize(Delayed())
+    for step in range(3):
+        world.backward(engine, square(engine(batch(world, step))), retain_graph=True)
+        engine.step()
 
 
 @cases.parametrized()

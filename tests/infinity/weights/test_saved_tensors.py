@@ -163,7 +163,7 @@ def test_a_view_of_weights_that_have_gone_keeps_their_memory_whatever_is_written
 
 def test_what_autocast_has_cast_is_cast_again() -> None:
     fixture = Fixture()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16), fixture.saved.around_call():
         cast = fixture.param.to(torch.bfloat16)
         notes = fixture.packed(cast, cast.t())
     assert all(type(note) is SavedCast for note in notes)
@@ -189,8 +189,11 @@ def test_what_an_operation_under_autocast_saves_is_no_cast_that_is_kept() -> Non
 
 def test_other_casts_are_kept() -> None:
     fixture = Fixture()
-    with torch.autocast("cpu", torch.bfloat16):
+    earlier = fixture.param.to(torch.bfloat16)  # of weights that may have been others
+    with fixture.saved.around_call():
         others = [
+            earlier,
+            torch.view_as_complex(fixture.param.view(3, 2, 2).double()),
             (fixture.param * 2).to(torch.bfloat16),
             fixture.param.detach().to(torch.bfloat16),
             torch.ones(3, 4, requires_grad=True).to(torch.bfloat16),
@@ -199,7 +202,7 @@ def test_other_casts_are_kept() -> None:
         with torch.no_grad():
             written.add_(1)
         notes = fixture.packed(*others, written)
-    assert [type(note) for note in notes] == [SavedTensor] * 4
+    assert [type(note) for note in notes] == [SavedTensor] * 6
 
 
 # Whole graphs, and the user's own hooks.
