@@ -260,7 +260,7 @@ class Runtime(owners.Owner):
             self._refusals.refuse_unseen(unseen[0])
 
     def hooks(self, *, outermost: bool) -> AbstractContextManager[None]:
-        if not self._streams or not torch.is_grad_enabled() or not hooks_are_allowed():
+        if not self._streams or not hooks_are_allowed():  # under no_grad, too: the model may enable gradients itself
             return nullcontext()
         return self._saved.around_call() if outermost else self._saved.beside_user_hooks()
 

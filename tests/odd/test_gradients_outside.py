@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
-from tests.support.cases import Case, Cases
+from tests.support.cases import GROUPED_BF16, NVME, Case, Cases
 
 cases = Cases(__name__)
 
@@ -376,6 +376,33 @@ def a_loss_that_is_not_the_engines_output_alone(world: Any) -> None:
         left, right = engine(batch(world, step)), engine(batch(world, step + 9))
         world.backward(engine, square(left - right) + square(left * right))
         engine.step()
+
+
+@cases(also=(NVME, GROUPED_BF16), must="equal")
+def forces_in_training_and_in_an_evaluation(world: Any) -> None:
+    """A potential, whose forward asks for a gradient also where the caller has switched gradients off."""
+
+    class Potential(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net, self.head = Net(1), nn.Linear(WIDTH, 1)
+
+        def forward(self, positions: Tensor) -> Any:
+            with torch.enable_grad():
+                positions = positions.detach().requires_grad_()
+                energy = self.head(torch.tanh(self.net(positions))).sum()
+                (slope,) = torch.autograd.grad(energy, positions, create_graph=self.training)
+            return energy, -slope
+
+    engine = world.initialize(Potential())
+    for step in range(3):
+        energy, forces = engine(batch(world, step))
+        world.backward(engine, energy.float().square() + square(forces))
+        engine.step()
+        engine.eval()
+        with torch.no_grad():
+            world.observe("evaluation", engine(batch(world, 9)))
+        engine.train()
 
 
 @cases.parametrized()
