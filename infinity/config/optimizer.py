@@ -195,6 +195,12 @@ TorchOptimizer = (
 """What torch has under the same name, with torch's own defaults."""
 OwnOptimizer = AdamOptimizer | AdagradOptimizer | LionOptimizer | SgdOptimizer | MuonOptimizer
 NAMES: Final = tuple(get_args(each.model_fields["type"].annotation) for each in get_args(OwnOptimizer | TorchOptimizer))
+HYPER_PARAMETERS: Final = frozenset(
+    {"maximize"}.union(
+        *(each.model_fields["params"].annotation.model_fields for each in get_args(OwnOptimizer | TorchOptimizer))
+    )
+)
+"""What some optimizer would heed in a param group; under other names scripts keep there what they like."""
 SPELLINGS: Final = {name.lower(): name for names in NAMES for name in names}
 """Names in lower case, and as they are."""
 REFUSED: Final[dict[str, str]] = {

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.config import Optimizer as OptimizerConfig
-from infinity.config.optimizer import AdamOptimizer, MuonOptimizer
+from infinity.config.optimizer import HYPER_PARAMETERS, AdamOptimizer, MuonOptimizer
 from infinity.config.sections import IoDaemon
 from infinity.errors import ConfigError, EngineStateError
 from infinity.update.algorithms import make_optimizer
@@ -181,9 +181,9 @@ def sharded_from_config(
     try:
         defaults = make_optimizer(config, [{}]).defaults
         for number, group in enumerate(groups):
-            for name in group.keys() - {"params", "name", *defaults}:
-                known = ", ".join(sorted(defaults))
-                raise ConfigError(f"model_parameters[{number}].{name}", group[name], f"known here: {known}")
+            for name in (group.keys() & HYPER_PARAMETERS) - defaults.keys():
+                remedy = f"{config.type} takes no such option: leave it out; known here: {', '.join(sorted(defaults))}"
+                raise ConfigError(f"model_parameters[{number}].{name}", group[name], remedy)
         optimizer = make_optimizer(config, [{k: v for k, v in group.items() if k != "params"} for group in groups])
     except ConfigError:
         raise

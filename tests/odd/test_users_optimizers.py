@@ -208,6 +208,22 @@ def an_optimizer_within_another(world: Any) -> None:
     loop(world, world.initialize(Net(), optimizer=_Maker(Around)))
 
 
+@cases(settings=SETTINGS, must="equal")
+def groups_have_names_and_scales_of_their_own(world: Any) -> None:
+    """Rates that decay with depth, as those who fine-tune vision transformers have them."""
+    model = Net()
+    groups = [
+        {"params": [param], "name": name, "lr_scale": 0.7**depth, "weight_decay": 0.1 * (param.dim() > 1)}
+        for depth, (name, param) in enumerate(reversed(list(model.named_parameters())))
+    ]
+    engine = world.initialize(model, parameters=groups)
+    for step in range(3):
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 1e-2 * (step + 1) * group["lr_scale"]
+        loop(world, engine, 1)
+    world.observe("groups", [(group["name"], group["lr_scale"]) for group in engine.optimizer.param_groups])
+
+
 # Gradients from before
 
 
