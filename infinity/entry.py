@@ -29,6 +29,7 @@ from infinity.observe.monitors import monitors_of
 from infinity.observe.observer import Observer, Observers
 from infinity.plan.leaves import mark_leaves
 from infinity.plan.precision import Precision
+from infinity.plan.registered import named_parameters, parameters
 from infinity.plan.staging_plan import activation_bytes, activations_plan, budget_beside
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.collectives import Collectives
@@ -116,7 +117,7 @@ def initialize(
         environment = read_environment()
         place = NodePlace.find(collectives, environment)
         device = _device(environment.local_rank if environment.launched else place.local_rank)
-        refuse_owned(model.named_parameters(), lambda owner: isinstance(owner, StagingArea))
+        refuse_owned(named_parameters(model), lambda owner: isinstance(owner, StagingArea))
         unmet = mark_leaves(model, parsed.zero_optimization.leaf_module)
         for word in unmet if collectives.rank == 0 else ():
             _log.warning("zero_optimization.leaf_module: %s means nothing in this model", word)
@@ -224,7 +225,7 @@ def _optimizer(
         params = [param for param in params if param.requires_grad]
     if not params:
         raise ConfigError("model_parameters", [], "no parameter is trainable: there is nothing to optimize")
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(model)}
     return sharded_from_config(config.optimizer, params, dtype=dtype, names=names)
 
 
@@ -291,7 +292,7 @@ def _in_words(lines: Sequence[str]) -> str:
 
 
 def _staging_areas(model: nn.Module) -> list[StagingArea]:
-    staged = (staged_param(param) for param in model.parameters())
+    staged = (staged_param(param) for param in parameters(model))
     return list(dict.fromkeys(s.area for s in staged if s is not None))
 
 
@@ -299,7 +300,7 @@ def _ending(areas: Sequence[StagingArea], model: nn.Module, collectives: Collect
     """Those of ``areas`` where nothing but ``model`` is staged. A rank may have dropped what another one still has."""
     if not areas:
         return []
-    others = [area.has_others(model.parameters()) for area in areas]
+    others = [area.has_others(parameters(model)) for area in areas]
     told = collectives.gather_objects(others, "tell who else is staged by Init")
     return [area for area, *stays in zip(areas, *told, strict=True) if not any(stays)]
 

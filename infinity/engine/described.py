@@ -14,6 +14,7 @@ from infinity.engine.runtime import Runtime
 from infinity.errors import WeightsError
 from infinity.files.entry import is_shell
 from infinity.plan.precision import Precision
+from infinity.plan.registered import named_parameters
 from infinity.weights.param import memory_order
 from io_daemon.shared.protocol import ObjectKind
 
@@ -31,7 +32,7 @@ def described_params(runtime: Runtime) -> dict[str, TensorEntry]:
     runtime.structure.check_owned("a checkpoint")
     precision, names = runtime.sharded.precision, kind_names(runtime.sharded.precision)
     all_names: dict[int, list[str]] = {}
-    for name, user_param in runtime.module.named_parameters(remove_duplicate=False):
+    for name, user_param in named_parameters(runtime.module, remove_duplicate=False):
         all_names.setdefault(id(user_param), []).append(name)
     trainable = {
         p.param: placement.trainable for placement in runtime.sharded.layout.placements for p in placement.params

@@ -23,6 +23,7 @@ from infinity.engine.state_access import StateAccess
 from infinity.engine.user_gradients import UserGradients
 from infinity.engine.written import Written
 from infinity.errors import WeightsError, WorldError
+from infinity.plan.registered import modules, named_modules, parameters
 from infinity.states import StepPhase
 from infinity.tiers.base import is_beside
 from infinity.tiers.collectives import Collectives
@@ -145,10 +146,9 @@ class Runtime(owners.Owner):
                 with access.raw():
                     handle = param.param.register_post_accumulate_grad_hook(_GradientHook(self, group, param))  # type: ignore[no-untyped-call]
                 self._removable.append(handle)
-        for name, child in module.named_modules():
-            child.register_state_dict_post_hook(
-                StateDictHook(name or type(module).__name__, copies=self.copies_modules)
-            )
+        for name, child in named_modules(module):
+            hook = StateDictHook(name or type(module).__name__, copies=self.copies_modules)
+            child.register_state_dict_post_hook(hook)  # type: ignore[no-untyped-call]
         # in a thread of its own: asking makes a node, and the numbers of a thread's nodes order what backward sums
         asking = threading.Thread(target=self._hold_accumulators)
         asking.start()
@@ -437,9 +437,9 @@ class Runtime(owners.Owner):
     def _groups_of_calls(self) -> dict[nn.Module, list[ParamGroup]]:
         """What each module holds while it is called: groups it stands for, and those of its own parameters."""
         found: dict[nn.Module, list[ParamGroup]] = {}
-        for module in self.module.modules():
+        for module in modules(self.module):
             looks_at = next(iter(module.layers), module) if isinstance(module, nn.TransformerEncoder) else module
-            own = looks_at.parameters(recurse=looks_at in self.sharded.units)
+            own = parameters(looks_at, recurse=looks_at in self.sharded.units)
             groups = [
                 *self.sharded.anchors.get(module, ()),
                 *(self.sharded.group_of[self._param_of[id(p)].index] for p in own),

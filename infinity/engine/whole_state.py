@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from infinity.engine.runtime import Runtime
+from infinity.plan.registered import named_parameters
 from infinity.weights import placeholder
 from infinity.weights.access import ShardedAlias
 from infinity.weights.param import ShardedParam
@@ -60,7 +61,7 @@ def full_master_state_dict(runtime: Runtime) -> dict[str, torch.Tensor]:
     trained = [group for group in runtime.sharded.groups if group.placement.trainable]
     found = _gathered(runtime, runtime.sharded.precision.stepped, trained)
     masters = {key: master.contiguous() for key, master in found}
-    named = runtime.module.named_parameters(remove_duplicate=False)
+    named = named_parameters(runtime.module, remove_duplicate=False)
     return {name: masters[id(param)] for name, param in named if id(param) in masters}
 
 

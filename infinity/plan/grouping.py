@@ -16,6 +16,7 @@ from typing import Final
 from torch import nn
 
 from infinity.plan.leaves import is_leaf, lay_out
+from infinity.plan.registered import children, modules, named_parameters, parameters
 
 _PROMPT_ENCODER: Final = ("peft.tuners.tuners_utils", "BasePromptEncoder")
 
@@ -48,7 +49,7 @@ def group_params(
         bucket_numel: of a group of persistent parameters, if it is more than one; these are reduced together.
     """
     seen: set[int] = set()
-    names = {id(param): name for name, param in model.named_parameters()}
+    names = {id(param): name for name, param in named_parameters(model)}
     persistent = _persistent(model, persistent_numel_max, persistent_total_max)
     seen.update(id(p) for p in persistent)
     groups = [g for anchor, params in _subtrees(model, numel_max, seen) for g in _by_training(params, anchor, names)]
@@ -58,9 +59,9 @@ def group_params(
 
 
 def _persistent(model: nn.Module, numel_max: int | None, total_max: int | None) -> list[nn.Parameter]:
-    stays = {id(param) for module in model.modules() if _stays(module) for param in module.parameters()}
+    stays = {id(param) for module in modules(model) if _stays(module) for param in parameters(module)}
     chosen, total = [], 0
-    for param in model.parameters():
+    for param in parameters(model):
         if id(param) in stays or (
             (numel_max is None or param.numel() <= numel_max)
             and (total_max is None or total + param.numel() <= total_max)
@@ -103,10 +104,10 @@ def common_name(names: Sequence[str]) -> str:
 def _with_choosers(model: nn.Module, groups: Sequence[GroupMembers]) -> Iterator[GroupMembers]:
     """A group inside an element of a list may be skipped, or not, by the module that has the list."""
     chooser_of: dict[nn.Module, str] = {}
-    for module in model.modules():
-        for child in module.children():
+    for module in modules(model):
+        for child in children(module):
             if _is_list(child):
-                inner = (each for element in child.children() for each in element.modules())
+                inner = (each for element in children(child) for each in modules(element))
                 chooser_of.update(dict.fromkeys(inner, type(module).__name__))
     for group in groups:
         chooser = chooser_of.get(group.anchor) if group.anchor is not None else None
@@ -130,17 +131,17 @@ def _by_training(
 
 def _subtrees(module: nn.Module, numel_max: int, seen: set[int]) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:
     if _is_called(module):
-        subtree = [p for p in module.parameters() if id(p) not in seen]
+        subtree = [p for p in parameters(module) if id(p) not in seen]
         fits = sum(p.numel() for p in subtree) <= numel_max and not _holds_list(module)
         if subtree and (fits or is_leaf(module)):
             seen.update(id(p) for p in subtree)
             yield module, subtree
             return
-    own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
+    own = [p for p in parameters(module, recurse=False) if id(p) not in seen]
     if own:
         seen.update(id(p) for p in own)
         yield module, own
-    for child in module.children():
+    for child in children(module):
         yield from _subtrees(child, numel_max, seen)
 
 
@@ -150,7 +151,7 @@ def _is_called(module: nn.Module) -> bool:
 
 
 def _holds_list(module: nn.Module) -> bool:
-    return any(_is_list(m) and sum(1 for _ in m.children()) > 1 for m in module.modules())
+    return any(_is_list(m) and sum(1 for _ in children(m)) > 1 for m in modules(module))
 
 
 def _is_list(module: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import nn
 from infinity.engine import Engine
 from infinity.files.directory import WeightsDirectory
 from infinity.files.pieces import making_on_cpu
+from infinity.plan.registered import parameters
 from infinity.pretrained.matching import Match, Rename, match
 from infinity.weights.owners import Owner, Values, owner_of
 from infinity.weights.param import flattened, memory_order
@@ -64,7 +65,7 @@ def load_pretrained(
         files = WeightsDirectory(source)
         return files, match(module, files, strict=strict, rename=rename)
 
-    owners = dict.fromkeys(owner for param in module.parameters() if (owner := owner_of(param)) is not None)
+    owners = dict.fromkeys(owner for param in parameters(module) if (owner := owner_of(param)) is not None)
     asked = next(iter(owners), None)
     files, matched = asked.collectives.together(look, "look at pretrained weights") if asked else look()
     targets: dict[str, torch.Tensor] = module.state_dict(keep_vars=True)

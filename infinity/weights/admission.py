@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
 
 from infinity.errors import ConfigError
+from infinity.plan.registered import modules, named_modules, named_parameters
 from infinity.weights.owners import Owner, owner_of
 from infinity.weights.promises import check_promise
 
@@ -21,11 +22,11 @@ def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
     Args:
         weight_dtype: what the config has weights be: fp32 as they are, or a 16-bit dtype that fp32 weights are cast to.
     """
-    named = list(model.named_parameters())
+    named = list(named_parameters(model))
     if not named:
         raise ConfigError("model", type(model).__name__, "has no parameters: there is nothing to shard")
     _admit_lasting(named, model)
-    for name, module in model.named_modules():
+    for name, module in named_modules(model):
         if isinstance(module, torch.jit.ScriptModule):
             raise ConfigError(
                 f"model.{name}", "ScriptModule", "compiled modules hide their weights: pass it unscripted"
@@ -51,7 +52,7 @@ def refuse_owned(named: Iterable[tuple[str, nn.Parameter]], is_staged: Any) -> N
 
 def refuse_without_values(model: nn.Module) -> None:
     """Raises ConfigError for what is on the meta device and nobody has promised values for."""
-    for name, param in model.named_parameters():
+    for name, param in named_parameters(model):
         if param.is_meta:
             check_promise(name, param)
     for name, buffer in model.named_buffers():
@@ -99,9 +100,10 @@ def _overlaps_itself(param: nn.Parameter) -> bool:
 
 def _admit_lasting(named: Sequence[tuple[str, nn.Parameter]], model: nn.Module) -> None:
     """A module may make its parameters anew whenever somebody looks: none of them is the one that it uses."""
-    looked_again = dict(model.named_parameters())
-    for name, param in named:
-        if looked_again.get(name) is not param:
+    found = dict(named)
+    list(model.parameters())  # as an optimizer looks
+    for name, param in named_parameters(model):
+        if found.get(name) is not param:
             raise ConfigError(
                 f"model.{name}",
                 "made anew",
@@ -138,7 +140,7 @@ def _admit_dtypes(named: Iterable[tuple[str, nn.Parameter]], weight_dtype: torch
 def _part_spectral_norms(model: nn.Module) -> None:
     """``torch.nn.utils.spectral_norm`` leaves the parameter's own memory where each forward puts the normalised weight:
     until the first one a copy stands there."""
-    for module in model.modules():
+    for module in modules(model):
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, SpectralNorm):
                 value, param = getattr(module, hook.name), module._parameters[f"{hook.name}_orig"]
@@ -197,7 +199,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 def _other_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Buffers, and plain tensors that modules keep in attributes, lists and dicts, with their names."""
     own = {"_parameters", "_modules", "_backward_hooks", "_forward_hooks", "_forward_pre_hooks"}
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for attribute, value in vars(module).items():
             if attribute not in own:
                 where = f"{prefix}.{attribute}".lstrip(".") if attribute != "_buffers" else prefix or "model"

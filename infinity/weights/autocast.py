@@ -19,6 +19,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._python_dispatch import _disable_current_modes
 
 from infinity.errors import WeightsError
+from infinity.plan.registered import children, modules, parameters
 from infinity.tiers.inference import outside_inference
 from infinity.weights.param import ShardedParam
 
@@ -36,7 +37,7 @@ class CastOnce:
         self._device = device.type
         self._may_be_on = torch.amp.is_autocast_available(device.type)
         by_id = {id(param.param): param for param in params}
-        self._own = {module: [by_id[id(p)] for p in _used_by(module)] for module in model.modules()}
+        self._own = {module: [by_id[id(p)] for p in _used_by(module)] for module in modules(model)}
         self._used_at: dict[int, tuple[int, int]] = {}
         """Parameter index -> how often the cache had been emptied when it was used, and of which generation it was."""
         self._num_emptied = 0
@@ -135,8 +136,8 @@ def _used_by(module: nn.Module) -> list[nn.Parameter]:
     if isinstance(module, NEVER_CAST):
         return []
     # attention uses the weights of its output's projection without calling it
-    found = list(module.parameters(recurse=isinstance(module, nn.MultiheadAttention)))
-    for child in module.children():
+    found = list(parameters(module, recurse=isinstance(module, nn.MultiheadAttention)))
+    for child in children(module):
         if isinstance(child, (nn.ParameterList, nn.ParameterDict)):
             found += _used_by(child)
     return found

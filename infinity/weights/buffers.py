@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from infinity.errors import WeightsError
+from infinity.plan.registered import modules, named_modules, named_parameters, parameters
 from infinity.tiers.collectives import Collectives
 
 _MIXES: Final = re.compile("dtype|scalar type")
@@ -103,14 +104,14 @@ def narrowed_against_the_model(model: nn.Module, weight_dtype: torch.dtype) -> l
     if weight_dtype is torch.float32:
         return []
     patterns = list(_own_patterns(model, weight_dtype))
-    return [name for name, _ in model.named_parameters() if any(re.search(pattern, name) for pattern in patterns)]
+    return [name for name, _ in named_parameters(model) if any(re.search(pattern, name) for pattern in patterns)]
 
 
 def _buffers_of(model: nn.Module) -> Iterator[tuple[Sequence[str], torch.Tensor, bool]]:
     """Each with all its names, and whether a state dict holds it, under any of them."""
     values = {
         id(buffer)
-        for module in model.modules()
+        for module in modules(model)
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set
     }
@@ -143,7 +144,7 @@ def note_mixed_dtypes(model: nn.Module, inputs: object, error: BaseException | N
 def _mixed_dtypes_in(model: nn.Module, inputs: object, error: RuntimeError) -> WeightsError | None:
     if isinstance(error, WeightsError) or not _MIXES.search(str(error)):
         return None
-    narrow = {param.dtype for param in model.parameters()} & {torch.bfloat16, torch.float16}
+    narrow = {param.dtype for param in parameters(model)} & {torch.bfloat16, torch.float16}
     fp32 = [name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
     given = (each.dtype for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
     if not narrow or not fp32 or torch.float32 in given:
@@ -159,7 +160,7 @@ def _mixed_dtypes_in(model: nn.Module, inputs: object, error: RuntimeError) -> W
 def _own_patterns(model: nn.Module, dtype: torch.dtype) -> Iterator[str]:
     """``_keep_in_fp32_modules_strict`` is for all 16-bit dtypes, ``_keep_in_fp32_modules`` for fp16 alone."""
     lists = ["_keep_in_fp32_modules_strict", *(["_keep_in_fp32_modules"] if dtype is torch.float16 else [])]
-    for prefix, module in model.named_modules():
+    for prefix, module in named_modules(model):
         for name in (name for each in lists for name in getattr(module, each, None) or ()):
             yield f"^{re.escape(prefix)}[.].*{_regular(name)}" if prefix else _regular(name)
 

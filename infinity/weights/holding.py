@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 from infinity.errors import WeightsError
+from infinity.plan.registered import modules, named_modules
 from infinity.weights import transforms
 from infinity.weights.param_group import ParamGroup
 from infinity.weights.state_dicts import refuse_module_copy
@@ -79,10 +80,10 @@ class ModuleCalls:
         self._thread = _Thread()
         self._removable: list[Any] = []
         _hide_from_compiler()
-        for layer in model.modules():
+        for layer in modules(model):
             if isinstance(layer, nn.TransformerEncoderLayer):
                 _hide_hooks(layer)
-        for name, module in model.named_modules():
+        for name, module in named_modules(model):
             groups = groups_of.get(module, ())
             if groups or module is model:
                 self._hook(name or type(module).__name__, module, groups, transformable=not groups_of)
@@ -208,7 +209,7 @@ class _UncountedHooks(OrderedDict[int, Any]):
 def _hide_hooks(layer: nn.TransformerEncoderLayer) -> None:
     """The layer takes its fast path, whose bits are others, only where no part of it has a hook. Where the user has
     hung one there, its handle knows the dict that it is in, and plain torch leaves that path as well."""
-    for module in layer.modules():
+    for module in modules(layer):
         for name in ("_forward_hooks", "_forward_pre_hooks"):
             if not getattr(module, name):
                 setattr(module, name, _UncountedHooks())

@@ -23,6 +23,7 @@ from torch.nn.modules.module import (
 from infinity.config import Config, parse_config
 from infinity.config.load import Source
 from infinity.errors import ConfigError
+from infinity.plan.registered import modules, named_modules, named_parameters
 from infinity.tiers.collectives import Collectives
 from infinity.weights.admission import admit_kind
 from infinity.weights.init_arguments import placed, refuse_foreign
@@ -90,8 +91,8 @@ class Init:
         self._area: StagingArea | None = None
         if module is not None:
             with self:
-                for prefix, child in module.named_modules():
-                    for name, param in child.named_parameters(recurse=False):
+                for prefix, child in named_modules(module):
+                    for name, param in named_parameters(child, recurse=False):
                         self._registered(child, f"{prefix}.{name}" if prefix else name, param)
 
     @property
@@ -156,12 +157,12 @@ class Init:
 
     def _attached(self, _parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         if child is not None and self._on_meta and _open and _open[-1] is self:
-            self._take_in([key for key in map(id, child.modules()) if key in self._on_meta])
+            self._take_in([key for key in map(id, modules(child)) if key in self._on_meta])
 
     def _take_in(self, modules: list[int]) -> None:
         """Parameters of modules made on the meta device (``skip_init``) that have memory by now."""
         for key in modules:
             module = self._on_meta.pop(key)()
             if module is not None:
-                for name, param in module.named_parameters(recurse=False):
+                for name, param in named_parameters(module, recurse=False):
                     self._registered(module, name, param)  # what is still on meta is noted again

@@ -22,6 +22,7 @@ from infinity.plan.grouping import GroupMembers, group_params
 from infinity.plan.leaves import is_leaf
 from infinity.plan.memory_plan import DEVICE_LARGE_NUMEL, LARGE_NUMEL, MemoryPlan, StateShape, plan_memory
 from infinity.plan.precision import FP32, STATES_MASK, Precision, Tiers
+from infinity.plan.registered import modules, named_parameters, parameters
 from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
 from infinity.plan.stage import Reduction, StagePolicy
 from infinity.tiers.base import ChunkLayout, HostStore, HostTier, ShardStore, is_beside, leased, spans
@@ -83,7 +84,7 @@ class Layout:
         zero = config.zero_optimization
         policy = StagePolicy.of(config)
         admit(model, Precision.of(config).weight)
-        named = list(model.named_parameters())
+        named = list(named_parameters(model))
         index_of = {id(param): index for index, (_, param) in enumerate(named)}
         members = group_params(
             model,
@@ -93,7 +94,7 @@ class Layout:
             bucket_numel=zero.reduce_bucket_size,
         )
         if not trains:
-            rounds = Precision.of(config).master and any(param.dtype is FP32 for param in model.parameters())
+            rounds = Precision.of(config).master and any(param.dtype is FP32 for param in parameters(model))
             members = [replace(group, trainable=group.trainable and rounds) for group in members]
         placements = [
             place_group(
@@ -111,7 +112,7 @@ class Layout:
             params=params,
             index_of=index_of,
             names=[name for name, _ in named],
-            modules=list(model.modules()),
+            modules=list(modules(model)),
             trains=trains,
         )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from infinity.errors import WeightsError
+from infinity.plan.registered import modules, named_parameters
 from infinity.weights.access import raw
 from infinity.weights.owners import owner_of
 
@@ -57,16 +58,16 @@ class Structure:
                     )
         if all(seen.is_unchanged for seen in self._seen):
             return
-        for name, param in self._model.named_parameters(remove_duplicate=False):
+        for name, param in named_parameters(self._model, remove_duplicate=False):
             if isinstance(param, nn.Parameter) and owner_of(param) is None and param.requires_grad:
                 raise WeightsError(name, "came after infinity.initialize(), so nothing would train it", REMEDY)
         self._seen = self._look()
 
     def check_owned(self, use: str) -> None:
         """Raises WeightsError for a parameter, trained or not, that came after the model was sharded."""
-        for name, param in self._model.named_parameters(remove_duplicate=False):
+        for name, param in named_parameters(self._model, remove_duplicate=False):
             if isinstance(param, nn.Parameter) and owner_of(param) is None:
                 raise WeightsError(name, f"came after infinity.initialize(), so {use} would lack it", REMEDY)
 
     def _look(self) -> list[_Seen]:
-        return [_Seen(m, dict(m._parameters), dict(m._modules)) for m in self._model.modules()]
+        return [_Seen(m, dict(m._parameters), dict(m._modules)) for m in modules(self._model)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
 from tests.odd.nets import ROWS, WIDTH, Block, Net, square
-from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, POISON, Case, Cases
+from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, POISON, STAGE_2, Case, Cases
 
 cases = Cases(__name__)
 LENGTH = 5
@@ -421,6 +421,34 @@ class Inner(nn.Module):
         return self.b(x)
 
 
+class Hiding(nn.Module):
+    """What it gives an optimizer is not all that it has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.frozen, self.b = Net(1), Net(1).requires_grad_(False), nn.Linear(WIDTH, WIDTH)
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return (param for param in super().parameters(recurse) if param.requires_grad)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.b(self.frozen(self.a(x)))
+
+
+class HidingAPart(nn.Sequential):
+    """Its children are those that train."""
+
+    def children(self) -> Iterator[nn.Module]:
+        return (child for child in super().children() if next(child.parameters()).requires_grad)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        return (each for each in super().named_modules(*args, **kwargs) if not each[0].endswith("1"))
+
+
+def hiding_a_part() -> nn.Module:
+    return nn.Sequential(HidingAPart(Net(1), Net(1).requires_grad_(False), Net(1)), nn.Linear(WIDTH, WIDTH))
+
+
 model("a_shared_block", Shared)
 model("a_module_that_calls_itself", Recursive)
 model("experts_chosen_by_data", Experts)
@@ -439,6 +467,10 @@ model("methods_other_than_forward", MethodsOfItsOwn)
 model("a_sequential_of_sequentials", lambda: nn.Sequential(nn.Sequential(Net(1), nn.Sequential(Net(1))), nn.Identity()))
 model("one_big_parameter", lambda: nn.Linear(WIDTH, 1009))
 model("very_many_small_parameters", lambda: nn.Sequential(*(nn.LayerNorm(WIDTH) for _ in range(40))))
+
+
+model("children_that_hide_what_is_frozen", hiding_a_part, settings=(EACH, GROUPED, NVME, STAGE_2))
+model("parameters_that_hides_what_is_frozen", Hiding, settings=(GROUPED, DEFAULT, STAGE_2))
 
 
 @cases(must="equal")

@@ -1,0 +1,49 @@
+"""The modules and parameters that are registered in a module, whatever its class answers.
+
+A class may override ``parameters()``, ``children()`` and the like, most often to hide what is frozen from an optimizer.
+Its forward uses the others nevertheless, and a state dict has them: they are placed and sharded like all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import nn
+
+
+def children(module: nn.Module) -> list[nn.Module]:
+    return [child for child in module._modules.values() if child is not None]
+
+
+def modules(module: nn.Module) -> Iterator[nn.Module]:
+    return (each for _, each in named_modules(module))
+
+
+def named_modules(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, nn.Module]]:
+    seen: set[int] = set()
+    ahead = [("", module)]
+    while ahead:
+        name, each = ahead.pop()
+        if remove_duplicate and id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield name, each
+        inner = [(f"{name}.{own}" if name else own, child) for own, child in each._modules.items() if child is not None]
+        ahead += reversed(inner)
+
+
+def parameters(module: nn.Module, *, recurse: bool = True) -> Iterator[nn.Parameter]:
+    return (param for _, param in named_parameters(module, recurse=recurse))
+
+
+def named_parameters(
+    module: nn.Module, *, recurse: bool = True, remove_duplicate: bool = True
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """Under the names of ``nn.Module``'s own, in its order."""
+    seen: set[int] = set()
+    for prefix, each in named_modules(module, remove_duplicate=remove_duplicate) if recurse else [("", module)]:
+        for own, param in each._parameters.items():
+            if param is None or (remove_duplicate and id(param) in seen):
+                continue
+            seen.add(id(param))
+            yield f"{prefix}.{own}" if prefix else own, param
