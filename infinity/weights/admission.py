@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infinity.errors import ConfigError
 from infinity.plan.registered import modules, named_modules, named_parameters
@@ -67,6 +68,9 @@ def refuse_without_values(model: nn.Module) -> None:
 
 def admit_kind(key: str, param: nn.Parameter) -> None:
     """Raises ConfigError for a parameter, ``key`` to the user, that cannot be cut into shards whatever its values."""
+    if is_traceable_wrapper_subclass(cast(object, param)):
+        kind = type(param).__name__
+        raise ConfigError(key, kind, "it consists of other tensors: pass the model before fully_shard() and the like")
     if is_lazy(param):
         raise ConfigError(key, "lazy", "its shape is not known yet: call the model once before, or give it its sizes")
     if param.layout is not torch.strided:
@@ -80,6 +84,9 @@ def admit_kind(key: str, param: nn.Parameter) -> None:
 def _admit_param(name: str, param: nn.Parameter) -> None:
     key = f"model.{name}"
     admit_kind(key, param)
+    if param.is_complex():
+        remedy = "only real parameters are sharded: register torch.view_as_real() of it"
+        raise ConfigError(key, str(param.dtype), f"{remedy}, and take torch.view_as_complex() of that in forward")
     if not param.is_floating_point():
         remedy = "only floating-point parameters are sharded: load a quantised base in bf16, or use register_buffer()"
         raise ConfigError(key, str(param.dtype), remedy)

@@ -9,6 +9,7 @@ from typing import Any, cast
 import pytest
 import torch
 from torch import nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 from infinity.errors import ConfigError
 from infinity.weights import owners
@@ -71,10 +72,22 @@ def test_a_lazy_part_is_refused() -> None:
         admit(nn.Sequential(nn.LazyLinear(2)), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.complex64, torch.bool])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
 def test_only_floating_point_is_taken(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=rf"model\.1\.weight = '?{dtype}.*register_buffer"):
         admit(with_weight(torch.zeros(2, 3, dtype=dtype), requires_grad=False), torch.float32)
+
+
+def test_complex_numbers_are_refused_with_their_real_view_for_a_remedy() -> None:
+    for requires_grad in (False, True):
+        with pytest.raises(ConfigError, match=r"model\.1\.weight = 'torch.complex64'.*view_as_real.*view_as_complex"):
+            admit(with_weight(torch.zeros(2, 3, dtype=torch.complex64), requires_grad=requires_grad), torch.float32)
+
+
+def test_a_tensor_of_tensors_is_refused() -> None:
+    """As ``fully_shard()`` makes parameters."""
+    with pytest.raises(ConfigError, match=r"model\.1\.weight = 'TwoTensor'.*fully_shard"):
+        admit(with_weight(TwoTensor(torch.zeros(2, 3), torch.zeros(2, 3))), torch.float32)  # type: ignore[no-untyped-call]
 
 
 def test_only_dense_layouts_are_taken() -> None:
