@@ -18,6 +18,10 @@ class GatheredParameters:
     What belongs to nobody but the user (plain tensors, models without an engine) is left as it is. It may be nested,
     used inside forward, between steps, and between ``Init`` and ``initialize``.
 
+    Weights in 16 bits that are swapped out (for an average's, say) and in again are their masters' rounding: swap them
+    back before the context ends, which leaves those masters alone, or put aside and set back what
+    ``safe_get_full_fp32_param`` gives. Of what is swapped back in a context of its own the masters are rounded.
+
     Args:
         params: one parameter, or any iterable of them.
         modifier_rank: the rank (of the ranks that share the model) whose changes are broadcast and kept, in the weights

@@ -16,8 +16,21 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.checkpoint import checkpoint
 from torch.utils.hooks import RemovableHandle
 
+import infinity
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
-from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, NVME, POISON, STAGE_2, WHOLE, Case, Cases
+from tests.support.cases import (
+    DEFAULT,
+    EACH,
+    EACH_BF16,
+    GROUPED,
+    NVME,
+    POISON,
+    STAGE_2,
+    STAGE_2_BF16,
+    WHOLE,
+    Case,
+    Cases,
+)
 from tests.support.functions import KeepsOnContext
 
 cases = Cases(__name__)
@@ -704,6 +717,48 @@ def everything_at_once(world: Any) -> None:
                 average[name].lerp_(param, 0.25)
             world.observe("evaluation", engine.module(batch(world, 77)))
     world.observe("average", average)
+
+
+def averaged_weights_take_turns(world: Any, *, at_once: bool) -> None:
+    """An average is swapped in for an evaluation, and out: within one block, or with the masters put aside."""
+    model = Net(1)
+    average = copy.deepcopy(model).requires_grad_(False)
+    engine = world.initialize(model)
+    params = list(model.parameters())
+    for step in range(3):
+        world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=1)
+        with torch.no_grad():
+            for mean, param in zip(average.parameters(), params, strict=True):
+                mean.lerp_(param.float(), 0.3)
+        has_masters = world.name == "infinity"  # plain torch's stay until the next step
+        read = infinity.utils.safe_get_full_fp32_param if has_masters else lambda param: param
+        kept = [read(param).detach().clone() for param in params]
+        with infinity.zero.GatheredParameters(params, modifier_rank=0), torch.no_grad():
+            for param, mean in zip(params, average.parameters(), strict=True):
+                param.copy_(mean)
+            if at_once:
+                world.observe("averaged", engine.eval()(batch(world, 9)))
+                for param, value in zip(params, kept, strict=True):
+                    param.copy_(value)
+        if not at_once:
+            with torch.no_grad():
+                world.observe("averaged", engine.eval()(batch(world, 9)))
+            for param, value in zip(params, kept, strict=True):
+                if has_masters:
+                    infinity.utils.safe_set_full_fp32_param(param, value)
+                else:
+                    param.data.copy_(value)
+        engine.train()
+
+
+@cases(also=(STAGE_2_BF16, NVME), must="equal")
+def averaged_weights_take_turns_within_a_block(world: Any) -> None:
+    averaged_weights_take_turns(world, at_once=True)
+
+
+@cases(also=(STAGE_2_BF16, NVME), must="equal")
+def averaged_weights_take_turns_with_masters_put_aside(world: Any) -> None:
+    averaged_weights_take_turns(world, at_once=False)
 
 
 @cases.parametrized()
