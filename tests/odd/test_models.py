@@ -470,7 +470,7 @@ model("very_many_small_parameters", lambda: nn.Sequential(*(nn.LayerNorm(WIDTH) 
 
 
 model("children_that_hide_what_is_frozen", hiding_a_part, settings=(EACH, GROUPED, NVME, STAGE_2))
-model("parameters_that_hides_what_is_frozen", Hiding, settings=(GROUPED, DEFAULT, STAGE_2))
+model("parameters_that_hides_what_is_frozen", Hiding, settings=(GROUPED, DEFAULT, STAGE_2, EACH_BF16))
 
 
 @cases(must="equal")

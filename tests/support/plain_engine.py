@@ -25,7 +25,8 @@ EPS = 1e-8
 def cast_weights(model: nn.Module, *, with_buffers: bool = True) -> None:
     """fp32 parameters to bf16 in place, as a bf16 section asks, and ``with_buffers`` all of an fp32 model's that its
     state dict holds and Transformers does not list as to be kept; what has another dtype keeps it."""
-    all_fp32 = all(param.dtype is torch.float32 for param in model.parameters())
+    params = list(nn.Module.parameters(model))  # also those that the model's own ``parameters()`` hides
+    all_fp32 = all(param.dtype is torch.float32 for param in params)
     kept = {name for module in model.modules() for name in getattr(module, "_keep_in_fp32_modules_strict", None) or ()}
     values = [
         buffer
@@ -33,7 +34,7 @@ def cast_weights(model: nn.Module, *, with_buffers: bool = True) -> None:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in module._non_persistent_buffers_set | kept
     ]
-    for tensor in [*model.parameters(), *(values if all_fp32 and with_buffers else [])]:
+    for tensor in [*params, *(values if all_fp32 and with_buffers else [])]:
         if tensor.dtype is torch.float32 and not tensor.is_meta:
             tensor.data = tensor.data.bfloat16()
 
