@@ -108,12 +108,18 @@ class _LeafCall:
 def _apart_from(inputs: Sequence[torch.Tensor], output: Any) -> Any:
     """``output``; an input that was passed through, because nothing was called, gets a place in the graph of its own:
     two leaves in a row would else share it, and backward would enter the first before the second."""
-    places = {id(value) if value.grad_fn is None else id(value.grad_fn) for value in inputs}
+    # held: a node that nobody holds in Python is another object the next time
+    places = {id(place): place for place in map(_place_of, inputs)}
 
     def apart(value: torch.Tensor) -> torch.Tensor:
-        return value.clone() if (id(value) if value.grad_fn is None else id(value.grad_fn)) in places else value
+        return value.clone() if id(_place_of(value)) in places else value
 
     return tree_map_only(torch.Tensor, apart, output)
+
+
+def _place_of(value: torch.Tensor) -> object:
+    """In the graph: the node that made it, or the tensor itself."""
+    return value if value.grad_fn is None else value.grad_fn
 
 
 def _differentiated(values: Any) -> list[torch.Tensor]:
