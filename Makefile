@@ -83,7 +83,7 @@ test-slow: $(BUILD) ## the tests that `make test` leaves out
 test-gpu: $(BUILD) ## on a machine with a GPU: bits, streams and copies there
 	@$(CACHED) $(BIN)/python -m pytest -q -n 4 --gpu -m "not slow" tests/gpu tests/infinity/test_parity.py tests/odd tests/io_daemon/bench/test_library_engines.py
 
-test-with: ## the tests with other releases, the newest or WITH="torch==2.6.0 peft<0.21", in build/with (gigabytes)
+test-with: ## the tests with other releases, the newest or WITH="torch==2.9.1 peft<0.21", in build/with (gigabytes)
 	@$(PYTHON) -m venv build/with
 	@build/with/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager $(WITH) '.[dev]'
 	@PATH="$(CURDIR)/build/with/bin:$$PATH" build/with/bin/python -m pip install --quiet --no-build-isolation --no-deps -e .

@@ -9,7 +9,7 @@ from contextlib import ExitStack
 from functools import partial
 from hashlib import sha256
 from itertools import zip_longest
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -53,9 +53,6 @@ from infinity.weights.staging import StagingArea, staged_param
 Initialized = tuple[Engine, ShardedOptimizer | None, "DataLoader[Any] | None", LRScheduler | None]
 
 _log = logging.getLogger(__name__)
-
-DEVICE_TORCH: Final = (2, 9)
-"""The first that has what is used of ``torch.Stream`` and ``torch.accelerator``."""
 
 
 def initialize(
@@ -246,8 +243,6 @@ def _device(index: int) -> torch.device:
     used = used_device()
     if used.type == "cpu":
         return used
-    if tuple(map(int, torch.__version__.split(".")[:2])) < DEVICE_TORCH:
-        raise ConfigError("torch", torch.__version__, 'GPUs need 2.9 or later: pip install --upgrade "torch>=2.9"')
     torch.accelerator.set_device_index(index)
     return torch.device(used.type, index)
 

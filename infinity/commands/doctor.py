@@ -23,7 +23,7 @@ from io_daemon.machine.facts import MachineFacts, cached_loops_below, describe_d
 from io_daemon.shared.metrics import size_text
 from io_daemon.shared.protocol import HUGE_PAGE_BYTES
 
-TORCH_VERSION_MIN = (2, 6)
+TORCH_VERSION_MIN = (2, 9)
 GIB = 1 << 30
 FREE_BYTES_WARNED = 10 * GIB
 MEMLOCK_BYTES_WARNED = 1 * GIB
@@ -113,7 +113,7 @@ def _fail(subject: str, value: str, remedy: str) -> Finding:
 def _software(facts: MachineFacts) -> list[Finding]:
     findings = [_ok("python", facts.python), _ok("kernel", facts.kernel or "unknown")]
     if (problem := _torch_problem()) is not None:
-        return [*findings, _fail("torch", problem, "pip install 'torch>=2.6'")]
+        return [*findings, _fail("torch", problem, "pip install 'torch>=2.9'")]
     import torch
 
     return [*findings, _ok("torch", torch.__version__), _deepspeed()]

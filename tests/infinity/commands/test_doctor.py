@@ -154,12 +154,12 @@ def test_the_table_and_the_json_say_the_same(tmp_path: Path, capsys: pytest.Capt
     assert all(set(finding) == {"subject", "verdict", "value", "remedy"} for finding in report["findings"])
 
 
-@pytest.mark.parametrize("version", ["2.5.1", "1.13.0+cu117"])
+@pytest.mark.parametrize("version", ["2.8.1", "1.13.0+cu117"])
 def test_a_torch_that_is_too_old_fails(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.__version__", version)
     finding = _by_subject(examine([]))["torch"]
     assert (finding.verdict, finding.value) == (Verdict.FAILED, version)
-    assert "2.6" in finding.remedy
+    assert "2.9" in finding.remedy
 
 
 def test_an_io_core_that_cannot_be_loaded_is_a_finding(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
