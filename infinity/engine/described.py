@@ -14,7 +14,7 @@ from infinity.engine.runtime import Runtime
 from infinity.errors import WeightsError
 from infinity.files.entry import is_shell
 from infinity.plan.precision import Precision
-from infinity.plan.registered import named_parameters
+from infinity.plan.registered import named_modules, named_parameters
 from infinity.weights.param import memory_order
 from io_daemon.shared.protocol import ObjectKind
 
@@ -61,10 +61,10 @@ def described_buffers(module: nn.Module) -> dict[str, tuple[TensorEntry, torch.T
     """Name -> entry and buffer; a shared one stands once. Raises WeightsError for one that is not dense."""
     found: dict[str, tuple[TensorEntry, torch.Tensor]] = {}
     seen: set[int] = set()
-    for prefix, owner in module.named_modules():
-        for own, buffer in owner.named_buffers(recurse=False):
+    for prefix, owner in named_modules(module):
+        for own, buffer in owner._buffers.items():
             name = f"{prefix}.{own}" if prefix else own
-            if id(buffer) in seen or buffer.device.type == "meta":
+            if buffer is None or id(buffer) in seen or buffer.device.type == "meta":
                 continue
             if buffer.layout is not torch.strided or buffer.is_quantized or is_shell(buffer.dtype):
                 raise WeightsError(name, "is a buffer that is not dense", "keep it in extra state, see get_extra_state")
@@ -97,4 +97,4 @@ def set_extra_states(module: nn.Module, states: dict[str, Any]) -> None:
 
 
 def _with_extra_state(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    return (each for each in module.named_modules() if type(each[1]).get_extra_state is not _NO_EXTRA_STATE)
+    return (each for each in named_modules(module) if type(each[1]).get_extra_state is not _NO_EXTRA_STATE)

@@ -12,6 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.config.sections import LeafModule
 from infinity.errors import ConfigError
+from infinity.plan.registered import modules, named_modules
 
 ModuleKind = type[nn.Module] | str | nn.Module
 """A class, its name (plain, or with its module's), or one module."""
@@ -43,8 +44,8 @@ def unset_leaf_modules(model: nn.Module, modules: Sequence[ModuleKind]) -> list[
 
 
 def get_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The leaves of ``model``, in the order of ``model.modules()``."""
-    return [module for module in model.modules() if is_leaf(module)]
+    """The leaves of ``model``, in the order in which they are registered."""
+    return [module for module in modules(model) if is_leaf(module)]
 
 
 def mark_leaves(model: nn.Module, section: LeafModule) -> list[str]:
@@ -60,7 +61,7 @@ def mark_leaves(model: nn.Module, section: LeafModule) -> list[str]:
     unmet = []
     for kind, words in section.model_dump().items():
         for word in words:
-            meant = [module for name, module in model.named_modules() if _is_meant(name, module, kind, word)]
+            meant = [module for name, module in named_modules(model) if _is_meant(name, module, kind, word)]
             found += meant
             if not meant:
                 unmet.append(word)
@@ -81,20 +82,20 @@ def is_leaf(module: nn.Module) -> bool:
 
 def lay_out(model: nn.Module) -> None:
     """The model is cut into groups: marks come too late from now on."""
-    for module in model.modules():
+    for module in modules(model):
         _laid_out[module] = True
 
 
 def _change(function: str, model: nn.Module, kinds: Sequence[ModuleKind], *, leaf: bool) -> list[nn.Module]:
     if isinstance(kinds, (str, type, nn.Module)):
         kinds = [kinds]
-    found = [module for module in model.modules() if any(is_meant(module, kind) for kind in kinds)]
+    found = [module for module in modules(model) if any(is_meant(module, kind) for kind in kinds)]
     if not found:
         raise ConfigError(
             function,
             [kind if isinstance(kind, str) else getattr(kind, "__name__", type(kind).__name__) for kind in kinds],
             f"is in no place of {type(model).__name__}, which has "
-            f"{', '.join(sorted({type(module).__name__ for module in model.modules()}))}",
+            f"{', '.join(sorted({type(module).__name__ for module in modules(model)}))}",
         )
     if any(module in _laid_out for module in found):
         raise ConfigError(function, type(found[0]).__name__, "comes too late: call it before infinity.initialize()")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +26,23 @@ class WithBuffers(nn.Module):
 
 def test_a_shared_buffer_stands_once() -> None:
     assert list(described_buffers(WithBuffers(2))) == ["buffer0", "buffer1"]
+
+
+class HidesAll(nn.Module):
+    """To whoever asks the class; a state dict has all of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = WithBuffers(2)
+
+    def named_modules(self, *_: Any, **__: Any) -> Iterator[Any]:
+        return iter(())
+
+
+def test_buffers_that_a_class_hides_are_kept() -> None:
+    model = HidesAll()
+    assert list(described_buffers(model)) == ["inner.buffer0", "inner.buffer1"]
+    assert set(described_buffers(model)) < set(model.state_dict())
 
 
 def test_a_buffer_costs_as_much_among_many() -> None:
