@@ -66,6 +66,15 @@ def warm_daemons(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
+def gone_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test works in a directory that somebody has removed."""
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+
+
+@pytest.fixture
 def mount_tmpfs(tmp_path: Path) -> Iterator[MountTmpfs]:
     """Mount a small tmpfs of so many bytes, to be filled or remounted; gone after the test. Skips where none may be."""
     if os.geteuid() != 0:

@@ -205,9 +205,8 @@ class _Pack:
         param = self.owner.find_cast(whole)
         if param is None or tensor.dtype is not whole.dtype:  # as by ``view_as_complex``: other elements
             return None
-        if (
-            whole.grad_fn is None or whole.grad_fn._sequence_nr() < self._first_node
-        ):  # of weights that were updated since?
+        node = whole.grad_fn
+        if node is None or node._sequence_nr() < self._first_node:  # of weights that were updated since?
             return None
         self.owner._note_casts((param,))
         weights = SavedWeights(param, param.note_saved(), param.layout.size(), param.layout.stride(), 0)

@@ -55,12 +55,8 @@ def test_numbers_that_are_none_are_told_by_option(
 
 @pytest.mark.parametrize("words", ["doctor", "run train.py", "demo --steps 1", "config check ds.json"])
 def test_a_working_directory_that_is_gone_is_told_before_torch_meets_it(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, gone_directory: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
     assert main(words.split()) == 2
     assert "working directory = '.': the current directory is gone: cd to one that is there" in capsys.readouterr().err
 

@@ -91,11 +91,7 @@ def test_of_a_swap_directory_that_is_none_the_remedy_helps(
     assert words in error.remedy
 
 
-def test_a_working_directory_that_is_gone_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
+def test_a_working_directory_that_is_gone_is_told(gone_directory: None) -> None:
     error = _refusal(_offload("swap"))
     assert (error.key, error.value) == ("zero_optimization.offload_param.nvme_path", "swap")
     assert "the current directory is gone" in error.remedy

@@ -277,12 +277,8 @@ def test_a_directory_that_is_named_twice_is_refused(
 
 @pytest.mark.parametrize("words", ["gc --swap-dir .", "serve --swap-dir . --socket s", "bench io .", "bench compare ."])
 def test_a_current_directory_that_is_gone_is_told(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    words: str, gone_directory: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    gone = tmp_path / "gone"
-    gone.mkdir()
-    monkeypatch.chdir(gone)
-    gone.rmdir()
     assert main(words.split()) == EXIT_USAGE
     assert "= '.': the current directory is gone: cd to one that is there" in capsys.readouterr().err
 
