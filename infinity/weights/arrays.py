@@ -1,11 +1,12 @@
 """Memory of weights in other hands: what is written through it leaves no trace that torch would show.
 
 A tensor and its views share a count of writes, but ``tensor.numpy()`` hands out their memory itself, and asks no class:
-``param.data[0].numpy()``, a view that was made in forward or inside ``no_grad``, all look at the weights. So torch's
-methods are wrapped, once for the process, and the setter of ``data``. An array of weights that are here can be written
-to where that is kept; elsewhere it is read-only, and numpy refuses, though ``torch.from_numpy`` does not. A storage, an
-address and another tensor over the memory (``set_``, ``data =``) have no such flag. Whichever it is, the parameter
-remembers what its weights are, and so finds what was written. Other tensors' cost a look-up by their storage.
+``param.data[0].numpy()``, a view that was made in forward or inside ``no_grad``, all look at the weights; and
+``param[0].data`` has a count of its own. So torch's methods are wrapped, once for the process, and so is ``data``. An
+array of weights that are here can be written to where that is kept; elsewhere it is read-only, and numpy refuses,
+though ``torch.from_numpy`` does not. A storage, an address and another tensor over the memory (``set_``, ``data =``)
+have no such flag. Whichever it is, the parameter remembers what its weights are, and so finds what was written. Other
+tensors' cost a look-up by their storage.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ def watch_methods() -> None:
     _tensor.numpy, _tensor.__dlpack__ = _numpy, _dlpack
     for name in REACHES:
         setattr(_tensor, name, _reaching(getattr(_tensor, name)))
-    watch_data(property(_torchs_data.__get__, _give, _torchs_data.__delete__, _torchs_data.__doc__))
+    watch_data(property(_take, _give, _torchs_data.__delete__, _torchs_data.__doc__))
 
 
 def _numpy(tensor: torch.Tensor, *, force: bool = False) -> Any:
@@ -100,6 +101,11 @@ def _reaching(torchs: Callable[..., Any]) -> Callable[..., Any]:
         return torchs(tensor, *args, **kwargs)
 
     return reach
+
+
+def _take(tensor: torch.Tensor) -> Any:
+    """``tensor.data``. Torch's has a count of writes of its own; of a view of weights that are here it has theirs."""
+    return _torchs_data.__get__(tensor) if _lender_of(tensor) is None else tensor.detach()
 
 
 def _give(taking: torch.Tensor, given: Any) -> None:

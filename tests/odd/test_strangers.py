@@ -61,6 +61,9 @@ VIEWS: dict[str, Callable[[Any], Any]] = {
     "chunk": lambda m: m.head.weight.chunk(2)[1].zero_(),
     "split, as out": lambda m: torch.mul(m.head.weight.split(5)[0], 2, out=m.head.weight.split(5)[0]),
     "data.view": lambda m: m.head.weight.data.view(-1)[:3].fill_(1),
+    "data of a view": lambda m: m.head.weight.view(-1).data.mul_(0.5),
+    "data of a row": lambda m: m.head.weight[0].data.zero_(),
+    "data of data": lambda m: m.head.weight.data.data.mul_(0.5),
     "another dtype": lambda m: m.head.weight.view(torch.int16).zero_(),
     "foreach": lambda m: torch._foreach_mul_([p.view(-1) for p in m.parameters()], 0.5),
     "setitem": lambda m: m.head.weight.view(-1).__setitem__(slice(0, 4), 0.0),
@@ -83,6 +86,17 @@ def _write_to(name: str, write: Callable[[Any], Any]) -> None:
 
 for _name, _write in VIEWS.items():
     _write_to(_name, _write)
+
+
+@cases(settings=SETTINGS, must="equal")
+def data_of_views_is_written_while_gathered(world: Any) -> None:
+    """As a part of a weight is initialised, the gate of a recurrent layer, say."""
+    model = Net()
+    engine = world.initialize(model)
+    with infinity.zero.GatheredParameters(model.head.weight, modifier_rank=0):
+        model.head.weight[:8].data.fill_(0.25)
+        model.head.weight.t().data.mul_(0.5)
+    loop(world, engine, 2)
 
 
 @cases(settings=SETTINGS, writes=True)
