@@ -48,7 +48,7 @@ def param_of(value: object, runtime: Runtime) -> ShardedParam | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     found = runtime.sharded.resident.get(placeholder.identity_of(value))
-    return found if found is not None and found.shape == value.shape else None
+    return found if found is not None and found.is_all_of(value) else None
 
 
 def full_master_state_dict(runtime: Runtime) -> dict[str, torch.Tensor]:

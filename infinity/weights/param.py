@@ -118,6 +118,12 @@ class ShardedParam:
             (self.shape, self.dtype, self.device, self.order)
         )
 
+    def is_all_of(self, view: torch.Tensor) -> bool:
+        """Whether a view of the weights that are here is these, as they lie: a transposed one has their shape."""
+        return (view.shape, view.dtype, view.stride(), view.storage_offset()) == (
+            (self.shape, self.dtype, self.layout.stride(), 0)
+        )
+
     def flat_gradient(self, gradient: torch.Tensor) -> torch.Tensor:
         """``gradient``, as autograd made it, flattened in memory order. Raises EngineStateError if it is sparse."""
         if gradient.is_sparse:

@@ -12,8 +12,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from infinity.errors import WeightsError
-from infinity.weights.access import ShardedAlias, UnshardedParameter
-from infinity.weights.owners import owner_of
+from infinity.weights.access import ShardedAlias
 
 
 class StateDictHook:
@@ -26,12 +25,10 @@ class StateDictHook:
     def __call__(self, module: nn.Module, state_dict: dict[str, Any], prefix: str, _metadata: Any) -> None:
         for name, param in module._parameters.items():
             found = state_dict.get(prefix + name)
-            owner = None if param is None else owner_of(param)
-            if param is None or owner is None or found is None or found is param:
-                continue  # with keep_vars the parameter itself, which refuses on its own
-            if isinstance(param, UnshardedParameter):
-                continue  # an alias of whole weights. One that outlives them is refused at the next update, by name
-            state_dict[prefix + name] = ShardedAlias.of(param).make_unreadable()
+            # else it is whole weights', one of which that outlives them is refused at the next update, by name; the
+            # parameter itself (keep_vars), which refuses on its own; or what a hook of the user's has made
+            if param is not None and isinstance(found, ShardedAlias) and found.param is param:
+                state_dict[prefix + name] = ShardedAlias.of(param).make_unreadable()
 
     def __reduce__(self) -> NoReturn:
         refuse_module_copy(self._name, "pickled", copies=self._copies)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from tests.odd.nets import ROWS, WIDTH, Net, square, trains
-from tests.support.cases import Case, Cases
+from tests.support.cases import STAGE_2, STAGE_2_BF16, Case, Cases
 
 cases = Cases(__name__)
 
@@ -191,6 +191,20 @@ def hooks_on_the_state_dict_are_heeded(world: Any) -> None:
     model.head.register_state_dict_post_hook(renamed)
     engine = trains(world, model)
     world.observe("keys", list(engine.full_state_dict()))
+
+
+@cases(also=(STAGE_2, STAGE_2_BF16), must="equal")
+def hooks_on_the_state_dict_turn_entries(world: Any) -> None:
+    """A square weight is written transposed, and another as integers, as other formats have them."""
+
+    def turned(module: nn.Module, state: dict[str, Any], prefix: str, _local: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+        state[f"{prefix}bits"] = state[f"{prefix}weight"].t().view(torch.int16)
+
+    model = Net()
+    model.head.register_state_dict_post_hook(turned)
+    engine = trains(world, model)
+    world.observe("turned", engine.full_state_dict())
 
 
 @cases(writes=True)
