@@ -12,7 +12,7 @@ from infinity.engine.refusals import Refusals
 from infinity.engine.written import Written
 from infinity.errors import WorldError
 from infinity.tiers.collectives import Collectives
-from infinity.weights import arrays, owners
+from infinity.weights import access, arrays, owners
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.param_group import ParamGroup
@@ -125,11 +125,14 @@ class Gathering:
         self._refusals.refuse_views(param)
 
     def set_data(self, param: ShardedParam, data: torch.Tensor) -> None:
-        """``param.data = data`` inside: new values, in the memory that the weights have."""
+        """``param.data = data``: the weights have new values, which are in ``data``'s own memory where they stay."""
         if data.shape != param.shape:
             raise ValueError(f"{param.name}: its shape stays {tuple(param.shape)}, {tuple(data.shape)} was given")
         with torch.no_grad():
-            param.allocate().copy_(flattened(data, param.order))
+            param.move(
+                data if access.param_behind(data) is None else data.clone(),
+                takes_over=not self._sharded.policy.shards_weights,
+            )
 
     def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:
         changed = torch.tensor([param.is_written() for param in params], dtype=torch.uint8, device="cpu")

@@ -156,6 +156,41 @@ class ShardedParam:
         # of what is shown autograd must see that it is written to
         return (self.param.detach() if self._num_shown else self.full).as_strided((self.numel,), (1,))
 
+    def move(self, data: torch.Tensor, *, takes_over: bool) -> None:
+        """``param.data = data``, a write: the weights are in other memory from then on. Whoever has that of before, as
+        who puts weights aside to swap an average in, keeps what is there.
+
+        Args:
+            takes_over: ``data`` follows the weights, if its memory is nobody else's: it is theirs then, as torch's.
+        """
+        if self.full is None or not self.is_shown:
+            self.allocate().copy_(flattened(data, self.order))
+            return
+        data = data.detach()
+        taken = takes_over and self._may_take(data)
+        if not taken and placeholder.identity_of(data) == self._key and self.is_all_of(data):
+            return
+        weights = data if taken else self._pool.empty_strided(self.shape, self.layout.stride(), self.dtype).copy_(data)
+        del self._resident[self._key]
+        self.full, self._key, self._lent = weights, placeholder.identity_of(weights), None
+        self._resident[self._key] = self
+        placeholder.put(self.param, weights)
+        with access.raw():
+            increment_version(self.param)
+        self._num_unseen = self._count_unseen()
+        if taken:
+            self.lend_memory()
+
+    def _may_take(self, data: torch.Tensor) -> bool:
+        """Whether weights may lie where ``data`` does: as here, in memory that is nobody else's."""
+        key = placeholder.identity_of(data)
+        return (
+            self.lies_as(data)
+            and self.is_all_of(data)
+            and key not in self._resident
+            and (placeholder.storage_of(data).nbytes() == data.nbytes)
+        )
+
     def unflattened(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` [numel] in memory order as the parameter lies; a view."""
         return flat.as_strided(self.shape, self.layout.stride())

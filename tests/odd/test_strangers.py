@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import pytest
@@ -130,6 +131,66 @@ def training_goes_on_after_a_refused_write(world: Any) -> None:
         with pytest.raises(RuntimeError, match=r"head\.weight .*changed in place"):
             find()
     loop(world, engine, 2)
+
+
+# Data that is replaced
+
+
+def _averaged(world: Any, *, gathers: bool) -> None:
+    """An average takes the weights' place for an evaluation, whose own data is put aside, not copied."""
+
+    def together() -> AbstractContextManager[None]:
+        return infinity.zero.GatheredParameters(model.parameters(), 0) if gathers else nullcontext()
+
+    model = Net()
+    engine = world.initialize(model)
+    average: dict[str, Tensor] = {}
+    for _ in range(3):
+        loop(world, engine, 1)
+        with together():
+            for name, param in model.named_parameters():
+                average[name] = 0.5 * param.data + 0.5 * average.get(name, param.data)
+            aside = {name: param.data for name, param in model.named_parameters()}
+            for name, param in model.named_parameters():
+                param.data = average[name].clone()
+            with torch.no_grad():
+                world.observe("averaged", engine.module(batch(world, 9)))
+            for name, param in model.named_parameters():
+                param.data = aside[name]
+            del aside, param
+    world.observe("average", average)
+
+
+@cases(settings=SETTINGS, writes=True)
+def an_average_takes_the_place_of_data(world: Any) -> None:
+    _averaged(world, gathers=False)
+
+
+@cases(settings=SETTINGS, must="equal")
+def an_average_takes_the_place_of_gathered_data(world: Any) -> None:
+    _averaged(world, gathers=True)
+
+
+@cases(settings=SETTINGS, writes=True)
+def two_weights_change_places(world: Any) -> None:
+    model = Net()
+    engine = world.initialize(model)
+    loop(world, engine, 1)
+    one, other = model.blocks[0].expand.weight, model.blocks[1].expand.weight
+    one.data, other.data = other.data, one.data
+    loop(world, engine, 2)
+
+
+@cases(settings=SETTINGS, writes=True)
+def data_that_was_given_follows_the_weight(world: Any) -> None:
+    """And the weight follows it."""
+    model = Net()
+    engine = world.initialize(model)
+    given = torch.ones(WIDTH, WIDTH).to(world.dtype)
+    model.head.weight.data = given
+    given.mul_(0.1)
+    loop(world, engine, 2)
+    world.observe("given", given)
 
 
 # Optimizers
