@@ -352,7 +352,7 @@ class Runtime(owners.Owner):
         if self.shards_weights or self._phases.is_over:
             self._refusals.refuse_copy(param)
         with access.raw():
-            return nn.Parameter(param.detach().clone(), param.requires_grad)
+            return owners.users_class(param)(param.detach().clone(), param.requires_grad)
 
     @property
     def copies_modules(self) -> bool:

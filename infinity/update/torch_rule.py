@@ -24,6 +24,7 @@ from infinity.update.dry_run import (
 from infinity.update.rule import Call, History, NumberType, Options, UpdateRule, numbers_of
 from infinity.update.stand_in import StandIn, State
 from infinity.update.watched import steppers_in
+from infinity.weights.owners import users_class
 from io_daemon.shared.protocol import STATE_KINDS
 
 SLICE_NUMEL: Final = 1 << 16
@@ -75,6 +76,9 @@ def _refuse_attributes(stand_in: StandIn, optimizer: Optimizer) -> None:
     params = [param for group in optimizer.param_groups for param in group["params"]]
     if found := sorted(name for name in stand_in.asked.attributes if any(name in vars(param) for param in params)):
         refuse(stand_in, f"reads {', '.join(found)} of a parameter, which parts of it have not")
+    kinds = {users_class(param).__name__ for param in params} - {"Parameter"}
+    if stand_in.is_foreign and kinds:
+        refuse(stand_in, f"steps parameters of a class of the user's, {', '.join(sorted(kinds))}, which parts are not")
 
 
 @dataclass(frozen=True, slots=True)

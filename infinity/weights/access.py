@@ -27,6 +27,7 @@ from infinity.weights import placeholder
 from infinity.weights.ds_names import MAKING_A_PARAMETER, DsNames, ZeroParamStatus, partitioning_owner_of
 from infinity.weights.owners import (
     Owner,
+    become,
     known_owner_of,
     refuse_memory,
     refuse_pickle,
@@ -71,15 +72,15 @@ _GRAD: Any = torch.Tensor.grad
 
 def show(param: nn.Parameter, weights: torch.Tensor) -> None:
     """From now on the parameter is ``weights``, in ``weights``' own memory."""
-    param.__class__ = UnshardedParameter
+    become(param, UnshardedParameter)
     placeholder.put(param, weights)
 
 
 def hide(param: nn.Parameter, stand_in: torch.Tensor) -> None:
     """The weights leave, ``placeholder.make`` made what stands for them: every use asks the owner, from now on."""
-    param.__class__ = UnshardedParameter  # whatever it was: setting its data must not ask anybody
+    become(param, UnshardedParameter)  # whatever it was: setting its data must not ask anybody
     placeholder.put(param, stand_in)
-    param.__class__ = ShardedParameter
+    become(param, ShardedParameter)
 
 
 def take_gradient(param: nn.Parameter) -> torch.Tensor | None:

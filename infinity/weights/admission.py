@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infinity.errors import ConfigError
 from infinity.plan.registered import modules, named_modules, named_parameters
-from infinity.weights.owners import Owner, owner_of
+from infinity.weights.owners import Owner, owner_of, users_class
 from infinity.weights.promises import check_promise
 
 
@@ -73,6 +73,12 @@ def admit_kind(key: str, param: nn.Parameter) -> None:
         raise ConfigError(key, kind, "it consists of other tensors: pass the model before fully_shard() and the like")
     if is_lazy(param):
         raise ConfigError(key, "lazy", "its shape is not known yet: call the model once before, or give it its sizes")
+    own, torchs = users_class(param), (nn.Parameter.__torch_function__, torch.Tensor.__torch_function__)
+    if own.__torch_function__ not in torchs:
+        remedy = (
+            "its operations are not torch's: register a plain nn.Parameter, and make such a tensor of it in forward"
+        )
+        raise ConfigError(key, own.__name__, remedy)
     if param.layout is not torch.strided:
         raise ConfigError(key, str(param.layout), "only dense parameters can be sharded: call .to_dense() on it")
     if param.is_inference():

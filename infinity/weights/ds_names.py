@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from enum import Enum
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 import torch.distributed as dist
@@ -44,6 +44,9 @@ def partitioning_owner_of(param: nn.Parameter) -> Owner:
 
 class DsNames(nn.Parameter):
     """A parameter with the dialect's attributes, which its owner answers."""
+
+    _users_class: ClassVar[type[nn.Parameter]] = nn.Parameter
+    """See ``owners.users_class``."""
 
     def _owner(self) -> Owner:
         return partitioning_owner_of(self)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import ClassVar, Final, NoReturn
+from functools import cache
+from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from infinity.tiers.collectives import Collectives
 
 NAMED_MAX: Final = 20
 """Parameters that one message names; of the rest it tells how many."""
+
+_USERS: Final = "_users_class"
+"""The attribute of our classes of parameters that says which class of the user's they are for."""
 
 Values = Callable[[int, int], torch.Tensor]
 """(first element, numel) -> that part of new weights, 1-D in the parameter's memory order, of any float dtype."""
@@ -127,7 +131,25 @@ def adopt(param: nn.Parameter, owner: Owner) -> None:
 def disown(param: nn.Parameter) -> None:
     """The parameter, whose weights must be in it, is the user's again."""
     _owners.pop(param, None)  # type: ignore[no-untyped-call]
-    param.__class__ = nn.Parameter
+    param.__class__ = users_class(param)
+
+
+def users_class(param: torch.Tensor) -> type[nn.Parameter]:
+    """The class that the parameter has where it is the user's alone."""
+    kind: type[nn.Parameter] = type(param)  # type: ignore[assignment]
+    return getattr(kind, _USERS, kind)
+
+
+def become(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
+    """The parameter is of this class, and of a class of the user's own as before: its methods are there, and
+    ``isinstance`` says so."""
+    own = users_class(param)
+    param.__class__ = kind if own is nn.Parameter else _of_both(kind, own)
+
+
+@cache
+def _of_both(kind: type[nn.Parameter], own: type[nn.Parameter]) -> Any:
+    return type(own.__name__, (kind, own), {_USERS: own, "__module__": own.__module__, "__doc__": own.__doc__})
 
 
 def known_owner_of(param: nn.Parameter) -> Owner:

@@ -224,7 +224,7 @@ class ShardedParam:
 
     def conceal(self) -> None:
         """Nobody uses the parameter: whatever an interrupt has left, it is hidden."""
-        if self._num_shown or type(self.param) is not access.ShardedParameter:
+        if self._num_shown or not isinstance(self.param, access.ShardedParameter):
             self._num_shown = 0
             self._version = self.param._version
             access.hide(self.param, self.placeholder)

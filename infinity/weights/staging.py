@@ -218,7 +218,7 @@ class StagingArea(owners.Owner):
     def copy(self, param: nn.Parameter) -> nn.Parameter:
         """A parameter of its own, in memory."""
         with self.borrow([param]):
-            return nn.Parameter(param.detach().clone(), requires_grad=param.requires_grad)
+            return owners.users_class(param)(param.detach().clone(), param.requires_grad)
 
     def overwrite(self, values: Sequence[tuple[nn.Parameter, owners.Values]]) -> None:
         def write() -> None:

@@ -532,6 +532,52 @@ built("a_subclassed_parameter", lambda: WithTensor(lambda m: MyParameter(torch.o
 class MyParameter(nn.Parameter):
     """A class of the user's own."""
 
+    def doubled(self) -> Tensor:
+        return self * 2
+
+
+class Doubling(nn.Parameter):
+    """Its products are twice as large."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **(kwargs or {}))
+        return result * 2 if func is Tensor.mul else result
+
+
+class OfOwnKind(Net):
+    """Scales its input as a parameter of that class says."""
+
+    def __init__(self, kind: type[nn.Parameter]) -> None:
+        super().__init__()
+        self.scale = kind(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        scale = self.scale
+        return super().forward(x * scale.doubled() if isinstance(scale, MyParameter) else scale * x)
+
+
+built("a_parameter_with_a_method", lambda: OfOwnKind(MyParameter), must="equal")
+built("a_parameter_with_operations_of_its_own", lambda: OfOwnKind(Doubling), must="refused", about="Doubling|scale")
+
+
+class OfMine(torch.optim.SGD):
+    """Steps parameters of one class otherwise, as on a manifold."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.sub_(param.grad, alpha=0.1 if isinstance(param, MyParameter) else 0.01)
+
+
+@cases(must="refused", about="OfMine")
+def an_optimizer_asks_for_a_class_of_parameters(world: Any) -> None:
+    engine = world.initialize(OfOwnKind(MyParameter), optimizer=lambda params: OfMine(params, lr=0.1))
+    world.train(engine, lambda step: square(engine(batch(world, step))))
+
 
 class Flat(nn.Module):
     """As flattened models keep them: two parameters over one storage."""
