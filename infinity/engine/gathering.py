@@ -12,7 +12,7 @@ from infinity.engine.refusals import Refusals
 from infinity.engine.written import Written
 from infinity.errors import WorldError
 from infinity.tiers.collectives import Collectives
-from infinity.weights import access, arrays, owners
+from infinity.weights import access, arrays, owners, transforms
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam, flattened
 from infinity.weights.param_group import ParamGroup
@@ -63,6 +63,31 @@ class Gathering:
             in_pass: a pass of the model is open, and will ask for the weights at this place again.
             modifier_rank: the rank whose changes become everybody's, and are kept; None: changes are refused.
         """
+        groups = self._begin(params, in_pass=in_pass, modifier_rank=modifier_rank)
+        whole_world = True
+        try:
+            yield
+        except WorldError:
+            whole_world = False  # nobody is there to agree with
+            raise
+        finally:
+            with transforms.outside():
+                try:
+                    if modifier_rank is not None and whole_world:
+                        self._keep(params, modifier_rank)
+                finally:
+                    changed, unseen = self._end(params, groups, writable=modifier_rank is not None)
+        with transforms.outside():
+            for param in changed:
+                self._written.settle(param)
+        for param in unseen:
+            self._refusals.refuse_unseen(param)
+
+    @transforms.apart
+    def _begin(
+        self, params: Sequence[ShardedParam], *, in_pass: bool, modifier_rank: int | None
+    ) -> Sequence[ParamGroup]:
+        """The parameters are their weights from now on; the groups that are held for them."""
         groups = list({group.index: group for group in (self._sharded.group_of[p.index] for p in params)}.values())
         owners.check_modifier_rank(modifier_rank, self._collectives.world_size)
         if modifier_rank is not None:
@@ -88,22 +113,7 @@ class Gathering:
         if modifier_rank is not None:
             for param in params:
                 self._num_writable[param.index] = self._num_writable.get(param.index, 0) + 1
-        whole_world = True
-        try:
-            yield
-        except WorldError:
-            whole_world = False  # nobody is there to agree with
-            raise
-        finally:
-            try:
-                if modifier_rank is not None and whole_world:
-                    self._keep(params, modifier_rank)
-            finally:
-                changed, unseen = self._end(params, groups, writable=modifier_rank is not None)
-        for param in changed:
-            self._written.settle(param)
-        for param in unseen:
-            self._refusals.refuse_unseen(param)
+        return groups
 
     def refresh(self, param: ShardedParam) -> None:
         """The store has new weights of the parameter: those that are on the device follow, and what a graph has kept

@@ -142,24 +142,32 @@ class TrainingLoop:
         self._refuse_lost(call)  # plain torch would add to what the backward that failed has left
         update.refuse_clipped(call)
         with self._phase_of(StepPhase.BACKWARD):
-            reducer = self.runtime.reducer
-            reducer.has_taken = False
-            self.runtime.collectives.agree(f"begin a backward ({self._place()}, {reducer.told})").wait()
-            reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
-            reducer.puts_off = self._num_without_reduction > 0 or not reduces
-            reducer.norms = update.wants_norms and self.is_boundary()
-            reducer.divisor = divisor
-            is_last = self.is_boundary() and may_be_last and not reducer.puts_off
-            reducer.in_backward = self._in_backward if is_last else None
-            if reducer.in_backward is not None:
-                self.runtime.changes.check_written()
-                reducer.in_backward.begin()
+            self._begin_backward(may_be_last=may_be_last, divisor=divisor)
             yield
-            reducer.finish()
-            self.runtime.leaves.end_backward()
-            self.runtime.live_set.settle()
+            self._end_backward()
         self._num_backwards += 1
         self._is_between = False
+
+    @transforms.apart
+    def _begin_backward(self, *, may_be_last: bool, divisor: int) -> None:
+        reducer = self.runtime.reducer
+        reducer.has_taken = False
+        self.runtime.collectives.agree(f"begin a backward ({self._place()}, {reducer.told})").wait()
+        reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
+        reducer.puts_off = self._num_without_reduction > 0 or not reduces
+        reducer.norms = self._trained("backward").wants_norms and self.is_boundary()
+        reducer.divisor = divisor
+        is_last = self.is_boundary() and may_be_last and not reducer.puts_off
+        reducer.in_backward = self._in_backward if is_last else None
+        if reducer.in_backward is not None:
+            self.runtime.changes.check_written()
+            reducer.in_backward.begin()
+
+    @transforms.apart
+    def _end_backward(self) -> None:
+        self.runtime.reducer.finish()
+        self.runtime.leaves.end_backward()
+        self.runtime.live_set.settle()
 
     def _place(self) -> str:
         last = ", the last" if self.is_boundary() else ""
@@ -218,6 +226,7 @@ class TrainingLoop:
             return config.train_batch_size
         return config.train_batch_size // config.gradient_accumulation_steps * num_backwards
 
+    @transforms.apart
     def run_update(self) -> None:
         """The update of every chunk; what the optimizer's own ``step`` calls."""
         update = self._trained("step")
@@ -421,6 +430,7 @@ class TrainingLoop:
         if self.update is not None:
             self.update.forget_clipping()
 
+    @transforms.apart
     def clip_grad_norm(self, max_norm: float) -> torch.Tensor:
         update = self._trained("clip_grad_norm_")
         if self._in_backward is not None:

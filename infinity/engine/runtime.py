@@ -184,6 +184,7 @@ class Runtime(owners.Owner):
 
     # Calls of modules: the ``Holder``
 
+    @transforms.apart
     def begin_call(self, module: nn.Module, call: object) -> None:
         if self._phases.is_over:
             raise WeightsError(type(module).__name__, "is called after its engine ended", "make a new engine")
@@ -201,6 +202,7 @@ class Runtime(owners.Owner):
             if self._streams:
                 self._cast_once.begin_call(module, within_another=len(self._calls) > 1)
 
+    @transforms.apart
     def end_call(self, call: object, *, failed: bool) -> None:
         with self._lock:
             if call not in self._calls:
@@ -221,6 +223,7 @@ class Runtime(owners.Owner):
         if self._phases.phase is not StepPhase.FORWARD:  # there the engine's own call answers
             note_mixed_dtypes(module, inputs, error)
 
+    @transforms.apart
     def hold(self, group: ParamGroup) -> None:
         self._cast_once.watch()  # the model may switch autocast on itself
         with self._lock:
@@ -234,6 +237,7 @@ class Runtime(owners.Owner):
                     self.release([group])
                     self.written.refuse(written[0])
 
+    @transforms.apart
     def release(self, groups: Sequence[ParamGroup]) -> None:
         changed: list[ShardedParam] = []
         unseen: list[ShardedParam] = []
@@ -398,6 +402,7 @@ class Runtime(owners.Owner):
         elif self.sharded.host_store is not None and self.device.type == "cpu":
             return_freed()
 
+    @transforms.apart
     def on_gradient(self, group: ParamGroup, param: ShardedParam) -> None:
         """Autograd has accumulated a gradient."""
         if self._phases.phase is not StepPhase.BACKWARD:
@@ -410,6 +415,7 @@ class Runtime(owners.Owner):
             if self.reducer.take(group, param):
                 self._complete(group)
 
+    @transforms.apart
     def _complete(self, group: ParamGroup) -> None:
         with self._lock:
             self.reducer.complete(group)
@@ -420,6 +426,7 @@ class Runtime(owners.Owner):
         self.store.mark(TRAIN_TRACE if training else EVAL_TRACE)
         self.live_set.begin_pass(training=training)
 
+    @transforms.apart
     def _bring(self, param: ShardedParam) -> torch.Tensor:
         """Backward asks for weights that forward saved. Who has them has their memory, whatever becomes of them."""
         group = self.sharded.group_of[param.index]

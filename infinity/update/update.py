@@ -28,6 +28,7 @@ from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.rule import History, Options
 from infinity.update.sub_group import SubGroup, Terms
 from infinity.update.whole import WholeParams
+from infinity.weights import transforms
 from infinity.weights.param_group import GradientOf
 from io_daemon.shared.protocol import ObjectKind
 
@@ -409,6 +410,7 @@ def _undisturbed() -> Iterator[None]:
     kinds = [kind for kind in ("cpu", "cuda") if torch.is_autocast_enabled(kind)]
     with ExitStack() as modes:
         modes.enter_context(outside_inference())
+        modes.enter_context(transforms.outside())
         modes.enter_context(torch.no_grad())
         for kind in kinds:
             modes.enter_context(torch.autocast(kind, enabled=False))

@@ -122,8 +122,7 @@ class ModuleCalls:
             calls.append(call)
             try:
                 if call.outermost:
-                    with transforms.outside():
-                        self._holder.begin_call(called, call)
+                    self._holder.begin_call(called, call)
                 for group in groups:
                     self._holder.hold(group)
                     call.groups.append(group)
@@ -155,8 +154,7 @@ class ModuleCalls:
             self._holder.release(call.groups)
         finally:
             if call.outermost:
-                with transforms.outside():
-                    self._holder.end_call(call, failed=failed)
+                self._holder.end_call(call, failed=failed)
 
 
 def _runs(frame: FrameType) -> bool:

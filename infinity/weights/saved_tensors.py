@@ -18,7 +18,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from infinity.errors import WeightsError
-from infinity.weights import placeholder
+from infinity.weights import placeholder, transforms
 from infinity.weights.param import ShardedParam
 
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -125,6 +125,7 @@ class SavedTensors:
             return tuple(map(self._viewed, packed))
         return packed
 
+    @transforms.apart
     def _view(self, saved: SavedWeights) -> torch.Tensor:
         param = saved.param
         weights = self._bring(param)

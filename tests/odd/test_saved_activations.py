@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
 from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, GROUPED_BF16, NVME, Case, Cases
 from tests.support.functions import MadeAgain
+from tests.support.world import Setting
 
 cases = Cases(__name__)
 
@@ -349,11 +351,14 @@ whole(True)
 whole(False)
 
 
-@cases
-def selective_checkpointing(world: Any) -> None:
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+KEEPING = Setting(thresholds="20000,6000,0,20000")
+"""Weights that forward has used are there in backward."""
+
+
+def selective(name: str, saves: Callable[[Any], bool], **settings: Any) -> None:
     def policy(_ctx: Any, op: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        saved = op in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
-        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+        return CheckpointPolicy.MUST_SAVE if saves(op) else CheckpointPolicy.PREFER_RECOMPUTE
 
     class Selective(Net):
         def forward(self, x: Tensor) -> Any:
@@ -363,7 +368,18 @@ def selective_checkpointing(world: Any) -> None:
                 )
             return self.head(x)
 
-    trains(world, Selective())
+    def script(world: Any) -> None:
+        trains(world, Selective(), **settings)
+
+    script.__name__ = f"selective_checkpointing{name}"
+    script.__doc__ = "Of the operations in a block, and of no others, some are not done again."
+    cases(also=(KEEPING, NVME), must="equal")(script)
+
+
+selective("", lambda op: op in PRODUCTS)
+selective("_of_all", lambda op: True)
+selective("_of_all_but_products", lambda op: op not in PRODUCTS)
+selective("_with_accumulation", lambda op: op in PRODUCTS, accumulation=2)
 
 
 @cases(must="equal")
