@@ -24,6 +24,7 @@ from infinity.config.sections import ActivationCheckpointing
 from infinity.errors import ConfigError
 from infinity.tiers.activations import ActivationStore, Waiting
 from infinity.weights.param import memory_order
+from infinity.weights.saved_tensors import SavedTensor, unchanged
 from io_daemon.shared.protocol import PAGE_BYTES
 
 __all__ = [
@@ -94,6 +95,13 @@ class _OnDisk:
         return values
 
 
+def _back(kept: Any) -> torch.Tensor:
+    if isinstance(kept, SavedTensor):
+        return unchanged(kept)
+    back: torch.Tensor = kept.back() if isinstance(kept, _Kept | _OnDisk) else kept
+    return back
+
+
 class Checkpointing:
     """Settings, and the memory that they ask for."""
 
@@ -126,9 +134,16 @@ class Checkpointing:
         settings = self.settings
         if not (settings.cpu_checkpointing or settings.contiguous_memory_optimization or self.store):
             return contextlib.nullcontext()
-        return saved_tensors_hooks(self._keep, lambda kept: kept.back() if isinstance(kept, _Kept | _OnDisk) else kept)
+        return saved_tensors_hooks(self._keep, _back)
 
     def _keep(self, tensor: torch.Tensor) -> Any:
+        """What waits where it is must be unchanged when it is needed, which torch looks at only where nobody hooks."""
+        kept = self._waiting(tensor)
+        if not isinstance(kept, torch.Tensor) or isinstance(kept, torch.nn.Parameter):
+            return kept
+        return SavedTensor(kept, kept._version)
+
+    def _waiting(self, tensor: torch.Tensor) -> Any:
         if not tensor.is_floating_point() or isinstance(tensor, torch.nn.Parameter):
             return tensor
         if (store := self.store) is not None:

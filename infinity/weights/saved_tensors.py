@@ -106,7 +106,7 @@ class SavedTensors:
     def _unpacker(self, outer: Hooks | None) -> Callable[[Any], torch.Tensor]:
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, SavedTensor):
-                return _unchanged(packed)
+                return unchanged(packed)
             if isinstance(packed, SavedWeights):
                 return self._view(packed)
             if isinstance(packed, SavedCast):
@@ -234,7 +234,8 @@ class _PackForUser:
         return packed if note is None else note
 
 
-def _unchanged(saved: SavedTensor) -> torch.Tensor:
+def unchanged(saved: SavedTensor) -> torch.Tensor:
+    """The tensor. Raises RuntimeError, as torch would, if somebody has written to it since."""
     if saved.version is not None and saved.tensor._version != saved.version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "

@@ -98,7 +98,7 @@ def test_inputs_wait_where_they_are_told_to_and_no_bit_changes(
     section: str, process: checkpointing.Checkpointing
 ) -> None:
     memories: set[int] = set()
-    keep = process._keep
+    keep = process._waiting
 
     def watched(tensor: Tensor) -> Any:
         kept = keep(tensor)
@@ -106,7 +106,7 @@ def test_inputs_wait_where_they_are_told_to_and_no_bit_changes(
             memories.add(kept._values.untyped_storage().data_ptr())
         return kept
 
-    process._keep = watched  # type: ignore[method-assign]
+    process._waiting = watched  # type: ignore[method-assign]
     weights, expected = trained(checkpointing.checkpoint, activation_checkpointing=SECTIONS[section]), plain()
     assert all(torch.equal(weights[name], expected[name]) for name in expected)
     in_one_piece = "contiguous_memory_optimization" in SECTIONS[section]
@@ -191,3 +191,16 @@ def test_outputs_come_as_in_the_dialect() -> None:
     assert isinstance(checkpointing.checkpoint(lambda y: (y * 2,), x), Tensor)
     with torch.no_grad():
         assert torch.equal(checkpointing.checkpoint(torch.sin, x), torch.sin(x))
+
+
+@pytest.mark.parametrize("in_cpu", [False, True])
+def test_an_input_that_is_written_before_backward_is_an_error_as_torchs(in_cpu: bool) -> None:
+    """Where inputs are to wait in host memory and are there already, they wait where they are."""
+    checkpointing.configure(None, checkpoint_in_cpu=in_cpu)
+    weight = torch.ones(WIDTH, WIDTH, requires_grad=True)
+    hidden = torch.ones(3, WIDTH) @ weight
+    output = checkpointing.checkpoint(lambda x: (x @ weight).tanh(), hidden)
+    with torch.no_grad():
+        hidden.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
