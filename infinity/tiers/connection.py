@@ -20,6 +20,8 @@ from io_daemon.disk.kernel_text import read_text
 from io_daemon.disk.swap_file import BOOT_ID
 from io_daemon.machine.limits import naming_limits
 from io_daemon.rank.client import Client
+from io_daemon.rank.connection import connect_to
+from io_daemon.rank.private_dir import NO_MORE_FILES
 from io_daemon.rank.process import DaemonProcess
 
 PROBE_TIMEOUT_S = 1.0
@@ -146,12 +148,14 @@ class DaemonConnection(HostTier):
 
 
 def _answers(path: str) -> bool:
+    """Whether a daemon is there, be it busy: who connects waits for it, and is told what it does."""
     with naming_limits("look for the I/O daemon"):
-        probe = socket.socket(socket.AF_UNIX)
-    with probe:
-        probe.settimeout(PROBE_TIMEOUT_S)
         try:
-            probe.connect(path)
-        except OSError:
+            connect_to(path, PROBE_TIMEOUT_S).close()
+        except BlockingIOError:
+            return True
+        except OSError as error:
+            if error.errno in NO_MORE_FILES:
+                raise
             return False
     return True

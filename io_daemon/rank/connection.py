@@ -18,6 +18,7 @@ from io_daemon.config import SOCKET_PATH_BYTES_MAX, is_text
 from io_daemon.disk.kernel_text import read_text
 from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, WorldError
 from io_daemon.shared.control import Channel, Ended, Fault, Hello, Message, Welcome, close_all
+from io_daemon.shared.patience import Patience
 from io_daemon.shared.protocol import PROTOCOL_VERSION
 
 PEER_CREDENTIALS: Final = struct.Struct("iII")
@@ -53,6 +54,37 @@ def process_state(pid: int) -> str:
     return next((line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("State:")), "unknown")
 
 
+def connect_to(socket_path: str, timeout_s: float) -> socket.socket:
+    """A socket, connected to who listens there. Raises OSError; of it BlockingIOError if somebody does who takes nobody
+    within ``timeout_s``."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        patience = Patience(timeout_s)
+        while slice_s := patience.slice_s():
+            # a socket of Python's that has a timeout does not wait for room among those that wait to be taken
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(slice_s))
+            with contextlib.suppress(BlockingIOError):
+                sock.connect(socket_path)
+                if _is_connected(sock):
+                    return sock
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _is_connected(sock: socket.socket) -> bool:
+    """Python takes what a signal has interrupted for a connection that comes about by itself: a Unix socket's does
+    not."""
+    try:
+        sock.getpeername()
+    except OSError as error:
+        if error.errno != errno.ENOTCONN:
+            raise
+        return False
+    return True
+
+
 class Connection:
     """Requests are serialised; any thread may ask. ``watch_fd`` becomes readable when the daemon dies or hangs up."""
 
@@ -78,20 +110,15 @@ class Connection:
     def open(cls, socket_path: str, timeout_s: float) -> tuple[Connection, Welcome]:
         """Connect and agree on the protocol. Raises DaemonLostError or ProtocolError."""
         check_socket_path(socket_path)
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
         try:
-            # a socket of Python's that has a timeout does not wait for room among those that wait to be taken
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _timeval(timeout_s))
-            sock.connect(socket_path)
-            sock.settimeout(timeout_s)
+            sock = connect_to(socket_path, timeout_s)
+        except BlockingIOError as error:
+            raise DaemonLostError(
+                f"the I/O daemon at {socket_path} is there, and has taken no connection within {timeout_s:g} s: it "
+                "hangs, or too many processes connect at once; `io-daemon status` tells, and if it does not answer "
+                "either, end the daemon and start it again"
+            ) from error
         except OSError as error:
-            sock.close()
-            if error.errno == errno.EAGAIN:
-                raise DaemonLostError(
-                    f"the I/O daemon at {socket_path} is there, and has taken no connection within {timeout_s:g} s: it "
-                    "hangs, or too many processes connect at once; `io-daemon status` tells, and if it does not answer "
-                    "either, end the daemon and start it again"
-                ) from error
             raise DaemonLostError(
                 f"no I/O daemon answers at {socket_path} ({error.strerror or error}): start one with "
                 f"`io-daemon serve --socket {socket_path} --swap-dir DIR`, or name its socket in io_daemon.socket "

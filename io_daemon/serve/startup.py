@@ -21,7 +21,7 @@ from io_daemon._native import ENGINES, POSIX_THREADS_MAX, probe_engine
 from io_daemon.config import ENGINES_BY_RANK, ServeConfig, notify_socket
 from io_daemon.disk.swap_dir import SwapDir, reclaim
 from io_daemon.errors import ConfigError
-from io_daemon.rank.connection import check_socket_path
+from io_daemon.rank.connection import check_socket_path, connect_to
 from io_daemon.rank.private_dir import remove_if_private
 from io_daemon.rank.socket_lock import SocketLock
 from io_daemon.shared.protocol import PROTOCOL_VERSION
@@ -176,15 +176,13 @@ def _unlink_leftover(path: Path) -> None:
         return
     if not stat.S_ISSOCK(status.st_mode):
         raise ConfigError("socket", str(path), "is there and is no socket: name another path")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(PROBE_TIMEOUT_S)
-        try:
-            probe.connect(str(path))
-        except ConnectionRefusedError:
-            os.unlink(path)
-            return
-        except TimeoutError:
-            pass  # it listens, and has no time to accept
+    try:
+        connect_to(str(path), PROBE_TIMEOUT_S).close()
+    except ConnectionRefusedError:
+        os.unlink(path)
+        return
+    except BlockingIOError:
+        pass  # it listens, and has no time to accept
     raise ConfigError("socket", str(path), ANOTHER_DAEMON)
 
 
