@@ -30,6 +30,16 @@ M = TypeVar("M", bound=Message)
 _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
 
 
+def refuse_within(is_under_way: bool) -> None:
+    """Raises WorldError in a signal's handler that asks within a call that it has interrupted, of the same thread: that
+    could not end before it."""
+    if is_under_way:
+        raise WorldError(
+            "a signal's handler needs the I/O daemon while the call that it has interrupted does: let the handler note "
+            "that the signal came, and do the rest between two steps"
+        )
+
+
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
     """(pid, uid, gid) of the process that connected, or that listens."""
     pid, uid, gid = PEER_CREDENTIALS.unpack(
@@ -92,7 +102,9 @@ class Connection:
         self.socket_path = socket_path
         self.daemon_pid = peer_credentials(channel.socket)[0]
         self._channel = channel
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._is_asking = False
+        """A question waits for its answer."""
         self.was_lost = False
         """Whether the daemon was found dead or hung, or ended this rank."""
         self._lost: WorldError | None = None
@@ -155,7 +167,9 @@ class Connection:
         DaemonLostError when no answer comes within ``timeout_s``; after that the connection is of no more use."""
         what = type(message).__name__.lower()
         with self._lock:
+            refuse_within(self._is_asking)
             self.check()
+            self._is_asking = True
             try:
                 self._channel.send(message, fds, timeout_s=timeout_s)
                 item = self._channel.receive(timeout_s=timeout_s)
@@ -167,6 +181,11 @@ class Connection:
             except OSError as error:
                 # the reason may lie in the socket, sent before the daemon hung up
                 raise self._last_words(f"`{what}` ({os.strerror(error.errno or errno.EIO)})") from error
+            except BaseException as error:  # what was sent, and what has come of an answer, is not known
+                self._end(DaemonLostError(f"`{what}` of the I/O daemon was broken off by {error!r}; {_REMEDY}"))
+                raise
+            finally:
+                self._is_asking = False
             if item is None:
                 raise self.lose(f"the I/O daemon at {self.socket_path} hung up instead of answering `{what}`")
             answer, answer_fds = item
