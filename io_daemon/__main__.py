@@ -8,7 +8,7 @@ if __name__ == "__main__" and not sys.flags.safe_path:
 from collections.abc import Sequence
 from typing import Any
 
-from io_daemon.command.interrupt import quiet_interrupt
+from io_daemon.command.interrupt import hear_of_children, quiet_interrupt
 from io_daemon.command.outcome import EXIT_OK, outcome
 from io_daemon.command.standard_files import fill_standard_files
 from io_daemon.machine.limits import check_addresses
@@ -16,6 +16,7 @@ from io_daemon.machine.limits import check_addresses
 
 def main(argv: Sequence[str] | None = None) -> int:
     fill_standard_files()
+    hear_of_children()
     if exit_code := outcome("io-daemon", _check):
         return exit_code
     with quiet_interrupt():

@@ -1,5 +1,5 @@
 """Signals that end a command: while there is nothing to clean up yet (modules are being imported, options parsed), and
-where there is."""
+where there is. And the one that says how a child has ended."""
 
 from __future__ import annotations
 
@@ -34,6 +34,13 @@ def quiet_interrupt() -> Iterator[None]:
 
 def _end(number: int, frame: FrameType | None) -> None:  # noqa: ARG001
     os._exit(EXIT_INTERRUPTED)
+
+
+def hear_of_children() -> None:
+    """Where whoever started this process ignores SIGCHLD, so would this one: the kernel then keeps no child's exit
+    code, and one that has failed would be taken for one that has not."""
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
 
 
 @contextmanager
