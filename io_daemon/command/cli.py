@@ -88,7 +88,8 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
         help="run the daemon in the foreground",
         description="Serve this node's ranks from swap files in the directories named, until SIGTERM or Ctrl-C.",
     )
-    serve.add_argument("--socket", dest="socket_path", type=parse_path, help=f"default: {default_socket_path()}")
+    default_socket = f"default: {default_socket_path()}".replace("%", "%%")  # argparse formats it
+    serve.add_argument("--socket", dest="socket_path", type=parse_path, help=default_socket)
     _add_swap_dirs(serve)
     serve.add_argument(
         "--engine",
@@ -157,7 +158,7 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
         help="print what a running daemon does",
         description="Print a running daemon's devices, tenants and traffic. Exit code 3 if none answers.",
     )
-    status.add_argument("--socket", type=parse_path, help=f"default: {default_socket_path()}")
+    status.add_argument("--socket", type=parse_path, help=default_socket)
     shape = status.add_mutually_exclusive_group()
     shape.add_argument("--json", action="store_true", help="print JSON")
     shape.add_argument("--prometheus", action="store_true", help="print in Prometheus' text format")

@@ -58,3 +58,14 @@ def test_what_is_no_number_is_said_in_few_words(
         daemon_command(["serve", "--swap-dir", str(tmp_path), option, word])
     assert ended.value.code == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "status"])
+def test_a_default_is_shown_as_it_is(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("INFINITY_IO_SOCKET", "/100%/%(x)s")
+    with pytest.raises(SystemExit) as ended:
+        daemon_command([command, "--help"])
+    assert ended.value.code == 0
+    assert "default: /100%/%(x)s" in capsys.readouterr().out
