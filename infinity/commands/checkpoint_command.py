@@ -6,7 +6,6 @@ import argparse
 import json
 from typing import Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from infinity.checkpoint.manifest import TensorEntry
@@ -80,7 +79,6 @@ def _show(stored: StoredCheckpoint) -> None:
     console.print(
         f"{stored.path}: {manifest.num_bytes:,} bytes by {manifest.world_size} ranks; {facts}",
         soft_wrap=True,
-        markup=False,
     )
     tensors = Table(box=None)
     for column in ("tensor", "shape", "", "bytes", "kinds"):
@@ -88,8 +86,8 @@ def _show(stored: StoredCheckpoint) -> None:
     for entry in manifest.tensors:
         kinds = ", ".join(f"{kind} {dtype}" for kind, dtype in entry.kinds.items() if not entry.is_buffer)
         shape = "x".join(map(str, entry.shape)) or "()"
-        kinds = escape(kinds or entry.kinds["buffer"])
-        tensors.add_row(escape(entry.name), shape, _role(entry), f"{entry.num_bytes:,}", kinds)
+        kinds = kinds or entry.kinds["buffer"]
+        tensors.add_row(entry.name, shape, _role(entry), f"{entry.num_bytes:,}", kinds)
     console.print(tensors)
     files = Table(box=None)
     for column in ("file", "bytes", "crc32c"):

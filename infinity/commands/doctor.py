@@ -78,6 +78,7 @@ def _failed(findings: Sequence[Finding]) -> list[Finding]:
 
 def _show(findings: Sequence[Finding]) -> None:
     from rich.table import Table
+    from rich.text import Text
 
     from io_daemon.command.console import open_console
 
@@ -87,7 +88,7 @@ def _show(findings: Sequence[Finding]) -> None:
         table.add_column(heading, overflow="fold")
     for finding in findings:
         colour = colours[finding.verdict]
-        table.add_row(finding.subject, f"[{colour}]{finding.verdict.value}[/]", finding.value, finding.remedy)
+        table.add_row(finding.subject, Text(finding.verdict.value, style=colour), finding.value, finding.remedy)
     console = open_console()
     console.print(table)
     failed = _failed(findings)

@@ -11,6 +11,7 @@ WIDTH_MIN: Final = 20
 
 
 def open_console(*, stderr: bool = False) -> Console:
-    """It is as wide as the terminal, or $COLUMNS, says; 80 where that is no width, as without a terminal."""
-    found = Console(stderr=stderr)
-    return found if found.width >= WIDTH_MIN else Console(stderr=stderr, width=80)
+    """It is as wide as the terminal, or $COLUMNS, says; 80 where that is no width, as without a terminal. Names of
+    files and tensors are printed as they are: they may hold what would be markup."""
+    found = Console(stderr=stderr, markup=False, emoji=False)
+    return found if found.width >= WIDTH_MIN else Console(stderr=stderr, width=80, markup=False, emoji=False)

@@ -96,7 +96,7 @@ def _run(arguments: argparse.Namespace, swap_dir: Path) -> int:
 
     console.print(as_table(summary))
     if find_spec("matplotlib") is None:
-        console.print("no picture without matplotlib: pip install 'infinity[plot]'", markup=False)
+        console.print("no picture without matplotlib: pip install 'infinity[plot]'")
     else:
         from infinity.commands.demo.plot import save_plot  # only now: matplotlib takes memory that is not training's
 
@@ -106,7 +106,8 @@ def _run(arguments: argparse.Namespace, swap_dir: Path) -> int:
         print(json.dumps({**asdict(summary), "learned": summary.learned, "losses": [r.loss for r in records]}))
     if not summary.learned:
         console.print(
-            f"[red]not learned: the mean loss of the last steps is not below the unigram entropy, or above "
-            f"{LOSS_RATIO_MAX} x the mean of the first"
+            "not learned: the mean loss of the last steps is not below the unigram entropy, or above "
+            f"{LOSS_RATIO_MAX} x the mean of the first",
+            style="red",
         )
     return 0 if summary.learned else 1

@@ -172,3 +172,14 @@ def test_an_io_core_that_cannot_be_loaded_is_a_finding(monkeypatch: pytest.Monke
     assert findings["I/O core"].verdict is Verdict.FAILED
     assert "make build" in findings["I/O core"].remedy
     assert findings[str(tmp_path)].verdict is Verdict.FAILED
+
+
+@pytest.mark.parametrize("name", ["[/x]", "[bold]y", ":fire:"])
+def test_a_name_is_no_markup(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
+    path = tmp_path / name
+    path.mkdir(parents=True)
+    assert doctor([str(path)], as_json=False) == 0
+    assert f"{path}: O_DIRECT" in capsys.readouterr().out
