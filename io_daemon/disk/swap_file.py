@@ -38,7 +38,8 @@ BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 
 def boot_id() -> str:
-    return BOOT_ID.read_text().strip()
+    """Empty where it is hidden."""
+    return read_text(BOOT_ID) or ""
 
 
 def machine_id() -> str:
@@ -80,8 +81,9 @@ class Owner:
 
     def is_elsewhere(self) -> bool:
         """It belongs to another machine, which alone knows whether it lives. A container whose name is new each time is
-        still on the machine that has not been booted since."""
-        return self.boot_id != boot_id() and self.machine not in ("", machine_id())
+        still on the machine that has not been booted since, where the kernel's mark is seen."""
+        here = boot_id()
+        return not (here and self.boot_id == here) and self.machine not in ("", machine_id())
 
 
 @dataclass(frozen=True, kw_only=True)

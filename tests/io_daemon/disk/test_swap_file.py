@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -354,3 +355,14 @@ def test_what_was_put_off_twice_is_reserved_whole(tmp_path: Path) -> None:
     swap_file.reserve()
     assert swap_file.path.stat().st_blocks * 512 >= 8 << 20
     swap_file.close()
+
+
+def test_where_the_kernels_mark_is_hidden_a_process_and_a_machine_are_known_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("io_daemon.disk.swap_file.BOOT_ID", tmp_path / "hidden")
+    this = Owner.this_process()
+    assert this.lives()
+    assert not this.is_elsewhere()
+    assert not replace(this, starttime=this.starttime + 1).lives()
+    assert replace(this, machine="another").is_elsewhere()
