@@ -118,6 +118,6 @@ def _load(path: Path) -> _Memory:
         return _Memory.model_validate(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
         return _Memory()
-    except (OSError, ValueError) as error:  # of JSON, of UTF-8, of what the fields may be
+    except (OSError, ValueError, RecursionError) as error:  # of JSON, of UTF-8, of what the fields may be
         log.warning("%s is not used: %s", path, error)
         return _Memory()

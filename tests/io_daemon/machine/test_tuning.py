@@ -64,7 +64,9 @@ def test_an_engine_that_works_no_more_is_forgotten(tmp_path: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    "text", [b"", b"no json", b"\xff\xfe", b'{"version": 2}', b'{"devices": {"x": {"engine": "warp"}}}']
+    "text",
+    [b"", b"no json", b"\xff\xfe", b'{"version": 2}', b'{"devices": {"x": {"engine": "warp"}}}', b"[" * 100_000],
+    ids=range(6),
 )
 def test_a_damaged_memory_is_said_and_ignored(
     text: bytes, state: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
