@@ -17,6 +17,7 @@ import torch
 
 from infinity.errors import EngineStateError
 from infinity.tiers.base import Lease, ShardStore, StoreLayer
+from io_daemon.shared.patience import Patience
 
 READ_TIMEOUT_S: Final = 120.0
 """A chunk's reader has so long before its writer goes on without it."""
@@ -117,9 +118,10 @@ class Snapshot:
 
     def wait_read(self, chunk: int) -> None:
         """Block until the chunk was read. Where that takes too long the snapshot ends, and its reader is told."""
-        begun = time.monotonic()
+        begun, patience = time.monotonic(), Patience(READ_TIMEOUT_S)
         with self._changed:
-            read = self._changed.wait_for(lambda: chunk not in self._unread, READ_TIMEOUT_S)
+            while not (read := chunk not in self._unread) and (slice_s := patience.slice_s()):
+                self._changed.wait(slice_s)
         self.waited_s += time.monotonic() - begun
         if not read:
             self.end(f"chunk {chunk} was not written within {READ_TIMEOUT_S:.0f} s, and training went on without it")
