@@ -17,6 +17,7 @@ from typing import Final
 
 from io_daemon._native import CompletionRing, Region, SubmissionRing
 from io_daemon.errors import ConfigError, ProtocolError, WorldError
+from io_daemon.machine.limits import naming_limits
 from io_daemon.machine.meminfo import arenas_bytes_max
 from io_daemon.policy.trace import Trace
 from io_daemon.rank.connection import Connection, M, process_state, refuse_within
@@ -138,8 +139,9 @@ class Client:
             raise ProtocolError(f"the daemon sent {len(fds)} fds instead of 4")
         table_fd, rings_fd, sq_event_fd, cq_event_fd = fds
         try:
-            table = Region(table_fd, answer.table_bytes, writable=False)
-            rings = Region(rings_fd, answer.rings_bytes, writable=True)
+            with naming_limits("map what the daemon shares"):
+                table = Region(table_fd, answer.table_bytes, writable=False)
+                rings = Region(rings_fd, answer.rings_bytes, writable=True)
             for region in (table, rings):
                 region.dont_fork()
             self.table = TableView(table)

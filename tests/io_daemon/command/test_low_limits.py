@@ -193,3 +193,22 @@ def test_a_table_longer_than_files_may_be_names_the_limit(monkeypatch: pytest.Mo
         naming_limits("make a table"),
     ):
         raise OSError(errno.EFBIG, "File too large")
+
+
+def test_a_rank_without_addresses_for_the_daemons_table_is_told(tmp_path: Path) -> None:
+    script = """
+import resource, sys
+from pathlib import Path
+from io_daemon.rank.client import Client
+client = Client.connect(sys.argv[1], job="job", rank=0)
+(used,) = [int(line.split()[1]) << 10 for line in Path("/proc/self/status").open() if line.startswith("VmSize:")]
+resource.setrlimit(resource.RLIMIT_AS, (used + (24 << 20), resource.RLIM_INFINITY))
+client.attach(num_frames=1, frame_bytes=4096, swap_dirs=client.swap_dirs, lock_memory="off")
+"""
+    with DaemonProcess(swap_dirs=[tmp_path]) as daemon:
+        words = [sys.executable, "-c", script, str(daemon.socket)]
+        ended = subprocess.run(words, capture_output=True, text=True, timeout=60, check=False)
+    assert (
+        "LimitError: cannot map what the daemon shares: Cannot allocate memory (errno 12): `ulimit -v` is"
+        in ended.stderr
+    )
