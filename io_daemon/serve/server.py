@@ -175,7 +175,7 @@ class Server:
         """Connections without a tenant never shut ranks out: of too many, the oldest goes."""
         waiting = [peer for peer in self._peers if not (peer.attached or peer.departure.done())]
         of_process = [peer for peer in waiting if peer.pid == pid]
-        if len(of_process) >= WAITING_OF_PROCESS_MAX:
+        if pid and len(of_process) >= WAITING_OF_PROCESS_MAX:  # 0: of another pid namespace, and who knows of which
             of_process[0].depart(Ended(reason=f"process {pid} has too many connections", by_fault=True))
         elif len(waiting) >= WAITING_MAX:
             waiting[0].depart(Ended(reason="too many connections wait to attach", by_fault=False))

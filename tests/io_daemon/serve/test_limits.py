@@ -8,6 +8,8 @@ import fcntl
 import gc
 import os
 import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,3 +219,22 @@ def test_what_a_tenant_held_is_gone_without_the_cyclic_collector(
 
     monkeypatch.setattr(server, "keep_threads_apart", lambda: None)
     assert while_serving(monkeypatch, [swap_dir], use) == 0
+
+
+def test_ranks_of_another_pid_namespace_are_not_one_process(tmp_path: Path, swap_dir: Path) -> None:
+    """The kernel calls each of them process 0."""
+    if os.geteuid() != 0:
+        pytest.skip("a pid namespace needs root")
+    path = str(tmp_path / "s")
+    words = [sys.executable, "-m", "io_daemon", "serve", "--socket", path, "--swap-dir", str(swap_dir)]
+    with subprocess.Popen(["unshare", "--pid", "--fork", "--kill-child", *words], stdout=subprocess.PIPE) as daemon:
+        try:
+            assert daemon.stdout is not None
+            assert daemon.stdout.readline()
+            clients = [Client.connect(path, job="job", rank=rank) for rank in range(40)]
+            for client in clients:
+                client.attach(num_frames=1, frame_bytes=4096, swap_dirs=client.swap_dirs, lock_memory="off")
+            for client in clients:
+                client.close()
+        finally:
+            daemon.kill()
