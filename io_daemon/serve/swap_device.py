@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 REAP_MAX: Final = 256
 FREE_BYTES_TIMEOUT_S: Final = 1.0
+REQUESTS_MAX: Final = 1 << 16
+"""The reactor takes no more before some are reaped."""
 DEPTHS_IN_FLIGHT: Final = 2
 """Queue depths' worth of blocks that the reactor has: one at the device and one to refill it from; what waits beyond
 that waits here, where tenants take turns."""
@@ -107,7 +109,7 @@ class SwapDevice:
 
     def pump(self) -> None:
         """Start queued requests while the reactor has room for them."""
-        while self.broken is None and (item := self._queue.pop()) is not None:
+        while self.broken is None and len(self._in_flight) < REQUESTS_MAX and (item := self._queue.pop()) is not None:
             _, request = item
             tag = self._next_tag
             self._next_tag += 1

@@ -136,6 +136,28 @@ def test_a_drive_however_fast_has_one_batch_a_turn() -> None:
     run(complete())
 
 
+def test_a_reactor_has_no_more_requests_than_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small ones, of which a deep queue of large blocks holds any number."""
+    monkeypatch.setattr(swap_device, "REQUESTS_MAX", 3)
+    started: list[int] = []
+
+    async def serve() -> None:
+        device, _ = make_device()
+        monkeypatch.setattr(device, "_submit", lambda tag, _: started.append(tag))
+        requester = SimpleNamespace(on_io_done=lambda *_: None)
+        for number in range(5):
+            io = StartIo(number, False, 0, 0, 0, 0, 0, PAGE_BYTES, 0, False, True)
+            device.enqueue(1, SwapRequest(io, requester, 0, 0, 0, cast(Any, None), 0))
+        device.pump()
+        assert started == [1, 2, 3]
+        monkeypatch.setattr(device, "_reap", lambda: [(2, Status.OK, 0, 0, 0, 0)])
+        device._on_completions()
+        assert started == [1, 2, 3, 4]
+        device.close(0)
+
+    run(serve())
+
+
 def test_a_status_waits_for_no_mount_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(swap_device, "FREE_BYTES_TIMEOUT_S", 0.01)
     monkeypatch.setattr("io_daemon.serve.node.Planner", lambda: None)
