@@ -38,7 +38,7 @@ from io_daemon.command.outcome import EXIT_OK
 from io_daemon.command.sizes import parse_bytes, parse_seconds
 from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.errors import ConfigError
-from io_daemon.machine.facts import describe_machine, package_version
+from io_daemon.machine.facts import as_text, describe_machine, package_version
 
 EXIT_REGRESSION: Final = 4
 EXIT_BAD_DATA: Final = 5
@@ -283,7 +283,7 @@ def _report(
         kind=kind,
         version=package_version() or UNKNOWN,
         started=started.isoformat(timespec="seconds"),
-        command=["io-daemon", *sys.argv[1:]],
+        command=["io-daemon", *map(as_text, sys.argv[1:])],
         settings=settings_values,
         machine=machine,
         result=result,

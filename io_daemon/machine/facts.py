@@ -166,17 +166,17 @@ def describe_directory(path: Path, *, proc: Path = PROC, sys: Path = SYS) -> Dir
     direct_refusal = _direct_refusal(path)
     device = None if mount is None else find_block_device(mount, sys)
     return DirectoryFacts(
-        path=_name(path),
+        path=as_text(path),
         filesystem=None if mount is None else mount.filesystem,
-        mount_point=None if mount is None else _name(mount.mount_point),
+        mount_point=None if mount is None else as_text(mount.mount_point),
         mount_options=[] if mount is None else list(mount.options),
-        source=None if mount is None else _name(mount.source),
+        source=None if mount is None else as_text(mount.source),
         free_bytes=free_bytes,
         total_bytes=total_bytes,
         direct=None if free_bytes is None else direct_refusal is None,
         direct_refusal=direct_refusal,
         device=device,
-        notes=list(_directory_notes(_name(path), mount, free_bytes, device)),
+        notes=list(_directory_notes(as_text(path), mount, free_bytes, device)),
     )
 
 
@@ -200,11 +200,11 @@ def _directory_notes(
     elif mount.filesystem == "overlay":
         yield f"{name}: an overlay hides its drive: mount a volume of the host into the container and use that"
     elif device is None:
-        yield f"{name}: {mount.filesystem} from {_name(mount.source)} shows no block device of this machine"
+        yield f"{name}: {mount.filesystem} from {as_text(mount.source)} shows no block device of this machine"
 
 
-def _name(path: Path | str) -> str:
-    """The name as JSON can hold it: bytes that are no UTF-8 are escapes."""
+def as_text(path: Path | str) -> str:
+    """A name, or a word of a command, as JSON can hold it: bytes that are no UTF-8 are escapes."""
     return os.fsencode(path).decode(errors="backslashreplace")
 
 

@@ -5,15 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Annotated, Final, get_args
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES, Directories
 from io_daemon.command.sizes import parse_bytes
-from io_daemon.config import EngineName
+from io_daemon.config import EngineName, is_text
+from io_daemon.errors import ConfigError
 from io_daemon.policy.step_trace import shipped_names
 from io_daemon.shared.protocol import PAGE_BYTES
 
 DEFAULT_SIZE_BYTES: Final = 8 << 30
+
+
+def _text(name: str) -> str:
+    if not is_text(name):
+        raise ConfigError("trace", ascii(name), "is no UTF-8, which reports are: give the file another name")
+    return name
 
 
 class StepSettings(BaseModel):
@@ -22,7 +29,7 @@ class StepSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     directories: Directories
-    trace: str
+    trace: Annotated[str, AfterValidator(_text)]
     """A file, or the name of a trace that ships with the package."""
     engine: EngineName | None = None
     """None, also below: what a sweep found best here, else the daemon's default."""

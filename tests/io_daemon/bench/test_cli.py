@@ -85,6 +85,16 @@ def test_json_is_the_documented_report(tmp_path: Path, capsys: pytest.CaptureFix
     assert list(tmp_path.iterdir()) == []
 
 
+def test_words_that_are_no_text_are_found_before_or_told_as_escapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not when all is measured, and nothing of it is left."""
+    monkeypatch.setattr(sys, "argv", ["io-daemon", "bench", "io", "--html", "\udcff.html"])
+    code, output, _ = run(capsys, "bench", "io", tmp_path, *SHORT, "--json")
+    assert code == 0
+    assert json.loads(output)["command"][-1] == "\\xff.html"
+
+
 def test_a_page_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "report.html"
     directory = tmp_path / "swap"
@@ -176,6 +186,7 @@ def test_bad_data_is_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[
         (("io", "{}", "--engine", "warp"), 2, "invalid choice"),
         (("sweep", "{}", "--engines", "warp"), 2, "--engines = 'warp': should be 'io_uring'"),
         (("io", "{}", "--baseline", "{}/none.json"), 2, "--baseline = "),
+        (("step", "{}", "--trace", "\udcff"), 2, "--trace = "),
         (("io", "{}", *SHORT, "--inject-fault", "errno_read:0:5"), 1, "errno 5"),
     ],
 )
