@@ -29,6 +29,8 @@ from io_daemon.policy.transfers import Transfer, Transfers
 from io_daemon.shared.protocol import IoEnd
 from io_daemon.shared.states import ObjectFlags, ObjectState
 
+DIRTY_PASSED_MAX: Final = 64
+"""So many dirty objects are passed over in one search for frames: bounds its time, as writes are under way already."""
 LOOK_AHEAD_STEPS_MAX: Final = 32
 """Accesses examined in one event: bounds the event's time."""
 
@@ -244,8 +246,8 @@ class HostTier:
             return True
         self._short_at = self._cursor.tick
         passed_over: list[SwapObject] = []
-        above = after
-        while self.free_frames < num_frames and (victim := self._order.pop_above(above)) is not None:
+        above, dirty_left = after, DIRTY_PASSED_MAX
+        while self.free_frames < num_frames and dirty_left and (victim := self._order.pop_above(above)) is not None:
             if victim.next_use <= after:
                 passed_over.append(victim)  # it is to be overwritten, but it needs its frames before these are needed
             elif not victim.flags & _DIRTY:
@@ -254,6 +256,7 @@ class HostTier:
                 self._transfers.swap_out(victim, demand=demand)
             else:
                 passed_over.append(victim)
+                dirty_left -= 1
                 above = STREAMING + max(after, self._pointer)
         for item in passed_over:
             self._rest(item)

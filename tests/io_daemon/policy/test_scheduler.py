@@ -688,6 +688,19 @@ def test_an_access_does_not_look_at_all_that_is_clean_ahead_of_what_is_dirty() -
     assert many <= 1.5 * few, f"{few} lines among 16 frames, {many} among 256"
 
 
+def test_a_lease_that_waits_for_a_write_does_not_look_at_all_that_is_dirty() -> None:
+    """Of a first pass everything is, and each lease that was short of frames passed over all of it."""
+
+    def work(num_frames: int) -> int:
+        tenant = tenant_of(num_frames, *[ONE] * (num_frames + 1))
+        for chunk in range(num_frames):
+            write(tenant, chunk)
+        return lines_run(lambda: tenant.acquire(num_frames, write=1))
+
+    few, many = work(128), work(512)
+    assert many <= 1.5 * few, f"{few} lines among 128 frames, {many} among 512"
+
+
 def test_unregistering_one_chunk_does_not_look_at_the_others() -> None:
     def work(num_chunks: int) -> int:
         tenant = tenant_of(4, *[TWO_KINDS] * num_chunks)
