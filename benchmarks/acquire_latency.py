@@ -14,7 +14,6 @@ import json
 import multiprocessing
 import os
 import socket
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe_machine
 from benchmarks.place import add_directory
+from io_daemon.command.scratch import scratch_directory
 from io_daemon.rank.client import Client
 from io_daemon.rank.process import DaemonProcess
 from io_daemon.serve.startup import raise_priority
@@ -156,7 +156,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     num_cores = len(os.sched_getaffinity(0))
     load_before = os.getloadavg()[0]
     with (
-        tempfile.TemporaryDirectory(dir=arguments.swap_dir, prefix="acquire-latency-") as directory,
+        scratch_directory("acquire-latency-", arguments.swap_dir) as directory,
         DaemonProcess(swap_dirs=[directory], options=["--engine", arguments.engine]) as daemon,
         bare_echo(str(daemon.socket.parent / "echo")) as bare,
     ):

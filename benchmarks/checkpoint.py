@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Callable
@@ -34,6 +33,7 @@ from benchmarks.place import add_directory
 from benchmarks.side import Side, keep_results
 from infinity.commands.demo.footprint import FootprintSampler, process_tree, pss_bytes
 from infinity.files.direct import BLOCK_BYTES, BlockWriter, open_direct, read_block
+from io_daemon.command.scratch import scratch_directory
 
 MIB = 1 << 20
 WIDTH = 1024
@@ -53,8 +53,8 @@ def main() -> None:
     parser.add_argument("--deepspeed-venv", type=Path, help="made where it is not there; without it, no DeepSpeed")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.swap_dir) as name:
-        figures = measure(Path(name), arguments.budget_mib * MIB, arguments.rounds, arguments.deepspeed_venv)
+    with scratch_directory("infinity-bench-", arguments.swap_dir) as directory:
+        figures = measure(directory, arguments.budget_mib * MIB, arguments.rounds, arguments.deepspeed_venv)
     print(json.dumps(figures, indent=2))
     keep_results("checkpoint", figures)
     raise SystemExit(0 if figures["peak_pss_bytes"] <= figures["limit_bytes"] else 1)

@@ -19,7 +19,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -38,6 +37,7 @@ from benchmarks.reactor_bandwidth import Target
 from benchmarks.side import RESULTS, Side, keep_results, spread
 from benchmarks.worker_options import DTYPES
 from io_daemon._native import ENGINES
+from io_daemon.command.scratch import scratch_directory
 from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH
 
 WARM_UP_STEPS: Final = 4
@@ -65,8 +65,7 @@ class Floor:
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     shape = GPTShape(d_model=arguments.d_model, num_layers=arguments.num_layers, sequence=arguments.sequence)
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.swap_dir) as name, _bar() as progress:
-        directory = Path(name)
+    with scratch_directory("infinity-bench-", arguments.swap_dir) as directory, _bar() as progress:
         setting, searched = DeepSpeedSetting(arguments.sub_group_numel, arguments.buffer_count), {}
         if arguments.search_deepspeed:
             searched = search(arguments, directory, progress)

@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import statistics
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -27,6 +26,7 @@ from rich.table import Table
 
 from benchmarks.machine import describe_machine
 from benchmarks.place import add_directory
+from io_daemon.command.scratch import scratch_directory
 from io_daemon.rank.client import Client
 from io_daemon.rank.process import DaemonProcess
 from io_daemon.shared.protocol import ChunkSpec, ObjectKind
@@ -117,7 +117,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
     alone: list[dict[str, float]] = []
     beside: list[dict[str, float]] = []
     with (
-        tempfile.TemporaryDirectory(dir=arguments.swap_dir, prefix="fairness-") as directory,
+        scratch_directory("fairness-", arguments.swap_dir) as directory,
         DaemonProcess(swap_dirs=[directory], options=["--engine", arguments.engine]) as daemon,
     ):
         socket = str(daemon.socket)

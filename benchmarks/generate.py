@@ -14,7 +14,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -31,6 +30,7 @@ from benchmarks.place import add_directory
 from benchmarks.pretrained import pss_now
 from benchmarks.side import keep_results
 from infinity.commands.demo.footprint import process_tree
+from io_daemon.command.scratch import scratch_directory
 
 MIB: Final = 1 << 20
 RATIO_MIN: Final = 1.5
@@ -185,8 +185,8 @@ def main() -> int:
     if arguments.side:
         worker(arguments.side, arguments)
         return 0
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.dir) as name:
-        found = measure(arguments, Path(name))
+    with scratch_directory("infinity-bench-", arguments.dir) as directory:
+        found = measure(arguments, directory)
     keep_results("generate", {"host_budget_mib": arguments.host_budget_mib, **found})
     print(f"{found['parameters']:,} parameters in bf16, host budget {arguments.host_budget_mib} MiB")
     for side, rates in found["tokens_per_second"].items():

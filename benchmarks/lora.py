@@ -15,7 +15,6 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any, Final
@@ -29,6 +28,7 @@ from benchmarks.side import keep_results
 from infinity.commands.demo.footprint import FootprintSampler, process_tree, pss_bytes
 from infinity.files.entry import Entry
 from infinity.files.export import Export
+from io_daemon.command.scratch import scratch_directory
 
 MIB: Final = 1 << 20
 ROOT: Final = Path(__file__).resolve().parents[1]
@@ -142,8 +142,8 @@ def main() -> int:
     parser.add_argument("--num-layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--steps", type=int, default=4)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.dir) as name:
-        found = measure(arguments, Path(name))
+    with scratch_directory("infinity-bench-", arguments.dir) as directory:
+        found = measure(arguments, directory)
     keep_results("lora", {"host_budget_mib": arguments.host_budget_mib, **found})
     print(f"{found['parameters']:,} parameters, host budget {arguments.host_budget_mib} MiB, losses {found['losses']}")
     print(f"  peak PSS {found['peak_pss_bytes'] / 1e6:.0f} MB, allowed {found['allowed_bytes'] / 1e6:.0f}")

@@ -17,7 +17,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
 from collections import defaultdict
 from pathlib import Path
 from typing import Any, Final
@@ -34,6 +33,7 @@ from benchmarks.side import keep_results
 from benchmarks.step_prediction import record_trace
 from io_daemon.bench.steps.step import run_step
 from io_daemon.bench.steps.step_settings import StepSettings
+from io_daemon.command.scratch import scratch_directory
 from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH
 from io_daemon.policy.residency import PlanRequest, plan
 from io_daemon.policy.step_trace import StepTrace, load
@@ -230,8 +230,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.swap_dir) as name:
-        directory = Path(name)
+    with scratch_directory("infinity-bench-", arguments.swap_dir) as directory:
         results: dict[str, Any] = {
             "machine": describe_machine(directory),
             "budgets": [measure_budget(arguments, directory, mib) for mib in arguments.host_budget_mib],

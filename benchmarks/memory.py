@@ -12,8 +12,6 @@ import argparse
 import json
 import os
 import sys
-import tempfile
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -24,6 +22,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.place import add_directory
 from benchmarks.side import Side, keep_results, spread
 from infinity.commands.demo.footprint import DeviceBytes, process_tree
+from io_daemon.command.scratch import scratch_directory
 
 MIB = 1 << 20
 WARM_UP_STEPS = 2
@@ -46,8 +45,7 @@ def relative_error(measured: int, reported: int) -> float:
 
 def measure_depth(arguments: argparse.Namespace, num_layers: int) -> dict[str, Any]:
     """Train one model and return its figures."""
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.swap_dir) as name:
-        directory = Path(name)
+    with scratch_directory("infinity-bench-", arguments.swap_dir) as directory:
         swap_dir = directory / "swap"
         swap_dir.mkdir()
         options = ["--swap-dir", str(swap_dir), "--num-layers", str(num_layers), "--threads", str(arguments.threads)]

@@ -13,7 +13,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from typing import Any, Final
@@ -23,6 +22,7 @@ from torch import nn
 
 import infinity
 from benchmarks.place import add_directory
+from io_daemon.command.scratch import scratch_directory
 
 WIDTH: Final = 64
 TURNS: Final = 7
@@ -112,9 +112,9 @@ def main() -> int:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     found: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(dir=arguments.swap_dir) as swap_dir:
+    with scratch_directory("infinity-bench-", arguments.swap_dir) as swap_dir:
         for name, build in MODELS.items():
-            found[name] = measure(build, swap_dir)
+            found[name] = measure(build, str(swap_dir))
             if not arguments.json:
                 shown = ", ".join(f"{kind} {ratio:.2f}" for kind, ratio in found[name]["ratio"].items())
                 print(f"{name}: plain {found[name]['seconds']['plain']:.4f} s; {shown}", flush=True)

@@ -18,7 +18,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections import OrderedDict
@@ -38,6 +37,7 @@ from infinity.engine import Engine
 from infinity.files.directory import WeightsDirectory
 from infinity.files.entry import Entry
 from infinity.files.export import Export
+from io_daemon.command.scratch import scratch_directory
 
 MIB = 1 << 20
 SIZES = {"small": GPTShape(d_model=1536, num_layers=10), "large": GPTShape(d_model=2048, num_layers=24)}
@@ -191,12 +191,11 @@ def same(one: Path, other: Path) -> bool:
 
 
 def measure(size: str, arguments: argparse.Namespace) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.dir) as name:
-        directory = Path(name)
+    with scratch_directory("infinity-bench-", arguments.dir) as directory:
         (directory / "swap").mkdir()
         make_weights(SIZES[size], directory / "weights")
         make_deepspeed_checkpoint(SIZES[size], directory / "deepspeed")
-        command_line = [sys.executable, "-P", "-m", "benchmarks.pretrained", "--worker", size, "--dir", name]
+        command_line = [sys.executable, "-P", "-m", "benchmarks.pretrained", "--worker", size, "--dir", str(directory)]
         command_line += ["--host-budget-mib", str(arguments.host_budget_mib)]
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
         ended = subprocess.run(command_line, stdout=subprocess.PIPE, text=True, check=True, env=environment)

@@ -13,9 +13,7 @@ import json
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from pathlib import Path
 from statistics import median
 from typing import Any, Final
 
@@ -24,6 +22,7 @@ from benchmarks.machine import describe_machine
 from benchmarks.memory import reported_bytes
 from benchmarks.place import add_directory
 from benchmarks.side import keep_results, spread
+from io_daemon.command.scratch import scratch_directory
 
 MIB: Final = 1 << 20
 WARM_UP_STEPS: Final = 2
@@ -62,14 +61,14 @@ def worker(arguments: argparse.Namespace) -> None:
 
 def run_ranks(num_ranks: int, arguments: argparse.Namespace) -> dict[str, Any]:
     """All ranks' bytes a step, and the step of the slowest."""
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.swap_dir) as name:
-        (Path(name) / "swap").mkdir()
+    with scratch_directory("infinity-bench-", arguments.swap_dir) as directory:
+        (directory / "swap").mkdir()
         words = [sys.executable, "-P", "-m", "infinity", "run", "--nproc-per-node", str(num_ranks), __file__]
-        words += ["--worker", "--swap-dir", name, "--num-layers", str(arguments.num_layers)]
+        words += ["--worker", "--swap-dir", str(directory), "--num-layers", str(arguments.num_layers)]
         words += ["--steps", str(arguments.steps), "--host-budget-mib", str(arguments.host_budget_mib)]
         environment = {**os.environ, "PYTHONPATH": os.getcwd()}
         subprocess.run(words, check=True, env=environment, stdout=subprocess.DEVNULL, timeout=arguments.timeout)
-        ranks = [json.loads((Path(name) / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
+        ranks = [json.loads((directory / f"rank{rank}.json").read_text()) for rank in range(num_ranks)]
     found: dict[str, Any] = {
         way: median(sum(figures) for figures in zip(*([step[way] for step in steps] for steps in ranks), strict=True))
         for way in ("bytes_read", "bytes_written")

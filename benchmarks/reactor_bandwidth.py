@@ -15,7 +15,6 @@ import shutil
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -28,6 +27,7 @@ from rich.table import Table
 
 from benchmarks.place import add_directory
 from io_daemon._native import ENGINES, Reactor, Region, checksum, checksum_portable
+from io_daemon.command.scratch import scratch_directory
 
 FIO_ENGINES: Final = {"io_uring": "io_uring", "libaio": "libaio", "posix": "psync"}
 REQUEST_BLOCKS: Final = 4
@@ -206,8 +206,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if shutil.which("fio") is None:
         print("fio is not installed: there is nothing to compare with", file=sys.stderr)
         return 2
-    with tempfile.TemporaryDirectory(dir=options.directory) as directory:
-        path = Path(directory) / "target"
+    with scratch_directory("infinity-bench-", options.directory) as directory:
+        path = directory / "target"
         path.touch()
         os.truncate(path, options.file_bytes)
         figures = measure(path, options)

@@ -21,7 +21,6 @@ import re
 import shutil
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -31,6 +30,7 @@ from benchmarks.machine import free_port
 from benchmarks.place import add_directory
 from benchmarks.script_rows import ENVIRONMENT, EXAMPLES, OUT, Row, furnish, rows
 from benchmarks.side import RESULTS, keep_results
+from io_daemon.command.scratch import scratch_directory
 
 LOSSES: Final = ("losses", "resumed", "following", "again", "eval_loss", "tokens")
 """What the scripts print, or the loop's report has; of tokens 0 differ, or it does not hold."""
@@ -63,13 +63,13 @@ class Contender:
         words = row.words if words is None else words
         if self._meets and row.meets and num_ranks > 1:
             words = ("meet.py", *words)
-        with tempfile.TemporaryDirectory(dir=self._directory) as name:
-            furnish(Path(name), self._model)
-            answer = self._once(_launch(launcher, num_ranks), words, Path(name))
+        with scratch_directory("script-", self._directory) as directory:
+            furnish(directory, self._model)
+            answer = self._once(_launch(launcher, num_ranks), words, directory)
             if row.resumed and "error" not in answer:
-                shutil.rmtree(Path(name) / OUT / "checkpoint-6")  # over which the real one cannot save under NVMe
+                shutil.rmtree(directory / OUT / "checkpoint-6")  # over which the real one cannot save under NVMe
                 words = (*words, "--resume_from_checkpoint", f"{OUT}/checkpoint-3")
-                answer = self._once(_launch(launcher, num_ranks), words, Path(name))
+                answer = self._once(_launch(launcher, num_ranks), words, directory)
             return answer
 
     def _once(self, launch: Sequence[str], words: Sequence[str], directory: Path) -> dict[str, Any]:
@@ -218,8 +218,8 @@ def main() -> int:
     python = prepare_venv(options.deepspeed_venv, () if options.packages else extras)
     theirs = environment_of(python) | ({"PYTHONPATH": str(options.packages)} if options.packages else {})
     lines = []
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=options.dir) as name:
-        directory, model = Path(name), Path(name) / "model"
+    with scratch_directory("infinity-bench-", options.dir) as directory:
+        model = directory / "model"
         if options.model is None:
             subprocess.run([sys.executable, EXAMPLES / "text.py", model], check=True, capture_output=True)
         else:

@@ -14,7 +14,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
@@ -32,6 +31,7 @@ from benchmarks.side import REPOSITORY, Side, keep_results, spread
 from io_daemon.bench.result import StepResult
 from io_daemon.bench.steps.step import run_step
 from io_daemon.bench.steps.step_settings import StepSettings
+from io_daemon.command.scratch import scratch_directory
 
 MIB: Final = 1 << 20
 BUDGETS_MIB: Final = (512, 1024)
@@ -157,8 +157,7 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="infinity-bench-", dir=arguments.swap_dir) as name:
-        directory = Path(name)
+    with scratch_directory("infinity-bench-", arguments.swap_dir) as directory:
         results: dict[str, Any] = {
             "threads": arguments.threads,
             "budgets": [measure_budget(arguments, directory, mib) for mib in arguments.host_budget_mib],
