@@ -16,6 +16,7 @@ from torch import nn
 from infinity.engine.runtime import Runtime
 from infinity.errors import ConfigError, EngineStateError
 from infinity.plan.leaves import ModuleKind, get_leaf_modules, is_meant, set_leaf_modules, unset_leaf_modules
+from infinity.plan.registered import modules, named_modules, parameters
 from infinity.weights.ended import Ended
 from infinity.weights.owners import owner_of
 from io_daemon.shared.protocol import ObjectKind
@@ -187,21 +188,21 @@ def z3_leaf_module(model: nn.Module) -> bool:
 def z3_leaf_parameter(model: nn.Parameter) -> bool:
     """Whether the parameter, of an engine's model, belongs to a marked module."""
     owner = _runtime_of(model)
-    return owner is not None and any(own is model for leaf in owner.sharded.leaves for own in leaf.parameters())
+    return owner is not None and any(own is model for leaf in owner.sharded.leaves for own in parameters(leaf))
 
 
 def _any(model: nn.Module, kinds: Sequence[ModuleKind]) -> bool:
     """Whether any of the kinds means a module of the model."""
-    return any(is_meant(module, kind) for kind in kinds for module in model.modules())
+    return any(is_meant(module, kind) for kind in kinds for module in modules(model))
 
 
 def _mark(
     model: nn.Module, wanted: list[str], fits: Callable[[str, str], bool], flag: bool, raise_if_not_found: bool
 ) -> tuple[list[nn.Module], list[str]]:
-    found = {name: module for name, module in model.named_modules() if any(fits(name, want) for want in wanted)}
+    found = {name: module for name, module in named_modules(model) if any(fits(name, want) for want in wanted)}
     missing = [want for want in wanted if not any(fits(name, want) for name in found)]
     if missing and raise_if_not_found:
-        names = ", ".join(name for name, _ in model.named_modules() if name)
+        names = ", ".join(name for name, _ in named_modules(model) if name)
         raise ConfigError("leaf modules", missing, f"no module is named so: there are {names}")
     change = set_leaf_modules if flag else unset_leaf_modules
     return (change(model, list(found.values())) if found else []), missing

@@ -12,6 +12,8 @@ from typing import Any
 
 from torch import nn
 
+from infinity.plan.registered import parameters
+
 
 class DeepSpeedZeRoOffload:
     """The hooks of a model at stage 3."""
@@ -21,7 +23,7 @@ class DeepSpeedZeRoOffload:
         self.forward_hooks: list[Any] = []
         self.backward_hooks: list[Any] = []
         self._coordinator = Coordinator()
-        for param in module.parameters():
+        for param in parameters(module):
             if hasattr(param, "ds_id"):
                 vars(param).setdefault("ds_active_sub_modules", set())
         vars(module)["ds_external_parameters"] = _external_parameters

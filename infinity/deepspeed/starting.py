@@ -27,6 +27,7 @@ from infinity.deepspeed.raw_config import raw_config, section_of
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
 from infinity.errors import ConfigError
+from infinity.plan.registered import named_parameters
 from infinity.update.optimizer import ShardedOptimizer
 from infinity.update.schedules import SCHEDULES
 
@@ -110,7 +111,7 @@ def initialize(
         raise ConfigError("mpu", type(mpu).__name__, "there is no model parallelism: pass the plain module without it")
     if mesh_param is not None:
         raise ConfigError("mesh_param", mesh_param, "there is no sequence parallelism: leave it out")
-    for name, param in model.named_parameters():
+    for name, param in named_parameters(model):
         if is_moe_param(param):
             remedy = "there is no expert parallelism: every rank has every expert, leave allreduce=False out"
             raise ConfigError(f"{name}.allreduce", False, remedy)

@@ -40,6 +40,7 @@ from infinity.errors import ConfigError, EngineStateError
 from infinity.files.aside import remove
 from infinity.observe.monitors import Monitor
 from infinity.plan.precision import DTYPES
+from infinity.plan.registered import named_parameters, parameters
 from infinity.states import StepPhase
 from infinity.weights.owners import owner_of
 from infinity.zero import OffloadStateTypeEnum
@@ -406,7 +407,7 @@ class DeepSpeedEngine(Engine):
 
     def holds(self, model: nn.Module) -> bool:
         """Whether weights of ``model`` are this engine's."""
-        return any(owner_of(param) is self._runtime for param in model.parameters())
+        return any(owner_of(param) is self._runtime for param in parameters(model))
 
     def module_state_dict(
         self,
@@ -418,7 +419,7 @@ class DeepSpeedEngine(Engine):
         """The module's own state dict. Its sharded weights can be read inside ``zero.GatheredParameters``."""
         given = {} if destination is None else {"destination": destination}
         state: dict[str, Any] = self.module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
-        for name, param in self.module.named_parameters() if exclude_frozen_parameters else ():
+        for name, param in named_parameters(self.module) if exclude_frozen_parameters else ():
             if not param.requires_grad:
                 del state[f"{prefix}{name}"]
         return state

@@ -1,4 +1,4 @@
-"""The modules and parameters that are registered in a module, whatever its class answers.
+"""The modules, parameters and buffers that are registered in a module, whatever its class answers.
 
 A class may override ``parameters()``, ``children()`` and the like, most often to hide what is frozen from an optimizer.
 Its forward uses the others nevertheless, and a state dict has them: they are placed and sharded like all.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import nn
 
 
@@ -47,3 +48,13 @@ def named_parameters(
                 continue
             seen.add(id(param))
             yield f"{prefix}.{own}" if prefix else own, param
+
+
+def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those that a state dict leaves out, too."""
+    seen: set[int] = set()
+    for prefix, each in named_modules(module):
+        for own, buffer in each._buffers.items():
+            if buffer is not None and id(buffer) not in seen:
+                seen.add(id(buffer))
+                yield f"{prefix}.{own}" if prefix else own, buffer

@@ -12,7 +12,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infinity.errors import ConfigError
-from infinity.plan.registered import modules, named_modules, named_parameters
+from infinity.plan.registered import modules, named_buffers, named_modules, named_parameters
 from infinity.weights.owners import Owner, owner_of, users_class
 from infinity.weights.promises import check_promise
 
@@ -56,7 +56,7 @@ def refuse_without_values(model: nn.Module) -> None:
     for name, param in named_parameters(model):
         if param.is_meta:
             check_promise(name, param)
-    for name, buffer in model.named_buffers():
+    for name, buffer in named_buffers(model):
         if buffer.is_meta:
             raise ConfigError(
                 f"model.{name}",

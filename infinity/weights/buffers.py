@@ -18,7 +18,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from infinity.errors import WeightsError
-from infinity.plan.registered import modules, named_modules, named_parameters, parameters
+from infinity.plan.registered import modules, named_buffers, named_modules, named_parameters, parameters
 from infinity.tiers.collectives import Collectives
 
 _MIXES: Final = re.compile("dtype|scalar type")
@@ -145,7 +145,7 @@ def _mixed_dtypes_in(model: nn.Module, inputs: object, error: RuntimeError) -> W
     if isinstance(error, WeightsError) or not _MIXES.search(str(error)):
         return None
     narrow = {param.dtype for param in parameters(model)} & {torch.bfloat16, torch.float16}
-    fp32 = [name for name, buffer in model.named_buffers() if buffer.dtype is torch.float32]
+    fp32 = [name for name, buffer in named_buffers(model) if buffer.dtype is torch.float32]
     given = (each.dtype for each in tree_leaves(inputs) if isinstance(each, torch.Tensor))
     if not narrow or not fp32 or torch.float32 in given:
         return None

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import infinity
 import infinity.deepspeed as deepspeed
+from infinity.deepspeed import utils
 from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO
 from infinity.errors import ConfigError, EngineStateError, WeightsError
 from tests.support.ranks import run_ranks
@@ -99,6 +100,36 @@ def test_a_model_keeps_its_weights_when_its_engine_was_let_go_of(stage: int) -> 
         output = model(batches[0])
     assert torch.equal(model(batches[0]), output)
     assert losses + _train(_start(model, _config(stage)), batches[2:]) == expected
+
+
+class _Hiding(nn.Module):
+    """Shows an optimizer nothing that is frozen, under names of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.head = nn.Linear(64, 64).requires_grad_(False), nn.Linear(64, 64)
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([("only", self)])
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([(f"only.{name}", param) for name, param in self.head.named_parameters()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.base(x))
+
+
+def test_what_a_model_hides_is_found_where_it_is_registered() -> None:
+    model = _Hiding()
+    assert utils.set_z3_leaf_modules(model, [nn.Linear]) == [model.base, model.head]
+    assert utils.z3_leaf_module(model.head)
+    assert utils.unset_z3_leaf_modules(model, [nn.Linear]) == [model.base, model.head]
+    first = _start(model, _config(0))
+    assert set(first.module_state_dict(exclude_frozen_parameters=True)) == {"head.weight", "head.bias"}
+    model.named_parameters = lambda *args, **kwargs: iter([])  # type: ignore[method-assign, misc]
+    assert first.holds(model)
+    del model.named_parameters
+    first.destroy()
 
 
 def _go_over(config: Config) -> None:
