@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import Any
 
@@ -119,12 +120,15 @@ class Saving:
 
     def gathered(self, mine: Files, histories: Histories) -> tuple[Files, Merged]:
         """The files of all ranks, and by name what the optimizer's rule keeps for each parameter that was stepped: a
-        rank without a part of a parameter has only that it was. Collective."""
-        files: Files = {}
+        rank without a part of a parameter has only that it was. Collective; what neighbours have alike, as most do, is
+        sent once, and merged once for all ranks that sent the same."""
+        runs = tuple((history, len(list(alike))) for history, alike in groupby(histories))
+        sent = self._collectives.gather_objects((mine, runs), "gather the checkpoint's files")
+        files = {name: file for theirs, _ in sent for name, file in theirs.items()}
         merged: Merged = {}
-        for each, theirs in self._collectives.gather_objects((mine, histories), "gather the checkpoint's files"):
-            files |= each
-            for param, history in zip(self._runtime.sharded.params, theirs, strict=False):
+        for each in dict.fromkeys(runs for _, runs in sent):
+            in_full = chain.from_iterable(repeat(history, count) for history, count in each)
+            for param, history in zip(self._runtime.sharded.params, in_full, strict=False):
                 if history is not None:
                     merged[param.name] = max(history, merged.get(param.name, ()), key=len)
         return files, merged
