@@ -128,7 +128,7 @@ class UnshardedParameter(OwnedParameter):
     """The weights are here, for the length of a module's call, or for good."""
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return nn.Parameter(self.detach(), requires_grad=self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+        return super(OwnedParameter, self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
     @property
     def ds_status(self) -> ZeroParamStatus:

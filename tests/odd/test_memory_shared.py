@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import ctypes
+import pickle
 from typing import Any
 
 import numpy as np
@@ -10,7 +12,7 @@ import torch
 
 import infinity
 from tests.odd.nets import ROWS, WIDTH, Net, square
-from tests.support.cases import DEFAULT, EACH, NVME, STAGE_2, WHOLE, Case, Cases
+from tests.support.cases import DEFAULT, EACH, NVME, STAGE_2, STAGE_2_BF16, WHOLE, Case, Cases
 
 cases = Cases(__name__)
 SETTINGS = (DEFAULT, STAGE_2, EACH, WHOLE, NVME)
@@ -153,6 +155,33 @@ def arrays_are_read(world: Any) -> None:
     for step in range(2):
         one(world, engine, step)
         world.observe("arrays", [torch.from_numpy(p.data.numpy().copy()) for p in model.parameters()])
+
+
+@cases(settings=(DEFAULT, EACH, STAGE_2, STAGE_2_BF16, WHOLE), writes=True)
+def a_shallow_copy_is_written(world: Any) -> None:
+    """It is another parameter of the same memory."""
+    model = Net()
+    engine = world.initialize(model)
+    one(world, engine)
+    for param in told(model):
+        with torch.no_grad():
+            copy.copy(param).mul_(0.5)
+    one(world, engine, 1)
+    one(world, engine, 2)
+
+
+@cases(settings=(DEFAULT, STAGE_2, STAGE_2_BF16, WHOLE), must="equal")
+def a_copy_has_the_users_attributes(world: Any) -> None:
+    """A shallow one, and one that was pickled."""
+    model = Net()
+    for param in told(model):
+        param.gain = 0.5
+    engine = world.initialize(model)
+    one(world, engine)
+    for param in told(model):
+        for copied in (copy.copy(param), pickle.loads(pickle.dumps(param))):
+            world.observe("kind", (type(copied).__name__, copied.requires_grad, dict(copied.__dict__)))
+            world.observe("scaled", copied.detach() * copied.gain)
 
 
 @cases.parametrized()
