@@ -18,11 +18,13 @@ from typing import Any, Final, Protocol
 from weakref import WeakSet
 
 import torch
+from torch.autograd.graph import increment_version
 
 from infinity.weights import placeholder, shard_copies
 from infinity.weights.access import param_behind, raw, watch_data
-from infinity.weights.owners import known_owner_of, refuse_memory
+from infinity.weights.owners import known_owner_of, owner_of, refuse_memory
 from infinity.weights.param import ShardedParam
+from infinity.weights.saved_tensors import source_of_cast
 
 _tensor: Any = torch.Tensor
 _torchs_numpy: Any = torch.Tensor.numpy
@@ -104,8 +106,10 @@ def _reaching(torchs: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _take(tensor: torch.Tensor) -> Any:
-    """``tensor.data``. Torch's has a count of writes of its own; of a view of weights that are here it has theirs."""
-    return _torchs_data.__get__(tensor) if _lender_of(tensor) is None else tensor.detach()
+    """``tensor.data``. Torch's has a count of writes of its own; of a view of weights that are here, or of a cast of
+    sharded ones, it has theirs."""
+    is_counted = _lender_of(tensor) is not None or _is_of_cast(tensor)
+    return tensor.detach() if is_counted else _torchs_data.__get__(tensor)
 
 
 def _give(taking: torch.Tensor, given: Any) -> None:
@@ -116,7 +120,20 @@ def _give(taking: torch.Tensor, given: Any) -> None:
             is_another = placeholder.identity_of(taking) != placeholder.identity_of(given)
         if is_another:
             found[1].lend_memory()
+    is_written = _is_of_cast(taking)
     _torchs_data.__set__(taking, given)
+    if is_written:
+        increment_version(taking)
+
+
+def _is_of_cast(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a view of a cast of sharded weights, which backward makes anew unless it was written."""
+    if param_behind(tensor) is not None:
+        return False
+    with raw():
+        source = source_of_cast(tensor if tensor._base is None else tensor._base)
+    owner = None if source is None else owner_of(source)
+    return owner is not None and owner.shards_weights
 
 
 def _lender_of(tensor: torch.Tensor) -> tuple[Lender, ShardedParam] | None:

@@ -39,6 +39,8 @@ class SavedCast(NamedTuple):
 
     weights: SavedWeights
     """The weights of the whole parameter."""
+    written: torch.Tensor
+    """Empty, with the cast's count of writes: one after this would be lost where the weights are cast anew."""
     dtype: torch.dtype
     size: torch.Size
     stride: tuple[int, ...]
@@ -110,6 +112,8 @@ class SavedTensors:
             if isinstance(packed, SavedWeights):
                 return self._view(packed)
             if isinstance(packed, SavedCast):
+                if packed.written._version:
+                    raise _written_cast(packed)
                 return self._view(packed.weights).to(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
             if outer is None:
                 raise AssertionError(f"{type(packed).__name__} was packed by nobody")
@@ -154,13 +158,18 @@ class SavedTensors:
 
     def find_cast(self, whole: torch.Tensor) -> ShardedParam | None:
         """The parameter that ``whole`` is a cast of, as it lies."""
-        node = whole.grad_fn
-        if node is None or node.name() != "ToCopyBackward0" or whole._version:
-            return None
-        param = self._params.get(id(getattr(node.next_functions[0][0], "variable", None)))
+        param = None if whole._version else self._params.get(id(source_of_cast(whole)))
         if param is None or whole.device != param.device or whole.stride() != param.layout.stride():
             return None
         return param
+
+
+def source_of_cast(tensor: torch.Tensor) -> torch.Tensor | None:
+    """The leaf that the tensor was cast from, if autograd knows it for a cast of one."""
+    node = tensor.grad_fn
+    if node is None or node.name() != "ToCopyBackward0":
+        return None
+    return getattr(node.next_functions[0][0], "variable", None)
 
 
 def stale_weights(name: str) -> WeightsError:
@@ -170,6 +179,15 @@ def stale_weights(name: str) -> WeightsError:
         "is needed for gradient computation and has been modified by an inplace operation, the optimizer's update or a "
         "write after that forward",
         "call backward before step() and before the write, or forward again",
+    )
+
+
+def _written_cast(saved: SavedCast) -> WeightsError:
+    """The error of a backward that needs a cast of weights which is to be made anew, and was written to."""
+    return WeightsError(
+        saved.weights.param.name,
+        f"was cast to {saved.dtype}, and the cast was changed in place after forward had saved it",
+        "change the cast before its first use, or a copy of it, .clone()",
     )
 
 
@@ -211,7 +229,8 @@ class _Pack:
             return None
         self.owner._note_casts((param,))
         weights = SavedWeights(param, param.note_saved(), param.layout.size(), param.layout.stride(), 0)
-        return SavedCast(weights, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        lies = (tensor.size(), tensor.stride(), tensor.storage_offset())
+        return SavedCast(weights, _count_of(whole), tensor.dtype, *lies)
 
 
 class _PackForUser:
@@ -232,6 +251,14 @@ class _PackForUser:
     def _noted(self, packed: Any) -> Any:
         note = self.owner.note_of(packed) if isinstance(packed, torch.Tensor) else None
         return packed if note is None else note
+
+
+@transforms.apart
+def _count_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory that shares the given one's count of writes."""
+    count = tensor.detach()
+    placeholder.put(count, tensor.new_empty(0))
+    return count
 
 
 def unchanged(saved: SavedTensor) -> torch.Tensor:

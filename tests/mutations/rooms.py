@@ -202,7 +202,12 @@ WEIGHTS: Final = Room(
             ODD + "test_state_dicts.py",
         ],
         "admission.py": [W + "test_admission.py", PROGRAMS, T + "test_refusals.py", ODD + "test_dtypes.py"],
-        "arrays.py": [W + "test_arrays.py", *USES, ODD + "test_memory_shared.py"],
+        "arrays.py": [
+            W + "test_arrays.py",
+            *USES,
+            ODD + "test_memory_shared.py",
+            ODD + "test_saved_activations.py",
+        ],
         "autocast.py": [W + "test_cast_once.py", T + "test_torch_autocast.py", *USES, ODD + "test_dtypes.py"],
         "buffers.py": [W + "test_buffers.py", W + "test_buffer_dtypes.py", T + "test_ranks.py"],
         "dispatcher.py": [W + "test_dispatcher.py", W + "test_access.py", *USES],

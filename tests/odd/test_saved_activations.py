@@ -12,7 +12,7 @@ from torch.autograd.graph import allow_mutation_on_saved_tensors, save_on_cpu, s
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square, trains
-from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, GROUPED_BF16, NVME, Case, Cases
+from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, GROUPED_BF16, NVME, STAGE_2, Case, Cases
 from tests.support.functions import MadeAgain
 from tests.support.world import Setting
 
@@ -482,6 +482,42 @@ def a_cast_from_before_an_update(world: Any) -> None:
     for step in range(3):
         world.backward(engine, square(engine(batch(world, step))), retain_graph=True)
         engine.step()
+
+
+def halve(cast: Tensor) -> None:
+    cast.data.mul_(0.5)
+
+
+def take_signs(cast: Tensor) -> None:
+    cast.data = cast.data.sign()
+
+
+def negate_a_row(cast: Tensor) -> None:
+    cast[0].data.neg_()
+
+
+def quantised(change: Callable[[Tensor], None], *, late: bool) -> None:
+    """A straight-through estimator changes what it cast, out of autograd's sight, before it is used or afterwards."""
+
+    def rule(net: Any, x: Tensor) -> Any:
+        weight = net.a.weight.to(torch.float64)
+        if not late:
+            change(weight)
+        y = F.linear(x.double(), weight)
+        if late:
+            change(weight)
+        return net.b(y.to(x.dtype))
+
+    def script(world: Any) -> None:
+        trains(world, Rule(rule))
+
+    script.__name__ = f"a_cast_through_data_{'after' if late else 'before'}_its_use_{change.__name__}"
+    cases(also=(STAGE_2, NVME), must="either" if late else "equal")(script)
+
+
+for _change in (halve, take_signs, negate_a_row):
+    quantised(_change, late=False)
+    quantised(_change, late=True)
 
 
 @cases.parametrized()
