@@ -12,15 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache, wraps
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
 
 from infinity.errors import WeightsError
 from infinity.weights import placeholder, transforms
+from infinity.weights.owners import users_class
 from infinity.weights.param import ShardedParam
 
+_torchs_save: Any = FunctionCtx.save_for_backward
+_torchs_saved: Any = BackwardCFunction.saved_tensors
 Hooks = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
@@ -71,6 +76,7 @@ class SavedTensors:
         note_casts: Callable[[Iterable[ShardedParam]], None],
     ) -> None:
         self._params, self._resident, self._bring, self._note_casts = params, resident, bring, note_casts
+        watch_contexts()
 
     def around_call(self) -> AbstractContextManager[None]:
         """Hooks for a call of a module from outside, or for one operation."""
@@ -162,6 +168,36 @@ class SavedTensors:
         if param is None or whole.device != param.device or whole.stride() != param.layout.stride():
             return None
         return param
+
+
+@cache
+def watch_contexts() -> None:
+    """Torch gives a custom function what it saved back, the very objects; where hooks are, tensors that Python knows
+    nothing of. For the life of the process they have what was set on what they were saved as, and its class if that was
+    a parameter. (They are not the parameter, whose memory may be elsewhere when compiled code asks for it.)"""
+    contexts: Any = FunctionCtx
+    contexts.save_for_backward = _save
+    BackwardCFunction.saved_tensors = property(_saved, doc=_torchs_saved.__doc__)  # type: ignore[assignment]
+
+
+@wraps(_torchs_save)
+def _save(context: Any, *tensors: torch.Tensor | None) -> None:
+    context._known_of_saved = [
+        (users_class(tensor) if isinstance(tensor, torch.nn.Parameter) else None, tensor.__dict__)
+        if isinstance(tensor, torch.Tensor)
+        else (None, {})
+        for tensor in tensors
+    ]
+    _torchs_save(context, *tensors)
+
+
+def _saved(context: Any) -> Any:
+    saved = _torchs_saved.__get__(context)
+    for tensor, (kind, attributes) in zip(saved, getattr(context, "_known_of_saved", ()), strict=False):
+        if type(tensor) is torch.Tensor and not transforms.is_inside():
+            tensor.__class__ = kind or torch.Tensor
+            tensor.__dict__ = attributes
+    return saved
 
 
 def source_of_cast(tensor: torch.Tensor) -> torch.Tensor | None:

@@ -64,6 +64,63 @@ def a_custom_function_saves_a_weight(world: Any) -> None:
     trains(world, Rule(lambda net, x: SavesForBackward.apply(x, net.a.weight)))
 
 
+class Gained(nn.Parameter):
+    """A class of the user's, with a method of its own."""
+
+    gain: float
+
+    def doubled(self) -> float:
+        return 2 * self.gain
+
+
+class ScalesTheGradient(SavesForBackward):
+    """As kernels of quantised layers do: what they need to know of a weight hangs on it, and what they find does."""
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        _x, weight = ctx.saved_tensors
+        by_x, by_weight = SavesForBackward.backward(ctx, *gradients)
+        weight.num_passes += 1
+        return by_x * weight.gain, by_weight * weight.doubled() if isinstance(weight, nn.Parameter) else None
+
+
+def scaled(name: str, *, trained: bool) -> None:
+    def script(world: Any) -> None:
+        model = Rule(lambda net, x: ScalesTheGradient.apply(x, net.a.weight))
+        model.a.weight = Gained(model.a.weight.detach(), requires_grad=trained)
+        model.a.weight.gain, model.a.weight.num_passes = 0.75, 0
+        trains(world, model)
+        world.observe("passes", model.a.weight.num_passes)
+
+    script.__name__ = name
+    cases(also=(STAGE_2, NVME), must="equal")(script)
+
+
+scaled("a_custom_function_reads_attributes_of_a_weight_that_it_saved", trained=True)
+scaled("a_custom_function_reads_attributes_of_a_frozen_weight_that_it_saved", trained=False)
+
+
+@cases(must="equal")
+def a_custom_function_reads_attributes_of_what_it_saved(world: Any) -> None:
+    """Of an activation, of a view of a weight, and of what it made itself."""
+
+    class ReadsThem(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Any, rows: Any) -> Any:
+            made: Any = x.sign()
+            x.scale, rows.scale, made.scale = 0.5, 0.25, 2.0
+            ctx.save_for_backward(x, rows, None, made)
+            return x @ rows.t()
+
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            (gradient,) = gradients
+            x, rows, _none, made = ctx.saved_tensors
+            return gradient @ rows * (rows.scale * made.scale), gradient.t() @ (x * x.scale + made)
+
+    trains(world, Rule(lambda net, x: ReadsThem.apply(x * 1, net.a.weight[:])))
+
+
 @cases(must="equal")
 def tensors_are_made_of_a_weights_kind(world: Any) -> None:
     """As scripts older than ``new_zeros`` make their hidden states, from a weight that is in memory or is not."""
