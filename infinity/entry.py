@@ -73,7 +73,8 @@ def initialize(
     Args:
         model: built plainly or under ``Init``. Its parameters are sharded in place; rank 0's values are everyone's.
         config: DeepSpeed's JSON dialect, as a dict or a path; ``infinity config keys`` lists it.
-        model_parameters: parameters, or dicts with their own hyper-parameters, for the optimizer of the config.
+        model_parameters: parameters, (name, parameter) with each, or dicts with their own hyper-parameters, for the
+            optimizer of the config.
         optimizer: a torch optimizer instead of the config's, any that treats each element by itself; its groups are
             taken over and shared.
         lr_scheduler: a scheduler on ``optimizer``, or a function from the engine's optimizer to one.
@@ -217,13 +218,25 @@ def _optimizer(
         return sharded_from_torch(optimizer, dtype=dtype)
     if config.optimizer is None:
         raise ConfigError("optimizer", None, 'write {"type": "AdamW", "params": {"lr": ...}}, or pass an optimizer')
-    params = list(model_parameters) if model_parameters is not None else list(model.parameters())
-    if params and not isinstance(params[0], dict):
-        params = [param for param in params if param.requires_grad]
+    params = _to_train(model.parameters() if model_parameters is None else model_parameters)
     if not params:
         raise ConfigError("model_parameters", [], "no parameter is trainable: there is nothing to optimize")
     names = {id(param): name for name, param in named_parameters(model)}
     return sharded_from_config(config.optimizer, params, dtype=dtype, names=names)
+
+
+def _to_train(given: object) -> list[Any]:
+    """Parameters that train, or (name, parameter) with them, or dicts, as optimizers of torch's take them."""
+    remedy = "pass parameters, (name, parameter) with each, or dicts with these under params; a list of one for one"
+    if isinstance(given, torch.Tensor | Mapping | str) or not isinstance(given, Iterable):
+        raise ConfigError("model_parameters", type(given).__name__, remedy)
+    found = list(given)
+    if all(isinstance(each, dict) for each in found):
+        return found
+    for each in found:
+        if not isinstance(each[-1] if isinstance(each, tuple) and each else each, torch.Tensor):
+            raise ConfigError("model_parameters", f"with {type(each).__name__}", remedy)
+    return [each for each in found if (each[-1] if isinstance(each, tuple) else each).requires_grad]
 
 
 def _note_left_out(layout: Layout, optimizer_groups: Sequence[int]) -> None:

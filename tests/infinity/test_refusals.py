@@ -51,6 +51,36 @@ def test_a_parameter_of_another_model() -> None:
     assert_untouched(module)
 
 
+@pytest.mark.parametrize(
+    "given",
+    [
+        lambda module: module[0].weight,
+        lambda module: {"params": module.parameters()},
+        lambda module: dict(module.named_parameters()),
+        lambda module: module,
+        lambda module: [name for name, _ in module.named_parameters()],
+        lambda module: [(), *module.parameters()],
+        lambda module: [module[0].weight, {"params": module[1].parameters()}],
+        lambda module: 3,
+    ],
+)
+def test_what_an_optimizer_does_not_take_for_parameters(given: Callable[[nn.Sequential], Any]) -> None:
+    module = model()
+    with pytest.raises(ConfigError, match=r"model_parameters = .*pass parameters, \(name, parameter\)"):
+        infinity.initialize(model=module, model_parameters=given(module), config=CONFIG)
+    assert_untouched(module)
+
+
+def test_parameters_may_come_with_their_names() -> None:
+    module = model()
+    module[1].requires_grad_(False)
+    with infinity.initialize(model=module, model_parameters=module.named_parameters(), config=CONFIG)[0] as engine:
+        optimizer: Any = engine.optimizer
+        (group,) = optimizer.param_groups
+        assert group["param_names"] == ["0.weight", "0.bias"]
+        assert [param is own for param, own in zip(group["params"], module[0].parameters(), strict=True)] == [True] * 2
+
+
 def test_an_optimizer_with_no_sharded_form() -> None:
     module = model()
     optimizer = torch.optim.Adafactor(module.parameters(), lr=0.1)
