@@ -16,7 +16,7 @@ from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, specs
 
 @contextmanager
 def handling(handler: Callable[..., None]) -> Iterator[None]:
-    """SIGUSR1 is handled so."""
+    """SIGUSR1 is handled so. (Ctrl-C is ignored where tests run in a script's background.)"""
     before = signal.signal(signal.SIGUSR1, handler)
     try:
         yield
@@ -24,14 +24,14 @@ def handling(handler: Callable[..., None]) -> Iterator[None]:
         signal.signal(signal.SIGUSR1, before)
 
 
-def when_asked(client: Client, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def when_asked(client: Client, monkeypatch: pytest.MonkeyPatch) -> None:
     """The signal comes once, when the next question has been asked and its answer is waited for."""
     channel = client._connection._channel
     receive = channel.receive
 
     def interrupted(**arguments: Any) -> Any:
         monkeypatch.undo()
-        signal.raise_signal(number)
+        signal.raise_signal(signal.SIGUSR1)
         return receive(**arguments)
 
     monkeypatch.setattr(channel, "receive", interrupted)
@@ -40,8 +40,11 @@ def when_asked(client: Client, monkeypatch: pytest.MonkeyPatch, number: int) -> 
 def test_an_answer_that_nobody_waited_for_is_nobody_elses(
     daemon: ServedDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with daemon.attached() as client:
-        when_asked(client, monkeypatch, signal.SIGINT)
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with daemon.attached() as client, handling(interrupt):
+        when_asked(client, monkeypatch)
         with pytest.raises(KeyboardInterrupt):
             client.register(specs(3))
         with pytest.raises(DaemonLostError, match="`register` of the I/O daemon was broken off by KeyboardInterrupt"):
@@ -61,7 +64,7 @@ def test_a_handler_that_asks_within_a_question_is_refused(
         refused.append(caught.value)
 
     with daemon.attached() as client, handling(ask):
-        when_asked(client, monkeypatch, signal.SIGUSR1)
+        when_asked(client, monkeypatch)
         assert client.stats().num_chunks == 0
         assert len(refused) == 1
         assert len(client.register(specs(2))) == 2, "each question had its own answer"
