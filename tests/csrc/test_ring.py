@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from io_daemon._native import WIRE_LAYOUT, CompletionRing, Region, SubmissionRing
+from tests.support.descriptors import open_fds
 from tests.support.reactor import make_region
 
 NUM_ENTRIES = 8
@@ -423,10 +424,10 @@ def test_two_processes_hand_entries_to_and_fro(wake_fd: int, consumer_wake: sock
 
 
 def test_rings_give_their_descriptors_back(region: Region, wake_fd: int, consumer_wake: socket.socket) -> None:
-    before = os.listdir("/proc/self/fd")
+    before = open_fds()
     ring = SubmissionRing(region, 0, NUM_ENTRIES, wake_fd, create=True)
     ring.prepare_sleep()
     push(ring, 1)
     assert select.select([consumer_wake], [], [], 0)[0] == [consumer_wake]
     del ring
-    assert os.listdir("/proc/self/fd") == before
+    assert open_fds() == before

@@ -6,7 +6,6 @@ once more in a process that finds a stub of it, which also plays the part of a G
 from __future__ import annotations
 
 import errno
-import gc
 import importlib.util
 import itertools
 import os
@@ -30,6 +29,7 @@ from io_daemon.bench.engines.factory import engine_problem, open_engine
 from io_daemon.bench.engines.ledger import Ledger, errno_of
 from io_daemon.errors import ConfigError, DeviceIOError
 from tests.support.block_io import BS, NUM_SLOTS, batch, check_own_slots, make_file, reap_all
+from tests.support.descriptors import open_fds
 from tests.support.reactor import DEADLINE_S, make_region
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -177,9 +177,8 @@ def test_every_batch_is_reported_whatever_failed_beside_it(order: tuple[int, ...
 
 
 def test_waiting_has_a_deadline_and_closing_ends_everything(start: Start) -> None:
-    gc.collect()  # what earlier tests left open is not counted
+    fds_before = open_fds()
     threads_before = set(threading.enumerate())
-    fds_before = len(os.listdir("/proc/self/fd"))
     engine = start()
     assert engine.reap(0.0) == []
     assert engine.reap(0.001) == []
@@ -190,7 +189,7 @@ def test_waiting_has_a_deadline_and_closing_ends_everything(start: Start) -> Non
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(2, *batch(0, 1))
     assert set(threading.enumerate()) == threads_before
-    assert len(os.listdir("/proc/self/fd")) == fds_before
+    assert open_fds() == fds_before
 
 
 def test_sync_covers_only_what_has_ended(start: Start) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import gc
 import itertools
 import mmap
 import os
@@ -26,6 +25,7 @@ from io_daemon.errors import DeviceIOError, SwapSpaceError
 from io_daemon.rank.connection import process_state
 from io_daemon.shared.protocol import PAGE_BYTES
 from io_daemon.shared.wire import SWAP_HEADER
+from tests.support.descriptors import open_fds
 
 HEADER = SwapHeader(
     job="job",
@@ -226,11 +226,6 @@ assert 3 << 20 <= blocks < 4 << 20, blocks
 def test_filesystems_are_told_apart() -> None:
     assert filesystem_of(Path("/proc/self")) == "proc"
     assert filesystem_of(Path("/")) not in ("", "unknown")
-
-
-def open_fds() -> set[str]:
-    gc.collect()  # what earlier tests left to the collector must not close in between
-    return set(os.listdir("/proc/self/fd"))
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, module: object, name: str, error_number: int, nth: int = 0) -> None:

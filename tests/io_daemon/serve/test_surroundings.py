@@ -23,6 +23,7 @@ from io_daemon.rank.socket_lock import SocketLock
 from io_daemon.serve import startup
 from io_daemon.shared.protocol import PAGE_BYTES
 from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
+from tests.support.descriptors import open_fds
 
 
 def test_a_directory_that_is_moved_away_keeps_its_tenants_and_gets_its_space_back(
@@ -95,10 +96,10 @@ def test_a_filesystem_without_locks_is_told_with_the_path(tmp_path: Path, monkey
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    before = os.listdir("/proc/self/fd")
+    before = open_fds()
     with pytest.raises(ConfigError, match=r"socket .*No locks available.*local filesystem"):
         SocketLock.take(tmp_path / "s")
-    assert len(os.listdir("/proc/self/fd")) == len(before)
+    assert open_fds() == before
 
 
 def test_limits_that_may_not_be_asked_for_stop_no_start(monkeypatch: pytest.MonkeyPatch) -> None:

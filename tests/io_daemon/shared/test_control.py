@@ -27,6 +27,7 @@ from io_daemon.shared.control import (
     encode,
 )
 from io_daemon.shared.patience import Patience
+from tests.support.descriptors import open_fds
 
 ATTACH = Attach(
     job="a-job_1.x", rank=3, num_frames=4, frame_bytes=8192, page_locked=False, swap_dirs=("/x", "/y"), chunks_max=9
@@ -177,13 +178,13 @@ def test_too_many_fds_are_refused_and_closed() -> None:
     left, right = socket.socketpair()
     receiver = Channel(right)
     pipe = os.pipe()
-    before = len(os.listdir("/proc/self/fd"))
+    before = len(open_fds())
     for _ in range(FDS_MAX // 2 + 1):
         socket.send_fds(left, [b"\x00"], list(pipe))
     with pytest.raises(errors.ProtocolError):
         receiver.receive(timeout_s=5)
     receiver.close()
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert len(open_fds()) == before - 1
     left.close()
     for fd in pipe:
         os.close(fd)
