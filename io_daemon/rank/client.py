@@ -20,8 +20,9 @@ from io_daemon.errors import ConfigError, ProtocolError, WorldError
 from io_daemon.machine.limits import naming_limits
 from io_daemon.machine.meminfo import arenas_bytes_max
 from io_daemon.policy.trace import Trace
-from io_daemon.rank.connection import Connection, M, process_state, refuse_within
+from io_daemon.rank.connection import Connection, M, process_state
 from io_daemon.rank.lease import Grant, Lease, describe, error_of
+from io_daemon.rank.turn import Turn
 from io_daemon.shared.arena import LockMemory, arena_bytes, create_arena, frame_offset
 from io_daemon.shared.bulk import as_memfd, pack_specs
 from io_daemon.shared.control import (
@@ -82,8 +83,7 @@ class Client:
         self._rank = rank
         self._attached: Attached | None = None
         self._next_seq = 1
-        self._submission = threading.RLock()
-        self._is_submitting = False
+        self._submission = Turn()
         self._leases: dict[int, Lease] = {}
         self._arrival = threading.Condition()
         self._arrived: dict[int, Cqe] = {}
@@ -310,25 +310,20 @@ class Client:
         filed meanwhile, so that the daemon finds room to answer."""
         self._check()
         patience = Patience(LEASE_TIMEOUT_S)
-        with self._submission:
-            refuse_within(self._is_submitting)
-            self._is_submitting = True
-            try:
-                seq = self._next_seq
-                if lease is not None:
-                    self._leases[seq] = lease
-                    self._awaited.add(seq)
-                while not self._sq.push(seq, opcode, 0, read, write, chunk, arg, dirty, dead):
-                    with self._arrival:
-                        if not self._reaping:
-                            self._file_arrivals()
-                    if self._connection.wait_lost(SUBMIT_RETRY_S):
-                        raise self._connection.lost("room in the submission ring")
-                    if not patience.slice_s():
-                        raise self._connection.lose(self._dump("room in the submission ring", LEASE_TIMEOUT_S))
-                self._next_seq = seq + 1
-            finally:
-                self._is_submitting = False
+        with self._submission.taken():
+            seq = self._next_seq
+            if lease is not None:
+                self._leases[seq] = lease
+                self._awaited.add(seq)
+            while not self._sq.push(seq, opcode, 0, read, write, chunk, arg, dirty, dead):
+                with self._arrival:
+                    if not self._reaping:
+                        self._file_arrivals()
+                if self._connection.wait_lost(SUBMIT_RETRY_S):
+                    raise self._connection.lost("room in the submission ring")
+                if not patience.slice_s():
+                    raise self._connection.lose(self._dump("room in the submission ring", LEASE_TIMEOUT_S))
+            self._next_seq = seq + 1
         return seq
 
     def _completion(self, seq: int, timeout_s: float) -> Cqe:

@@ -8,7 +8,6 @@ import os
 import select
 import socket
 import struct
-import threading
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Final, TypeVar
 from io_daemon.config import SOCKET_PATH_BYTES_MAX, is_text
 from io_daemon.disk.kernel_text import read_text
 from io_daemon.errors import ConfigError, DaemonLostError, ProtocolError, WorldError
+from io_daemon.rank.turn import Turn
 from io_daemon.shared.control import Channel, Ended, Fault, Hello, Message, Welcome, close_all
 from io_daemon.shared.patience import Patience
 from io_daemon.shared.protocol import PROTOCOL_VERSION
@@ -28,16 +28,6 @@ _REMEDY: Final = "what it held is lost: call the engine's destroy(), start again
 M = TypeVar("M", bound=Message)
 
 _open_connections: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-
-def refuse_within(is_under_way: bool) -> None:
-    """Raises WorldError in a signal's handler that asks within a call that it has interrupted, of the same thread: that
-    could not end before it."""
-    if is_under_way:
-        raise WorldError(
-            "a signal's handler needs the I/O daemon while the call that it has interrupted does: let the handler note "
-            "that the signal came, and do the rest between two steps"
-        )
 
 
 def peer_credentials(sock: socket.socket) -> tuple[int, int, int]:
@@ -102,9 +92,7 @@ class Connection:
         self.socket_path = socket_path
         self.daemon_pid = peer_credentials(channel.socket)[0]
         self._channel = channel
-        self._lock = threading.RLock()
-        self._is_asking = False
-        """A question waits for its answer."""
+        self._question = Turn()
         self.was_lost = False
         """Whether the daemon was found dead or hung, or ended this rank."""
         self._lost: WorldError | None = None
@@ -166,10 +154,8 @@ class Connection:
         """One question, one answer and the fds that came with it. Raises the daemon's typed error, or
         DaemonLostError when no answer comes within ``timeout_s``; after that the connection is of no more use."""
         what = type(message).__name__.lower()
-        with self._lock:
-            refuse_within(self._is_asking)
+        with self._question.taken():
             self.check()
-            self._is_asking = True
             try:
                 self._channel.send(message, fds, timeout_s=timeout_s)
                 item = self._channel.receive(timeout_s=timeout_s)
@@ -184,8 +170,6 @@ class Connection:
             except BaseException as error:  # what was sent, and what has come of an answer, is not known
                 self._end(DaemonLostError(f"`{what}` of the I/O daemon was broken off by {error!r}; {_REMEDY}"))
                 raise
-            finally:
-                self._is_asking = False
             if item is None:
                 raise self.lose(f"the I/O daemon at {self.socket_path} hung up instead of answering `{what}`")
             answer, answer_fds = item
@@ -204,12 +188,12 @@ class Connection:
 
     def lost(self, waiting_for: str, timeout_s: float = 1.0) -> WorldError:
         """``watch_fd`` has fired: the error that says why, with the daemon's last words if it left any."""
-        if not self._lock.acquire(timeout=timeout_s):
+        if not self._question.lock.acquire(timeout=timeout_s):
             return self.lose(f"the I/O daemon (pid {self.daemon_pid}) is gone; waited for: {waiting_for}; {_REMEDY}")
         try:
             return self._lost if self._lost is not None else self._last_words(waiting_for)
         finally:
-            self._lock.release()
+            self._question.lock.release()
 
     def check(self) -> None:
         """Raise if the daemon is already known to be lost."""
