@@ -24,7 +24,7 @@ from infinity.config.sections import ActivationCheckpointing
 from infinity.errors import ConfigError
 from infinity.tiers.activations import ActivationStore, Waiting
 from infinity.weights.param import memory_order
-from infinity.weights.saved_tensors import SavedTensor, unchanged
+from infinity.weights.saved_tensors import SavedTensor
 from io_daemon.shared.protocol import PAGE_BYTES
 
 __all__ = [
@@ -95,13 +95,6 @@ class _OnDisk:
         return values
 
 
-def _back(kept: Any) -> torch.Tensor:
-    if isinstance(kept, SavedTensor):
-        return unchanged(kept)
-    back: torch.Tensor = kept.back() if isinstance(kept, _Kept | _OnDisk) else kept
-    return back
-
-
 class Checkpointing:
     """Settings, and the memory that they ask for."""
 
@@ -134,7 +127,7 @@ class Checkpointing:
         settings = self.settings
         if not (settings.cpu_checkpointing or settings.contiguous_memory_optimization or self.store):
             return contextlib.nullcontext()
-        return saved_tensors_hooks(self._keep, _back)
+        return saved_tensors_hooks(self._keep, lambda kept: kept if isinstance(kept, torch.Tensor) else kept.back())
 
     def _keep(self, tensor: torch.Tensor) -> Any:
         """What waits where it is must be unchanged when it is needed, which torch looks at only where nobody hooks."""

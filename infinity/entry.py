@@ -233,10 +233,11 @@ def _to_train(given: object) -> list[Any]:
     found = list(given)
     if all(isinstance(each, dict) for each in found):
         return found
-    for each in found:
-        if not isinstance(each[-1] if isinstance(each, tuple) and each else each, torch.Tensor):
+    params = [each[-1] if isinstance(each, tuple) and each else each for each in found]
+    for each, param in zip(found, params, strict=True):
+        if not isinstance(param, torch.Tensor):
             raise ConfigError("model_parameters", f"with {type(each).__name__}", remedy)
-    return [each for each in found if (each[-1] if isinstance(each, tuple) else each).requires_grad]
+    return [each for each, param in zip(found, params, strict=True) if param.requires_grad]
 
 
 def _note_left_out(layout: Layout, optimizer_groups: Sequence[int]) -> None:

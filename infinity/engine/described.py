@@ -14,7 +14,7 @@ from infinity.engine.runtime import Runtime
 from infinity.errors import WeightsError
 from infinity.files.entry import is_shell
 from infinity.plan.precision import Precision
-from infinity.plan.registered import named_modules, named_parameters
+from infinity.plan.registered import named_buffers, named_modules, named_parameters
 from infinity.weights.param import memory_order
 from io_daemon.shared.protocol import ObjectKind
 
@@ -60,23 +60,24 @@ def described_groups(runtime: Runtime, optimizer: Optimizer | None) -> list[list
 def described_buffers(module: nn.Module) -> dict[str, tuple[TensorEntry, torch.Tensor]]:
     """Name -> entry and buffer; a shared one stands once. Raises WeightsError for one that is not dense."""
     found: dict[str, tuple[TensorEntry, torch.Tensor]] = {}
-    seen: set[int] = set()
-    for prefix, owner in named_modules(module):
-        for own, buffer in owner._buffers.items():
-            name = f"{prefix}.{own}" if prefix else own
-            if buffer is None or id(buffer) in seen or buffer.device.type == "meta":
-                continue
-            if buffer.layout is not torch.strided or buffer.is_quantized or is_shell(buffer.dtype):
-                raise WeightsError(name, "is a buffer that is not dense", "keep it in extra state, see get_extra_state")
-            entry = TensorEntry(
-                name=name,
-                shape=tuple(buffer.shape),
-                order=tuple(memory_order(buffer)),
-                persistent=own not in owner._non_persistent_buffers_set,
-                kinds={BUFFER: dtype_name(buffer.dtype)},
-            )
-            found[name] = entry, buffer
-            seen.add(id(buffer))
+    transient = {
+        f"{prefix}.{own}" if prefix else own
+        for prefix, owner in named_modules(module)
+        for own in owner._non_persistent_buffers_set
+    }
+    for name, buffer in named_buffers(module):
+        if buffer.device.type == "meta":
+            continue
+        if buffer.layout is not torch.strided or buffer.is_quantized or is_shell(buffer.dtype):
+            raise WeightsError(name, "is a buffer that is not dense", "keep it in extra state, see get_extra_state")
+        entry = TensorEntry(
+            name=name,
+            shape=tuple(buffer.shape),
+            order=tuple(memory_order(buffer)),
+            persistent=name not in transient,
+            kinds={BUFFER: dtype_name(buffer.dtype)},
+        )
+        found[name] = entry, buffer
     return found
 
 

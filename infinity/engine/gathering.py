@@ -71,12 +71,11 @@ class Gathering:
             whole_world = False  # nobody is there to agree with
             raise
         finally:
-            with transforms.outside():
-                try:
-                    if modifier_rank is not None and whole_world:
-                        self._keep(params, modifier_rank)
-                finally:
-                    changed, unseen = self._end(params, groups, writable=modifier_rank is not None)
+            try:
+                if modifier_rank is not None and whole_world:
+                    self._keep(params, modifier_rank)
+            finally:
+                changed, unseen = self._end(params, groups, writable=modifier_rank is not None)
         with transforms.outside():
             for param in changed:
                 self._written.settle(param)
@@ -144,6 +143,7 @@ class Gathering:
                 takes_over=not self._sharded.policy.shards_weights,
             )
 
+    @transforms.apart
     def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:
         changed = torch.tensor([param.is_written() for param in params], dtype=torch.uint8, device="cpu")
         what = f"agree which of {len(params)} gathered parameters were changed, and take what rank {modifier_rank} has"
@@ -157,6 +157,7 @@ class Gathering:
             self._written.keep(param, values)
             param.count_write()
 
+    @transforms.apart
     def _end(
         self, params: Sequence[ShardedParam], groups: Sequence[ParamGroup], *, writable: bool
     ) -> tuple[list[ShardedParam], list[ShardedParam]]:

@@ -426,7 +426,6 @@ class Runtime(owners.Owner):
         self.store.mark(TRAIN_TRACE if training else EVAL_TRACE)
         self.live_set.begin_pass(training=training)
 
-    @transforms.apart
     def _bring(self, param: ShardedParam) -> torch.Tensor:
         """Backward asks for weights that forward saved. Who has them has their memory, whatever becomes of them."""
         group = self.sharded.group_of[param.index]

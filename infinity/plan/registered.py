@@ -6,7 +6,8 @@ Its forward uses the others nevertheless, and a state dict has them: they are pl
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -41,20 +42,22 @@ def named_parameters(
     module: nn.Module, *, recurse: bool = True, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Under the names of ``nn.Module``'s own, in its order."""
-    seen: set[int] = set()
-    for prefix, each in named_modules(module, remove_duplicate=remove_duplicate) if recurse else [("", module)]:
-        for own, param in each._parameters.items():
-            if param is None or (remove_duplicate and id(param) in seen):
-                continue
-            seen.add(id(param))
-            yield f"{prefix}.{own}" if prefix else own, param
+    places = named_modules(module, remove_duplicate=remove_duplicate) if recurse else [("", module)]
+    return _named(places, "_parameters", remove_duplicate=remove_duplicate)
 
 
 def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that a state dict leaves out, too."""
+    return _named(named_modules(module), "_buffers", remove_duplicate=True)
+
+
+def _named(
+    places: Iterable[tuple[str, nn.Module]], registry: str, *, remove_duplicate: bool
+) -> Iterator[tuple[str, Any]]:
     seen: set[int] = set()
-    for prefix, each in named_modules(module):
-        for own, buffer in each._buffers.items():
-            if buffer is not None and id(buffer) not in seen:
-                seen.add(id(buffer))
-                yield f"{prefix}.{own}" if prefix else own, buffer
+    for prefix, each in places:
+        for own, tensor in getattr(each, registry).items():
+            if tensor is None or (remove_duplicate and id(tensor) in seen):
+                continue
+            seen.add(id(tensor))
+            yield f"{prefix}.{own}" if prefix else own, tensor

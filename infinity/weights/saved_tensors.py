@@ -57,6 +57,16 @@ class SavedTensor(NamedTuple):
     version: int | None
     """None: a view of a parameter, whose version says more than whether somebody wrote to it."""
 
+    def back(self) -> torch.Tensor:
+        """The tensor. Raises RuntimeError, as torch would, if somebody has written to it since."""
+        if self.version is not None and self.tensor._version != self.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an inplace operation: "
+                f"[{self.tensor.type()} {list(self.tensor.shape)}] is at version {self.tensor._version}; expected "
+                f"version {self.version} instead"
+            )
+        return self.tensor
+
 
 class SavedByUser(NamedTuple):
     """What the user's own hook made of a tensor."""
@@ -114,7 +124,7 @@ class SavedTensors:
     def _unpacker(self, outer: Hooks | None) -> Callable[[Any], torch.Tensor]:
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, SavedTensor):
-                return unchanged(packed)
+                return packed.back()
             if isinstance(packed, SavedWeights):
                 return self._view(packed)
             if isinstance(packed, SavedCast):
@@ -182,21 +192,20 @@ def watch_contexts() -> None:
 
 @wraps(_torchs_save)
 def _save(context: Any, *tensors: torch.Tensor | None) -> None:
-    context._known_of_saved = [
-        (users_class(tensor) if isinstance(tensor, torch.nn.Parameter) else None, tensor.__dict__)
-        if isinstance(tensor, torch.Tensor)
-        else (None, {})
-        for tensor in tensors
-    ]
+    context._known_of_saved = [_known_of(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
     _torchs_save(context, *tensors)
+
+
+def _known_of(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]]:
+    """The class and the attributes that it has when it comes back."""
+    return users_class(tensor) if isinstance(tensor, torch.nn.Parameter) else torch.Tensor, tensor.__dict__
 
 
 def _saved(context: Any) -> Any:
     saved = _torchs_saved.__get__(context)
-    for tensor, (kind, attributes) in zip(saved, getattr(context, "_known_of_saved", ()), strict=False):
-        if type(tensor) is torch.Tensor and not transforms.is_inside():
-            tensor.__class__ = kind or torch.Tensor
-            tensor.__dict__ = attributes
+    for tensor, known in zip(saved, getattr(context, "_known_of_saved", ()), strict=False):
+        if known is not None and type(tensor) is torch.Tensor and not transforms.is_inside():
+            tensor.__class__, tensor.__dict__ = known
     return saved
 
 
@@ -295,17 +304,6 @@ def _count_of(tensor: torch.Tensor) -> torch.Tensor:
     count = tensor.detach()
     placeholder.put(count, tensor.new_empty(0))
     return count
-
-
-def unchanged(saved: SavedTensor) -> torch.Tensor:
-    """The tensor. Raises RuntimeError, as torch would, if somebody has written to it since."""
-    if saved.version is not None and saved.tensor._version != saved.version:
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[{saved.tensor.type()} {list(saved.tensor.shape)}] is at version {saved.tensor._version}; expected "
-            f"version {saved.version} instead"
-        )
-    return saved.tensor
 
 
 @contextmanager
