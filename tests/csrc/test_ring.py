@@ -430,4 +430,4 @@ def test_rings_give_their_descriptors_back(region: Region, wake_fd: int, consume
     push(ring, 1)
     assert select.select([consumer_wake], [], [], 0)[0] == [consumer_wake]
     del ring
-    assert open_fds() == before
+    assert open_fds() <= before

@@ -189,7 +189,7 @@ def test_waiting_has_a_deadline_and_closing_ends_everything(start: Start) -> Non
     with pytest.raises(RuntimeError, match="closed"):
         engine.submit(2, *batch(0, 1))
     assert set(threading.enumerate()) == threads_before
-    assert open_fds() == fds_before
+    assert open_fds() <= fds_before
 
 
 def test_sync_covers_only_what_has_ended(start: Start) -> None:

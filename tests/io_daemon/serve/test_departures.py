@@ -6,7 +6,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import os
 import socket
 import subprocess
 import sys
@@ -27,6 +26,7 @@ from io_daemon.shared import control
 from io_daemon.shared.control import LENGTH, Ended, Hello, StatusRequest, Unregister, encode
 from io_daemon.shared.protocol import PROTOCOL_VERSION, Access
 from tests.support.daemon import DEADLINE_S, FRAME_BYTES, eventually, specs
+from tests.support.descriptors import held
 from tests.support.in_process import while_serving
 from tests.support.raw_rank import RawRank
 
@@ -193,14 +193,9 @@ WAYS: list[Callable[[str], None]] = [
 ]
 
 
-def held() -> Counter[str]:
-    """Descriptors by what they are, mappings of ours, and objects of the daemon's by their types."""
-    found: Counter[str] = Counter()
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError):
-            found[os.readlink(f"/proc/self/fd/{name}").rstrip("0123456789[]:")] += 1
-    maps = Path("/proc/self/maps").read_text()
-    found["mappings"] = maps.count("infinity-") + maps.count(".swap")
+def all_held() -> Counter[str]:
+    """What the process holds, and objects of the daemon's by their types."""
+    found = held()
     for each in gc.get_objects():
         name = f"{type(each).__module__}.{type(each).__name__}"
         if name.startswith(OURS):
@@ -248,14 +243,14 @@ def test_however_a_connection_ends_nothing_of_it_stays(
             gc.collect()
             gc.disable()
             try:
-                before = held()
+                before = all_held()
                 for _ in range(TURNS):
                     turn(socket_path)
                 extra: Counter[str] = Counter()
 
                 def nothing_more() -> bool:
                     nonlocal extra
-                    extra = held() - before
+                    extra = all_held() - before
                     return not extra
 
                 with contextlib.suppress(AssertionError):

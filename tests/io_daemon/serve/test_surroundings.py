@@ -99,7 +99,7 @@ def test_a_filesystem_without_locks_is_told_with_the_path(tmp_path: Path, monkey
     before = open_fds()
     with pytest.raises(ConfigError, match=r"socket .*No locks available.*local filesystem"):
         SocketLock.take(tmp_path / "s")
-    assert open_fds() == before
+    assert open_fds() <= before
 
 
 def test_limits_that_may_not_be_asked_for_stop_no_start(monkeypatch: pytest.MonkeyPatch) -> None:

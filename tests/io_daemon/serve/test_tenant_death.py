@@ -15,6 +15,7 @@ import pytest
 from io_daemon.errors import DaemonLostError
 from io_daemon.rank.client import Client
 from tests.support.daemon import DEADLINE_S, WEIGHT, ServedDaemon, chunk_is_intact, eventually, specs, write_chunk
+from tests.support.descriptors import held
 
 RANK = """
 import ctypes, os, sys
@@ -136,16 +137,12 @@ def test_a_clean_end_is_over_when_close_returns(daemon: ServedDaemon) -> None:
 
 
 def test_a_client_leaves_no_fds_and_no_mappings_in_its_own_process(daemon: ServedDaemon) -> None:
-    def ours() -> tuple[int, int]:
-        maps = Path("/proc/self/maps").read_text()
-        return len(os.listdir("/proc/self/fd")), maps.count("infinity-")
-
     gc.collect()  # what earlier tests left, which must not go in between
-    before = ours()
+    before = held()
     with daemon.attached() as client:
         client.echo()
     del client
-    assert ours() == before
+    assert not held() - before
 
 
 def test_the_same_rank_may_attach_twice(daemon: ServedDaemon) -> None:
