@@ -104,8 +104,8 @@ def test_the_launcher_of_ranks_runs_nothing_of_the_working_directory(tmp_path: P
     [
         *((infinity_main, words) for words in ("", "run", "demo", "doctor", "trace", "config", "config check",
                                                "config keys", "config schema")),
-        *((io_daemon_main, words) for words in ("", "serve", "status", "gc", "bench", "bench io", "bench sweep",
-                                                "bench step", "bench compare")),
+        *((io_daemon_main, words) for words in ("", "serve", "status", "top", "fsck", "gc", "bench", "bench io",
+                                                "bench sweep", "bench step", "bench compare")),
     ],
 )  # fmt: skip
 def test_every_help_screen_says_what_the_command_does_in_words_for_its_user(

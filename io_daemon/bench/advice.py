@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from io_daemon.bench.report.sheet import METRIC_NAMES, setting_of
-from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import CompareResult, IoResult, SweepResult
 from io_daemon.bench.settings import TRAINING_READ_PERCENT, IoSettings
+from io_daemon.command.units import block_text
 
 READ_BYTES_PER_PARAM, WRITE_BYTES_PER_PARAM = 16, 14
 """Exact fp32 Adam with 16-bit weights, nothing kept in memory: 2 + 2 + 12 read, 2 + 12 written a step."""

@@ -24,7 +24,6 @@ from io_daemon.bench.report.baseline import (
 )
 from io_daemon.bench.report.files import check_files, check_names, load_baseline
 from io_daemon.bench.report.table import print_report
-from io_daemon.bench.report.units import UNKNOWN
 from io_daemon.bench.result import IoResult, Report
 from io_daemon.bench.run import Observer, run_io
 from io_daemon.bench.settings import RW, TRAINING_READ_PERCENT, WRITE_LIMIT_BYTES, IoSettings
@@ -36,6 +35,7 @@ from io_daemon.command.interrupt import end_with, interruptible
 from io_daemon.command.options import parse_fault, parse_path, settings_from
 from io_daemon.command.outcome import EXIT_OK
 from io_daemon.command.sizes import parse_bytes, parse_seconds
+from io_daemon.command.units import UNKNOWN
 from io_daemon.config import UNLIMITED_BYTES
 from io_daemon.errors import ConfigError
 from io_daemon.machine.facts import as_text, describe_machine, package_version

@@ -19,10 +19,10 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from io_daemon.bench.fio import Figures, buffer_bytes, fio_version, run_fio
 from io_daemon.bench.job import open_buffers_for
-from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import CompareLine, ComparePair, CompareResult, IoResult
 from io_daemon.bench.run import Bench, Observer, Silent, cache_warnings, check_memory, open_bench, open_targets
 from io_daemon.bench.settings import WRITE_LIMIT_BYTES, Each, IoSettings, Rw, check_limit
+from io_daemon.command.units import block_text
 from io_daemon.config import UNLIMITED_BYTES, resolved
 from io_daemon.errors import ConfigError
 

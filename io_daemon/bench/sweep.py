@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from io_daemon._native import ENGINES, probe_engine
 from io_daemon.bench.engines.factory import REACTOR_ENGINES
-from io_daemon.bench.report.units import block_text
 from io_daemon.bench.result import IoResult, SweepFinalist, SweepReplay, SweepResult
 from io_daemon.bench.run import NothingMeasured, Observer, Silent, cache_warnings, open_bench, open_targets, run_io
 from io_daemon.bench.settings import (
@@ -26,6 +25,7 @@ from io_daemon.bench.settings import (
 from io_daemon.bench.steps.step_race import StepRace, race_problem, race_writes_at_most, run_race, runners_of
 from io_daemon.bench.sweep_plan import BLOCK_SIZES, DEPTHS, Cell, SweepPlan
 from io_daemon.bench.target import Target
+from io_daemon.command.units import block_text
 from io_daemon.config import EngineName
 from io_daemon.errors import ConfigError, DaemonLostError
 from io_daemon.machine.tuning import Tuning, remember

@@ -1,4 +1,4 @@
-"""``io-daemon serve | status | gc | bench``."""
+"""``io-daemon serve | status | top | fsck | gc | bench``."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from typing import Final, get_args
 
 from pydantic import ValidationError
 
+from io_daemon.command.fsck import check, lines
 from io_daemon.command.interrupt import quiet_interrupt
 from io_daemon.command.options import as_typed, parse_fault, parse_path, settings_from
-from io_daemon.command.outcome import EXIT_OK, outcome
-from io_daemon.command.sizes import parse_bytes, parse_timeout, shortened
+from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK, outcome
+from io_daemon.command.sizes import DIGITS_MAX, parse_bytes, parse_timeout, shortened
 from io_daemon.config import (
     BLOCK_BYTES,
     QUEUE_DEPTH,
@@ -23,6 +24,7 @@ from io_daemon.config import (
     ServeConfig,
     default_socket_path,
     first_problem,
+    resolved,
     socket_parents,
 )
 from io_daemon.disk.swap_dir import check_swap_dirs, reclaim
@@ -32,7 +34,7 @@ from io_daemon.machine.tuning import choose
 from io_daemon.rank.connection import Connection
 from io_daemon.rank.private_dir import remove_abandoned
 from io_daemon.shared.control import Status, StatusRequest
-from io_daemon.shared.metrics import size_text, status_lines
+from io_daemon.shared.metrics import DaemonStatus, size_text, status_lines
 
 AddCommands = Callable[[argparse.ArgumentParser], None]
 """Mounts sub-commands on a parser; called only where one of them was typed."""
@@ -68,6 +70,13 @@ def parse_or_auto(parse: Callable[[str], int]) -> Callable[[str], int | None]:
             raise argparse.ArgumentTypeError(f"{shortened(text)!r} is neither a number nor auto") from None
 
     return parsed
+
+
+def parse_count(text: str) -> int:
+    """The number counts from 1 on."""
+    if not (text.isdecimal() and len(text) <= DIGITS_MAX and int(text) > 0):
+        raise argparse.ArgumentTypeError(f"{shortened(text)!r} is no count: write 1, or more")
+    return int(text)
 
 
 def with_default_command(words: Sequence[str]) -> list[str]:
@@ -164,6 +173,31 @@ def _parser(words: Sequence[str], add_bench: AddCommands) -> argparse.ArgumentPa
     shape.add_argument("--prometheus", action="store_true", help="print in Prometheus' text format")
     status.set_defaults(run=_status, parser=status)
 
+    top = commands.add_parser(
+        "top",
+        help="watch what a running daemon does",
+        description="Show bytes, I/Os and accesses a second by directory and tenant, again and again, until Ctrl-C. "
+        "Exit code 3 if no daemon answers, or it ends.",
+    )
+    top.add_argument("--socket", type=parse_path, help=default_socket)
+    top.add_argument(
+        "--interval", type=parse_timeout, metavar="TIME", default=1.0, help="between two looks; default: 1s"
+    )
+    top.add_argument("--count", type=parse_count, metavar="N", help="end after so many; default: never")
+    top.add_argument("--json", action="store_true", help="print JSON, an object a line")
+    top.set_defaults(run=_top, parser=top)
+
+    fsck = commands.add_parser(
+        "fsck",
+        help="check the swap files in directories",
+        description="Tell of each swap file whose it is, whether its daemon runs, and whether it is whole; changes "
+        "nothing. Blocks are not read: a running daemon checks each one that it reads, and nobody needs a dead one's. "
+        "Exit code 1 if a file is damaged.",
+    )
+    _add_swap_dirs(fsck)
+    fsck.add_argument("--json", action="store_true", help="print JSON")
+    fsck.set_defaults(run=_fsck, parser=fsck)
+
     gc = commands.add_parser(
         "gc",
         help="remove what killed daemons left",
@@ -222,21 +256,39 @@ def _serve(arguments: argparse.Namespace) -> int:
     return asyncio.run(serve(config))
 
 
-def _status(arguments: argparse.Namespace) -> int:
+def _ask(arguments: argparse.Namespace) -> DaemonStatus:
     connection, _ = Connection.open(str(arguments.socket or default_socket_path()), timeout_s=10.0)
     try:
         answer, _ = connection.request(StatusRequest(), Status, timeout_s=10.0)
     finally:
         connection.close()
+    return answer.daemon
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    daemon = _ask(arguments)
     if arguments.json:
-        print(answer.daemon.model_dump_json(indent=2))
+        print(daemon.model_dump_json(indent=2))
     elif arguments.prometheus:
         from io_daemon.serve.exposition import exposition
 
-        print(exposition(answer.daemon), end="")
+        print(exposition(daemon), end="")
     else:
-        print("\n".join(status_lines(answer.daemon)))
+        print("\n".join(status_lines(daemon)))
     return EXIT_OK
+
+
+def _top(arguments: argparse.Namespace) -> int:
+    from io_daemon.command.top import watch  # only now: tables and screens take longer to import than the rest
+
+    watch(lambda: _ask(arguments), arguments.interval, arguments.count, as_json=arguments.json)
+    return EXIT_OK
+
+
+def _fsck(arguments: argparse.Namespace) -> int:
+    report = check(dict.fromkeys(resolved(path, "swap_dirs") for path in arguments.swap_dirs))
+    print(report.model_dump_json(indent=2) if arguments.json else "\n".join(lines(report)))
+    return EXIT_OK if report.is_well else EXIT_FAULT
 
 
 def _gc(arguments: argparse.Namespace) -> int:

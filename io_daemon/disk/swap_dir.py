@@ -159,15 +159,21 @@ def find_stale(directory: Path) -> list[StaleFile]:
         except OSError:
             continue  # gone meanwhile, a link, or not ours to read and write
         header = _header_of_ours(path, fd)
-        if header is None or header.owner.lives() or _is_elsewhere(path, header) or not _can_be_locked(path, fd):
+        if header is None or header.owner.lives() or _is_left_to(path, header) or not _can_be_locked(path, fd):
             os.close(fd)
         else:
             stale.append(StaleFile(path, fd, header))
     return stale
 
 
-def _is_elsewhere(path: Path, header: SwapHeader) -> bool:
-    if not header.owner.is_elsewhere() or filesystem_of(path) in LOCAL_FILESYSTEMS:
+def is_elsewhere(path: Path, header: SwapHeader) -> bool:
+    """Whether another machine alone knows if the file's owner lives."""
+    return header.owner.is_elsewhere() and filesystem_of(path) not in LOCAL_FILESYSTEMS
+
+
+def _is_left_to(path: Path, header: SwapHeader) -> bool:
+    """Whether it is for another machine to remove, which is said."""
+    if not is_elsewhere(path, header):
         return False
     log.warning(
         "%s: of daemon %d on another machine (%s), which shares this directory: left alone; if that daemon is dead, "

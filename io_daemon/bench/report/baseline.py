@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Final, NoReturn
 
 from io_daemon.bench.report.sheet import METRIC_NAMES, load_text
-from io_daemon.bench.report.units import latency_text, rate_text, seconds_text
 from io_daemon.bench.result import CompareResult, IoResult, Report, StepResult, SweepResult
+from io_daemon.command.units import latency_text, rate_text, seconds_text
 from io_daemon.errors import ConfigError
 from io_daemon.machine.facts import MachineFacts
 

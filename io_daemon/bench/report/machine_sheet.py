@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from io_daemon.bench.report.sheet import Sheet
-from io_daemon.bench.report.units import UNKNOWN, binary_bytes_text, decimal_bytes_text
+from io_daemon.command.units import UNKNOWN, binary_bytes_text, decimal_bytes_text
 from io_daemon.machine.block_device import BlockDevice, link_text
 from io_daemon.machine.drive_health import DriveHealth
 from io_daemon.machine.facts import DirectoryFacts, MachineFacts

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from io_daemon.bench.report.sheet import METRIC_NAMES, load_text, setting_of
-from io_daemon.bench.report.units import block_text, latency_text, rate_text, seconds_text
 from io_daemon.bench.result import (
     CompareLine,
     CompareResult,
@@ -27,6 +26,7 @@ from io_daemon.bench.result import (
     SweepResult,
     TimeSeries,
 )
+from io_daemon.command.units import block_text, latency_text, rate_text, seconds_text
 from io_daemon.config import ENGINES_BY_RANK
 from io_daemon.errors import ConfigError
 

@@ -8,17 +8,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final, Literal
 
-from io_daemon.bench.report.units import (
-    binary_bytes_text,
-    block_text,
-    count_text,
-    decimal_bytes_text,
-    latency_text,
-    number_text,
-    rate_text,
-    seconds_text,
-    share_text,
-)
 from io_daemon.bench.result import (
     CompareLine,
     CompareResult,
@@ -30,6 +19,17 @@ from io_daemon.bench.result import (
     SweepFinalist,
     SweepReplay,
     SweepResult,
+)
+from io_daemon.command.units import (
+    binary_bytes_text,
+    block_text,
+    count_text,
+    decimal_bytes_text,
+    latency_text,
+    number_text,
+    rate_text,
+    seconds_text,
+    share_text,
 )
 from io_daemon.config import BLOCK_BYTES, QUEUE_DEPTH
 from io_daemon.policy.step_trace import world_text

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final, NamedTuple
 
-from io_daemon.bench.report.units import seconds_text
+from io_daemon.command.units import seconds_text
 
 STALL_SHARE_HIDDEN: Final = 0.05
 """I/O counts as hidden when a step stalls for no more than this share."""

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from io_daemon.bench.report.units import block_text, seconds_text
 from io_daemon.bench.result import StepResult
 from io_daemon.bench.run import Observer, Silent, loop_warnings
 from io_daemon.bench.settings import FREE_SHARE_KEPT
@@ -24,6 +23,7 @@ from io_daemon.bench.steps.replay import Replay, StepFigures, writes_at_most
 from io_daemon.bench.steps.room import arena_room_bytes, disk_room_bytes
 from io_daemon.bench.steps.step_scale import is_fine, of_node, scaled, with_budget
 from io_daemon.bench.steps.step_settings import StepSettings
+from io_daemon.command.units import block_text, seconds_text
 from io_daemon.config import DaemonSettings
 from io_daemon.errors import BudgetError, ConfigError, SwapSpaceError
 from io_daemon.machine.cpu_load import AcceleratorLoad, CpuLoad, Load

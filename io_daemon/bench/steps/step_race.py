@@ -15,12 +15,12 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Final, NamedTuple
 
-from io_daemon.bench.report.units import block_text
 from io_daemon.bench.run import Observer
 from io_daemon.bench.steps.replay import Replay, writes_at_most
 from io_daemon.bench.steps.room import arena_room_bytes, disk_room_bytes
 from io_daemon.bench.steps.step_scale import scaled
 from io_daemon.bench.sweep_plan import Cell
+from io_daemon.command.units import block_text
 from io_daemon.config import DaemonSettings
 from io_daemon.machine.cpu_load import AcceleratorLoad, CpuLoad
 from io_daemon.policy.step_trace import StepTrace, load

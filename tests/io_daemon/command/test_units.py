@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from io_daemon.bench.report.units import (
+from io_daemon.command.units import (
     binary_bytes_text,
     block_text,
     decimal_bytes_text,
