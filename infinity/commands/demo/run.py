@@ -30,6 +30,7 @@ from io_daemon.command.options import parse_path
 from io_daemon.command.output_files import check_output
 from io_daemon.command.scratch import scratch_directory
 from io_daemon.disk.swap_dir import check_swap_dir
+from io_daemon.rank.process import DaemonProcess
 
 NUM_STEPS = 48
 DESCRIPTION = (
@@ -83,13 +84,17 @@ def _run(arguments: argparse.Namespace, swap_dir: Path) -> int:
     records: list[StepRecord] = []
     sampler = FootprintSampler(os.getpid(), swap_dir).start()
     try:
-        with TrainingProgress(console, settings.num_steps) as progress:
+        # a daemon of its own: one that runs here for others does not serve a directory that was made just now
+        with (
+            DaemonProcess(swap_dirs=[swap_dir]) as daemon,
+            TrainingProgress(console, settings.num_steps) as progress,
+        ):
 
             def on_step(record: StepRecord) -> None:
                 records.append(record)
                 progress.show(record)
 
-            train(settings, text, engine_config(settings, budget_bytes), on_step)
+            train(settings, text, engine_config(settings, budget_bytes, daemon.socket), on_step)
     finally:
         footprint = sampler.stop()
     summary = summarise(settings, num_parameters, records, unigram_entropy=entropy, footprint=footprint)

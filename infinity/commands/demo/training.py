@@ -106,7 +106,8 @@ def count_parameters(settings: Settings) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def engine_config(settings: Settings, budget_bytes: int) -> dict[str, Any]:
+def engine_config(settings: Settings, budget_bytes: int, socket: Path) -> dict[str, Any]:
+    """``socket``: of a daemon that serves the settings' directory."""
     offload = {"device": "nvme", "nvme_path": str(settings.swap_dir)}
     return {
         "train_micro_batch_size_per_gpu": settings.batch,
@@ -131,14 +132,14 @@ def engine_config(settings: Settings, budget_bytes: int) -> dict[str, Any]:
             "offload_param": offload,
             "offload_optimizer": offload,
         },
-        "io_daemon": {"host_budget_bytes": budget_bytes},
+        "io_daemon": {"socket": str(socket), "host_budget_bytes": budget_bytes},
     }
 
 
 def train(
     settings: Settings, text: torch.Tensor, config: dict[str, Any], on_step: Callable[[StepRecord], None]
 ) -> None:
-    """Train from construction to the last step; the engine, its daemon and its swap files are gone afterwards."""
+    """Train from construction to the last step; the engine and its swap files are gone afterwards."""
     torch.set_num_threads(compute_threads())
     torch.manual_seed(settings.seed)
     with infinity.Init(config_dict_or_path=config):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import mmap
@@ -11,11 +12,13 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from infinity.commands.demo import footprint as footprint_module
+from infinity.commands.demo import run
 from infinity.commands.demo.footprint import (
     DeviceBytes,
     Footprint,
@@ -37,6 +40,7 @@ from infinity.commands.demo.training import (
     host_budget_bytes,
     state_bytes,
 )
+from io_daemon.rank.client import Client
 from tests.support.daemon import DEADLINE_S, eventually
 from tests.support.signals import heed_signals
 
@@ -190,6 +194,23 @@ def test_demo_runs_from_the_command_line_and_leaves_nothing(tmp_path: Path) -> N
     assert figures["read_bytes_per_step"] > 0
     assert list(swap_dir.iterdir()) == []
     assert (tmp_path / "demo.png").is_file()
+
+
+def test_the_demo_has_a_daemon_of_its_own_whoever_runs_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that serves the node's jobs serves its own directories, and the demo's was made just now: it was refused."""
+
+    class EndedHereError(Exception):
+        pass
+
+    def train(settings: Settings, text: torch.Tensor, config: dict[str, Any], on_step: object) -> None:
+        with contextlib.closing(Client.connect(config["io_daemon"]["socket"], job="job", rank=0)) as client:
+            assert client.swap_dirs == (str(settings.swap_dir.resolve()),)
+        raise EndedHereError
+
+    monkeypatch.setenv("INFINITY_IO_SOCKET", str(tmp_path / "of-the-node"))
+    monkeypatch.setattr(run, "train", train)
+    with pytest.raises(EndedHereError):
+        run.main(["--swap-dir", str(tmp_path), "--out", str(tmp_path / "demo.png")])
 
 
 @pytest.mark.parametrize(("command", "number"), [("demo", signal.SIGTERM), ("plan", signal.SIGHUP)])
