@@ -12,7 +12,7 @@ from rich.console import Group
 from rich.live import Live
 from rich.table import Table
 
-from io_daemon.command.console import open_console
+from io_daemon.command.console import open_console, redraws
 from io_daemon.command.rates import DeviceRates, Rates, TenantRates, rates
 from io_daemon.command.units import UNKNOWN, binary_bytes_text, count_text, decimal_bytes_text, rate_text, share_text
 from io_daemon.shared.metrics import DaemonStatus
@@ -41,7 +41,7 @@ def _screen(*, as_json: bool) -> Iterator[Show]:
     console = open_console()
     if as_json:
         yield lambda _, found: print(found.model_dump_json(), flush=True)
-    elif not console.is_terminal:
+    elif not redraws(console):
         console.width = PIPE_WIDTH
         yield lambda now, found: console.print(_page(now, found))
     else:

@@ -11,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from infinity.commands.demo.training import StepRecord
+from io_daemon.command.console import redraws
 
 ROWS_SHOWN = 8
 COLUMNS = ("step", "loss", "tokens/s", "resident MB", "on NVMe MB", "read GB/s", "write GB/s", "    stalled")
@@ -46,7 +47,7 @@ class TrainingProgress:
             auto_refresh=False,
         )
         self._task = self._bar.add_task("training", total=num_steps)
-        self._live = Live(console=console, auto_refresh=False, transient=True) if console.is_terminal else None
+        self._live = Live(console=console, auto_refresh=False, transient=True) if redraws(console) else None
 
     def __enter__(self) -> Self:
         if self._live is not None:
