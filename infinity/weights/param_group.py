@@ -8,14 +8,14 @@ arena ever reaches autograd or the user.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Final
 
 import torch
 
 from infinity.errors import WorldError
-from infinity.plan.sharding import ChunkPlacement, GroupPlacement, Segment
+from infinity.plan.sharding import ChunkPlacement, GroupPlacement, ParamPlacement, Segment
 from infinity.states import SHARDED_TRANSITIONS, ShardedState, check_transition
 from infinity.tiers.base import Lease, ShardStore, spans
 from infinity.tiers.collectives import Collectives
@@ -330,11 +330,8 @@ class ParamGroup:
             self._collectives.all_gather(full, shard)
             by_rank = full.view(world_size, shard_numel)
             for param in self.placement.params:
-                for source in range(world_size):
-                    valid = param.valid_numel(source)
-                    start = source * param.shard_numel
-                    part = by_rank[source, param.offset : param.offset + valid]
-                    flats[param.param][start : start + valid].copy_(part)
+                for part, place in _by_rank(flats[param.param], by_rank, param):
+                    part.copy_(place)
 
     # Gradients
 
@@ -401,11 +398,9 @@ class ParamGroup:
         flats = self._flat_gradients()
         for placement in self.placement.params:
             flat = flats.get(placement.param)
-            if flat is None:
-                continue
-            for owner in range(num_shards):
-                valid, start = placement.valid_numel(owner), owner * placement.shard_numel
-                full[owner, placement.offset : placement.offset + valid].copy_(flat[start : start + valid])
+            if flat is not None:
+                for part, place in _by_rank(flat, full, placement):
+                    place.copy_(part)
         del flats
         if self._all_reduces:
             shard, work = full[rank], self._reductions.all_reduce_mean(full.view(-1))
@@ -437,6 +432,21 @@ class ParamGroup:
 
     def _go(self, state: ShardedState) -> None:
         self.state = check_transition(SHARDED_TRANSITIONS, self.state, state)
+
+
+def _by_rank(
+    flat: torch.Tensor, shards: torch.Tensor, param: ParamPlacement
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The parts of a parameter, ``flat`` [numel], each with its place in ``shards`` [ranks, numel of the group's
+    shard]: those of all ranks that have a whole one are one, [ranks, numel], so that a thousand ranks cost what two
+    do."""
+    columns = shards[:, param.offset : param.offset + param.shard_numel]
+    num_whole, rest = divmod(param.numel, max(param.shard_numel, 1))
+    first = num_whole * param.shard_numel
+    if num_whole:
+        yield flat[:first].view(num_whole, param.shard_numel), columns[:num_whole]
+    if rest:
+        yield flat[first:], columns[num_whole, :rest]
 
 
 def _copy_segments(pieces: Sequence[torch.Tensor], segments: Sequence[Segment], target_of: Target) -> None:

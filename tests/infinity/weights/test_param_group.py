@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.commands.absent_peers import AbsentPeers
 from infinity.plan.sharding import NORM_BLOCK
 from infinity.tiers.collectives import Collectives
 from infinity.weights import access
@@ -413,6 +414,20 @@ def test_ranks_get_their_part_of_the_mean(world_size: int) -> None:
         present = [ramps(1.0 + rank)[param] for rank in range(world_size) if not (param == 1 and rank == 0)]
         expected = torch.stack([gradient / world_size for gradient in present]).sum(0)
         assert torch.equal(whole, expected)
+
+
+def test_a_thousand_ranks_cost_a_gather_and_a_reduction_what_two_do() -> None:
+    """In lines run: each parameter was copied once for each rank, there and back."""
+
+    def work(world_size: int) -> int:
+        shards = written(AbsentPeers(world_size))
+        (group,) = shards.groups
+        give(shards, ramps())
+        return lines_run(group.wait_for_unshard, "infinity/weights") + lines_run(
+            group.reduce_gradients, "infinity/weights"
+        )
+
+    assert work(1024) <= work(2)
 
 
 def test_a_group_is_complete_when_all_have_come_however_often_some_did() -> None:
