@@ -15,14 +15,19 @@ PIECE_NUMEL = 1 << 21
 """Elements that are read or written at once; two such pieces are in memory while one takes the other's place."""
 
 
+SHARES_MAX = 256
+"""A piece is cut into so many parts at most. What thousands of ranks have a part of each is longer instead: parts of a
+few hundred elements, each written by itself, would take days of a trillion."""
+
+
 def pieces(numel: int, numel_max: int | None = None, *, num_ranks: int = 1) -> Iterator[tuple[int, int]]:
     """(first element, numel) of each piece of so many elements.
 
     Args:
         numel_max: the most elements of a piece; by default ``PIECE_NUMEL``.
-        num_ranks: how many such pieces come together.
+        num_ranks: how many such pieces come together, each a part of one, see ``SHARES_MAX``.
     """
-    step = max(1, (numel_max or PIECE_NUMEL) // num_ranks)
+    step = max(1, (numel_max or PIECE_NUMEL) // min(num_ranks, SHARES_MAX))
     for first in range(0, numel, step):
         yield first, min(step, numel - first)
 

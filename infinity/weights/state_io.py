@@ -117,10 +117,14 @@ class StateIO:
             what = f"stream the {kind.name.lower()} of {param.name} from {start} on"
             full, shard = self._collectives.prepared(partial(self._shard_of, read, numel, param.device), what)
             self._collectives.all_gather(full, shard)
-            for rank, part in enumerate(full.cpu().view(world_size, numel)):
+            whole = full.cpu()
+            if numel == placement.shard_numel:  # one behind the other, and behind the last what pads it
+                yield 0, whole[: param.numel]
+                return
+            for rank in range(-(-param.numel // placement.shard_numel)):
                 valid = min(numel, placement.valid_numel(rank) - start)
                 if valid > 0:
-                    yield rank * placement.shard_numel + start, part[:valid]
+                    yield rank * placement.shard_numel + start, whole[rank * numel :][:valid]
 
     def _shard_of(
         self, read: Callable[[], torch.Tensor], numel: int, device: torch.device

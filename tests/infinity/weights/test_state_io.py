@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from infinity.commands.absent_peers import AbsentPeers
 from infinity.files import pieces
 from infinity.plan.precision import Precision
 from infinity.plan.sharding import NORM_BLOCK, Segment
@@ -120,6 +121,20 @@ def test_what_is_read_is_what_lies_there(world_size: int, precision: Precision) 
         assert sum(numel for _, numel in parts) == torch.Size(shape).numel()
         ends = [first + numel for first, numel in parts]
         assert all(first == end for (first, numel), end in zip(parts[1:], ends, strict=False) if numel)
+
+
+@pytest.mark.parametrize("world_size", [2, 4096])
+def test_a_small_parameter_streams_in_one_part_however_many_ranks_have_some(world_size: int) -> None:
+    io, shards = io_of(AbsentPeers(world_size))
+    for param in shards.params:
+        assert [(start, part.numel()) for start, part in io.stream(param, WEIGHT)] == [(0, param.numel)]
+
+
+def test_parts_of_thousands_of_ranks_are_no_shorter_than_those_of_hundreds() -> None:
+    def parts(world_size: int) -> int:
+        return sum(1 for _ in pieces.pieces(1 << 20, num_ranks=world_size))
+
+    assert [parts(world_size) for world_size in (2, 256, 4096)] == [1, 128, 128]
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
