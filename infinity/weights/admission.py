@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -175,7 +176,7 @@ def _admit_memory(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> No
                 f"model.{name}", f"shares memory with {other}", "register one of them .clone()d, or tie them as one"
             )
         if _has_memory(param):
-            spans.setdefault(_storage(param), []).append((*_span(param), name))
+            insort(spans.setdefault(_storage(param), []), (*_span(param), name))
     for where, tensor in _other_tensors(model):
         if (other := _meets(tensor, spans)) is not None:
             raise ConfigError(
@@ -186,12 +187,14 @@ def _admit_memory(model: nn.Module, named: list[tuple[str, nn.Parameter]]) -> No
 
 
 def _meets(tensor: torch.Tensor, spans: Mapping[int, list[tuple[int, int, str]]]) -> str | None:
-    """The name of what already has some of the tensor's memory."""
+    """The name of what already has some of the tensor's memory. ``spans`` of one storage are in order, and none meets
+    another: a file of weights may be one storage of thousands of them."""
     if not _has_memory(tensor) or _storage(tensor) not in spans:
         return None
     start, stop = _span(tensor)
-    found = (name for first, last, name in spans[_storage(tensor)] if start < last and first < stop)
-    return next(found, None)
+    before = spans[_storage(tensor)]
+    number = bisect_left(before, (stop,)) - 1  # the last that begins before the tensor ends
+    return before[number][2] if number >= 0 and before[number][1] > start else None
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:

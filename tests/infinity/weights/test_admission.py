@@ -15,6 +15,7 @@ from infinity.errors import ConfigError
 from infinity.weights import owners
 from infinity.weights.admission import admit, refuse_owned, refuse_without_values
 from infinity.weights.promises import promise
+from tests.support.work import lines_run
 
 
 class Net(nn.Sequential):
@@ -360,3 +361,24 @@ def test_a_layer_of_that_base_may_learn_beside_them() -> None:
 def test_other_mixtures_of_dtypes_are_refused(frozen: torch.dtype, trained: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=r"two dtypes are not kept apart|the config makes weights"):
         admit(adapted(frozen=frozen, trained=trained), torch.bfloat16)
+
+
+def test_parameters_of_one_memory_are_looked_at_by_their_place() -> None:
+    """In lines run: each was held against all others, as files of weights that are read whole have them."""
+
+    def work(num_params: int) -> int:
+        storage = torch.zeros(64 * num_params)
+        model = nn.ParameterList([nn.Parameter(storage[64 * i : 64 * i + 64]) for i in range(num_params)][::-1])
+        return lines_run(lambda: admit(model, torch.float32), "infinity/weights")
+
+    few, many = work(100), work(800)
+    assert many <= 9 * few, f"{few} lines for 100 parameters, {many} for 800"
+
+
+@pytest.mark.parametrize("place", [0, 63, 64, 100, 128, 191])
+def test_what_meets_one_of_several_in_its_memory_is_told_which(place: int) -> None:
+    storage = torch.zeros(192)
+    model = nn.ParameterList([nn.Parameter(storage[first : first + 64]) for first in (128, 0, 64)])
+    model.register_buffer("tail", storage[place : place + 1])
+    with pytest.raises(ConfigError, match=rf"model\.{[1, 2, 0][place // 64]}.*shares memory with model"):
+        admit(model, torch.float32)
