@@ -106,11 +106,10 @@ class DeepSpeedFiles:
         whole = {name: value for name, value in self.model["module"].items() if torch.is_tensor(value)}
         return {name: tuple(value.shape) for name, value in whole.items() if name not in others}
 
-    def frozen_value(self, name: str) -> torch.Tensor | None:
-        """Its weight, in its shape; None if it was not saved."""
+    def frozen_value(self, name: str, shape: tuple[int, ...]) -> torch.Tensor | None:
+        """The weight of one of these, in its shape; None if it was not saved."""
         if self.stage < 3:
             return self._counted(self._load(self._model_paths[0])["module"][name].clone())
-        shape = self.frozen()[name]
         parts = []
         for path in self._model_paths:
             fragments = self._load(path).get("frozen_param_fragments") or {}

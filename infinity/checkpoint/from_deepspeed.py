@@ -106,7 +106,7 @@ class Import:
                     kinds[kind] = dtype_name(values.dtype)
             tensors.append(self._entry(name, shape, kinds, trainable=True))
         for name, shape in self.files.frozen().items():
-            value = self.files.frozen_value(name)
+            value = self.files.frozen_value(name, shape)
             if value is None:
                 left_out.append(name)
             else:

@@ -79,6 +79,21 @@ def test_every_element_comes_to_its_place(
     assert shared["counters"] == {"global_steps": 3, "global_samples": 12, "skipped_steps": 1}
 
 
+def test_frozen_parameters_are_listed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them were, for each."""
+    layout.write(tmp_path / "theirs", stage=3, world_size=2)
+    num_listed, listed = 0, deepspeed_files.DeepSpeedFiles.frozen
+
+    def counted(files: deepspeed_files.DeepSpeedFiles) -> Any:
+        nonlocal num_listed
+        num_listed += 1
+        return listed(files)
+
+    monkeypatch.setattr(deepspeed_files.DeepSpeedFiles, "frozen", counted)
+    assert main(["import-deepspeed", str(tmp_path / "theirs"), str(tmp_path / "ours")]) == 0
+    assert num_listed == 1
+
+
 def test_fp32_weights_are_taken_without_states_and_beside_their_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
