@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from typing import Final
 
 import torch
 
@@ -15,6 +16,8 @@ from io_daemon.machine.meminfo import available_bytes
 from io_daemon.shared.protocol import PAGE_BYTES
 
 GIB = 1 << 30
+RATES_MAX: Final = 16
+"""Learning rates that a line has: there may be one a parameter."""
 _log = logging.getLogger(__name__)
 
 
@@ -41,7 +44,9 @@ class Progress(Periodic):
             self._period = self._clock(), facts.samples
 
     def note(self, facts: StepFacts) -> None:
-        rates = list(facts.learning_rates)
+        rates = str(list(facts.learning_rates[:RATES_MAX]))
+        if (num_others := len(facts.learning_rates) - RATES_MAX) > 0:
+            rates += f" and {num_others} more"
         # what the host took to queue a step is no time of the device's
         seconds = f", {facts.step_s:.3f} s" if self._waits_for is None else ""
         _log.info("step %d, lr %s%s%s", facts.step, rates, seconds, self._throughput(facts.samples))

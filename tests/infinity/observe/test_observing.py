@@ -286,3 +286,19 @@ def test_the_loss_of_micro_batches_that_were_dropped_is_not_told(tmp_path: Path)
     (path,) = (tmp_path / "job").glob("*train_loss*")
     rows = list(csv.reader(path.read_text().splitlines()))
     assert float(rows[1][1]) == pytest.approx(float(loss.detach()))
+
+
+def test_a_line_has_few_of_the_rates_of_a_hundred_thousand_groups(caplog: pytest.LogCaptureFixture) -> None:
+    progress = breakdowns.Progress(1, ThroughputTimer(), torch.device("cpu"))
+    with caplog.at_level(logging.INFO, "infinity"):
+        for num_groups in (2, 100_000):
+            rates = tuple(float(number) for number in range(num_groups))
+            progress.after_step(
+                StepFacts(
+                    step=1, samples=1, loss=None, learning_rates=rates, loss_scale=1.0, grad_norm=None,
+                    forward_s=1.0, backward_s=1.0, update_s=1.0,
+                )
+            )  # fmt: skip
+    few, many = (record.getMessage() for record in caplog.records)
+    assert "lr [0.0, 1.0], " in few
+    assert "14.0, 15.0] and 99984 more, " in many
