@@ -7,8 +7,6 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from hashlib import sha256
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -34,6 +32,7 @@ from infinity.plan.staging_plan import activation_bytes, activations_plan, budge
 from infinity.tiers.activations import ActivationStore
 from infinity.tiers.collectives import Collectives
 from infinity.tiers.connection import DaemonConnection, NodePlace
+from infinity.tiers.said import in_words
 from infinity.tiers.world import used_device
 from infinity.update.client_schedule import Client, choose_schedule
 from infinity.update.optimizer import (
@@ -272,32 +271,22 @@ def _check_same_ranks(area: StagingArea, collectives: Collectives) -> None:
 
 def _check_same_config(config: Config, collectives: Collectives) -> None:
     """Ranks that clip, scale or average in different ways would train to weights that are neither's."""
-    lines = _unlike_lines([f"{key} = {value!r}" for key, value in shared_keys(config)], "configurations", collectives)
+    told = [f"{key} = {value!r}" for key, value in shared_keys(config)]
+    lines = collectives.first_unlike(told, "compare the configurations")
     if lines:
         key = lines[0].partition(" = ")[0]
-        raise ConfigError(key, "differs from rank to rank", f"{_in_words(lines)}: give all ranks one configuration")
+        raise ConfigError(key, "differs from rank to rank", f"{_told(lines)}: give all ranks one configuration")
 
 
 def _check_same_model(layout: Layout, collectives: Collectives) -> None:
     """Ranks exchange shards by their place: a model that differs on one rank would be mixed with the others'."""
-    lines = _unlike_lines(layout.description(), "models", collectives)
+    lines = collectives.first_unlike(layout.description(), "compare the models")
     if lines:
-        raise ConfigError(
-            "model", "differs from rank to rank", f"{_in_words(lines)}: build the same model on all ranks"
-        )
+        raise ConfigError("model", "differs from rank to rank", f"{_told(lines)}: build the same model on all ranks")
 
 
-def _unlike_lines(mine: list[str], what: str, collectives: Collectives) -> Sequence[str]:
-    """The first line of each rank that is not alike on all; nothing if all are."""
-    digests = collectives.gather_objects(sha256("\n".join(mine).encode()).hexdigest(), f"compare the {what}")
-    if len(set(digests)) == 1:
-        return ()
-    told = collectives.gather_objects(mine, f"find where the {what} differ")
-    return next(line for line in zip_longest(*told, fillvalue="nothing") if len(set(line)) > 1)
-
-
-def _in_words(lines: Sequence[str]) -> str:
-    return "; ".join(f"rank {rank} has {line}" for rank, line in enumerate(lines))
+def _told(lines: Sequence[str]) -> str:
+    return in_words(enumerate(lines), " has ", " have ")
 
 
 def _staging_areas(model: nn.Module) -> list[StagingArea]:
@@ -309,9 +298,10 @@ def _ending(areas: Sequence[StagingArea], model: nn.Module, collectives: Collect
     """Those of ``areas`` where nothing but ``model`` is staged. A rank may have dropped what another one still has."""
     if not areas:
         return []
-    others = [area.has_others(parameters(model)) for area in areas]
-    told = collectives.gather_objects(others, "tell who else is staged by Init")
-    return [area for area, *stays in zip(areas, *told, strict=True) if not any(stays)]
+    stays = [area.has_others(parameters(model)) for area in areas]
+    stay = torch.tensor(stays, dtype=torch.uint8, device="cpu")
+    collectives.max(stay, "tell who else is staged by Init")
+    return [area for area, is_used in zip(areas, stay.tolist(), strict=True) if not is_used]
 
 
 def _observers(config: Config, model: nn.Module, device: torch.device, collectives: Collectives) -> Observers:

@@ -128,7 +128,7 @@ def _compare_promises(params: Sequence[ShardedParam], collectives: Collectives) 
         named = [(param.name, param.param) for param in params]
         what = "look at the weights that load_pretrained() was given"
         samples = collectives.together(lambda: samples_of_promises(named), what)
-        compare(collectives.gather_objects(samples, "compare the weights that load_pretrained() was given"))
+        compare(samples, collectives, "compare the weights that load_pretrained() was given")
 
 
 def _bring_back(layout: Layout) -> None:

@@ -90,7 +90,7 @@ class Checkpoints(nn.Module):
                 _log.warning("%s: gradients of the step that is not over are in no checkpoint", directory / saving.tag)
             how = "begin to save" if asynchronous else "save"
             kept = " without frozen weights" * exclude_frozen_parameters + " beside `latest`" * (not save_latest)
-            loop.runtime.collectives.agree(f"{how} the checkpoint {saving.tag} in {directory}{kept}").wait()
+            loop.runtime.collectives.agree(f"{how} the checkpoint {saving.tag} in {directory}{kept}")
             if asynchronous:
                 loop.background.work = LateSave(loop, saving, latest=save_latest, begun=begun)
             else:
@@ -184,7 +184,7 @@ class Checkpoints(nn.Module):
         have looked at a disk of its own."""
         path = _together(self._loop, lambda: chosen(directory, tag), "find a checkpoint", directory)
         name = "no checkpoint" if path is None else path.name
-        names = self._loop.runtime.collectives.gather_objects(name, "compare the checkpoints that were found")
+        names = self._loop.runtime.collectives.first_unlike([name], "compare the checkpoints that were found")
         for rank, other in enumerate(names):
             if other != names[0]:
                 raise CheckpointError(
@@ -199,7 +199,7 @@ class Checkpoints(nn.Module):
         with _together(loop, lambda: StoredCheckpoint(path), "open a checkpoint", path) as stored:
             loop.runtime.collectives.agree(
                 f"load the checkpoint {path} with checksum {stored.checksum:08x}: {wanted.in_words()}"
-            ).wait()
+            )
             loading = _together(loop, lambda: Loading(loop, stored, wanted), "compare a checkpoint", path)
             loading.run(lambda work, what: _together(loop, work, what, path), changed)
             return_freed()

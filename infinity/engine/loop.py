@@ -108,7 +108,7 @@ class TrainingLoop:
         self.refuse_before_step("forward")
         with self._phase_of(StepPhase.FORWARD):
             with transforms.outside():
-                self.runtime.collectives.agree("begin a training forward" if training else EVALUATING).wait()
+                self.runtime.collectives.agree("begin a training forward" if training else EVALUATING)
                 self._followed_buffers.before_forward(in_no_sync=self._num_without_reduction > 0)
             with self.observers.around_forward(self.global_steps + 1):
                 return self._called(module, args, kwargs)
@@ -152,7 +152,7 @@ class TrainingLoop:
     def _begin_backward(self, *, may_be_last: bool, divisor: int) -> None:
         reducer = self.runtime.reducer
         reducer.has_taken = False
-        self.runtime.collectives.agree(f"begin a backward ({self._place()}, {reducer.told})").wait()
+        self.runtime.collectives.agree(f"begin a backward ({self._place()}, {reducer.told})")
         reduces = self._sharded.policy.reduces(boundary=self.is_boundary())
         reducer.puts_off = self._num_without_reduction > 0 or not reduces
         reducer.norms = self._trained("backward").wants_norms and self.is_boundary()

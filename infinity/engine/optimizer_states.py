@@ -96,19 +96,21 @@ class OptimizerStates:
 
     def _compare(self, packed: Mapping[str, Any]) -> None:
         """Raises unless all ranks have been given the same, of parts as far as that can be seen."""
-        mine = (f"{in_words(packed['param_groups'])} {packed.get(SCALE, '')}".strip(), self._in_words(packed))
-        given = self._runtime.collectives.gather_objects(mine, "compare what is given as the optimizer's state")
-        for rank, (options, _) in enumerate(given):
-            if options != given[0][0]:
+        collectives, what = self._runtime.collectives, "compare what is given as the optimizer's state"
+        options = f"{in_words(packed['param_groups'])} {packed.get(SCALE, '')}".strip()
+        given = collectives.first_unlike(options.split("; "), what)
+        for rank, theirs in enumerate(given):
+            if theirs != given[0]:
                 raise EngineStateError(
-                    f"load_state_dict() of the optimizer with {given[0][0]} on rank 0 and with {options} on rank "
-                    f"{rank}: load the same state on every rank"
+                    f"load_state_dict() of the optimizer with {given[0]} on rank 0 and with {theirs} on rank {rank}: "
+                    "load the same state on every rank"
                 )
-        for number, (param, _) in enumerate(self._params()):
-            found = [(words[number], rank) for rank, (_, words) in enumerate(given) if number in words]
-            for words, rank in found:
-                if words != found[0][0]:
-                    self._refuse(param, f"has {found[0][0]} on rank {found[0][1]} and {words} on rank {rank}")
+        words, params = self._in_words(packed), [param for param, _ in self._params()]
+        for number in collectives.unlike([words.get(number) for number in range(len(params))], what):
+            told = enumerate(collectives.gather_objects(words.get(number), what))
+            (first, theirs), *others = ((rank, text) for rank, text in told if text is not None)
+            rank, other = next((rank, text) for rank, text in others if text != theirs)
+            self._refuse(params[number], f"has {theirs} on rank {first} and {other} on rank {rank}")
 
     def _in_words(self, packed: Mapping[str, Any]) -> dict[int, str]:
         """What tells each parameter of which this rank has a part: its counts, and of whole values the checksum."""

@@ -102,7 +102,7 @@ class Written:
             self.refuse(param)
         flat = param.allocate()
         if self._collectives.world_size > 1:
-            self._collectives.agree(f"keep what was written to {param.name} ({param.checksum():08x})").wait()
+            self._collectives.agree(f"keep what was written to {param.name} ({param.checksum():08x})")
         if not self._sharded.group_of[param.index].is_lent:
             self.keep(param, flat)
         param.overlook_change()

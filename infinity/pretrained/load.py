@@ -81,7 +81,7 @@ def load_pretrained(
     if asked is not None:
         parts = [(name, files.path, values.numel, values) for name, values in given.items()]
         samples = asked.collectives.together(lambda: samples_of(parts), "look at pretrained weights")
-        compare(asked.collectives.gather_objects(samples, "compare pretrained weights"))
+        compare(samples, asked.collectives, "compare pretrained weights")
     for name, values in given.items():
         target = targets[name]
         if not isinstance(target, nn.Parameter):

@@ -10,8 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from datetime import timedelta
-from functools import lru_cache
 from hashlib import blake2b
 from typing import Any, Final, TypeVar, cast
 
@@ -21,7 +19,9 @@ import torch.distributed as dist
 from infinity.errors import WorldError
 from infinity.observe.comms import CommsLog
 from infinity.plan.stage import Gathering, Reduction, StagePolicy
+from infinity.tiers.maximum import spread_maximum
 from infinity.tiers.reductions import OrderedReduce, OrderedScatter, Reducing, Scaled, gather, scatter
+from infinity.tiers.said import in_words
 from infinity.tiers.world import Peers
 
 _log = logging.getLogger(__name__)
@@ -34,40 +34,6 @@ _ALONE: Final = ". Below stage 3, where weights are whole, one rank alone may ev
 _REDUCE: Final = "reduce gradients"
 
 Result = TypeVar("Result")
-
-
-class Agreement:
-    """The way of this rank's words to the others and of theirs here."""
-
-    def __init__(self, what: str, peers: Peers | None, whose: str = "", failure: str = "") -> None:
-        """``whose``: of which user of these ranks that is, of whom all may have the same words. ``failure``: why this
-        rank cannot do it."""
-        self._told, self._peers = (what, whose, failure), peers
-        if peers is None:
-            return
-        self._mine = torch.tensor([_number(*self._told)], device="cpu")
-        self._all = torch.empty(peers.world_size, dtype=torch.int64, device="cpu")
-        with _in_words(what, peers):
-            self._work: dist.Work = gather(self._all, self._mine, group=peers.control, async_op=True)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        """Raises WorldError, on every rank and with every rank's words, unless all are about to do the same, and can.
-
-        ``timeout_s``: instead of the process group's own.
-        """
-        if self._peers is None:
-            return
-        with _in_words(self._told[0], self._peers):
-            if timeout_s is None:
-                self._work.wait()
-            else:
-                self._work.wait(timedelta(seconds=timeout_s))
-            if bool((self._all == self._mine).all()):
-                return
-            told: list[Any] = [None] * self._peers.world_size
-            dist.all_gather_object(told, self._told, group=self._peers.control)
-        self._peers.num_divergences += 1
-        raise WorldError(_diverged(told))
 
 
 class Collectives:
@@ -160,12 +126,37 @@ class Collectives:
         """Whether this is a copy in a process that the rank has forked, which has no part in what is open."""
         return os.getpid() != (self._pid if self._peers is None else self._peers.pid)
 
-    def agree(self, what: str, failure: str = "") -> Agreement:
-        """Tell the other ranks that this one is about to do ``what``, or of which ``failure`` it cannot, and go on;
-        ``wait`` before doing it. Raises WorldError in a forked child, whom they would not hear."""
-        if self._peers is not None and self.is_forked:
+    def agree(self, what: str, failure: str = "") -> None:
+        """Tell the other ranks that this one is about to do ``what``, or of which ``failure`` it cannot. Raises
+        WorldError, on every rank and with every rank's words, unless all are about to do the same, and can; and in a
+        forked child, whom they would not hear."""
+        if self._peers is None:
+            return
+        if self.is_forked:
             raise WorldError(f"{what}: a forked process is none of the ranks: do it in its parent")
-        return Agreement(what, self._peers, self._whose, failure)
+        _agree(self._peers, (what, self._whose, failure), self._peers.timeout_s)
+
+    def are_alike(self, text: str, what: str) -> bool:
+        """Whether every rank has this text, of which nobody is sent more than a number."""
+        return not self.unlike([text], what)
+
+    def unlike(self, texts: Sequence[str | None], what: str) -> list[int]:
+        """The places of ``texts``, as many on all ranks, that are not alike on those that have one there."""
+        if not texts:
+            return []
+        extremes = torch.tensor([_NOBODYS if text is None else _extremes(text) for text in texts], device="cpu")
+        self.max(extremes, what)
+        return [place for place, found in enumerate(extremes.tolist()) if found != _NOBODYS and not _is_one(*found)]
+
+    def first_unlike(self, lines: Sequence[str], what: str) -> list[str]:
+        """The first line that is not the same on all ranks, as each of them has it; nothing if all are. "nothing"
+        stands for a line that a rank has not."""
+        if self.are_alike("\n".join(lines), what):
+            return []
+        num_lines = max(self.gather_objects(len(lines), what))
+        padded = [*lines, *["nothing"] * (num_lines - len(lines))]
+        first = min(self.unlike(padded, what), default=None)
+        return [] if first is None else self.gather_objects(padded[first], what)
 
     def prepared(self, prepare: Callable[[], Result], what: str) -> Result:
         """What ``prepare`` gives, when every rank has it and is about to do ``what`` with it.
@@ -177,9 +168,9 @@ class Collectives:
             result = prepare()
         except Exception as error:
             with suppress(WorldError):
-                self.agree(what, f"{type(error).__name__}: {error}").wait()
+                self.agree(what, f"{type(error).__name__}: {error}")
             raise
-        self.agree(what).wait()
+        self.agree(what)
         return result
 
     def part(self) -> None:
@@ -187,7 +178,7 @@ class Collectives:
         if self._peers is None or not dist.is_initialized():  # the interpreter may have ended it first
             return
         try:
-            Agreement("the end: destroy()", self._peers).wait(min(PARTING_TIMEOUT_S, self._peers.timeout_s))
+            _agree(self._peers, ("the end: destroy()", "", ""), min(PARTING_TIMEOUT_S, self._peers.timeout_s))
         except WorldError as error:
             _log.warning("the ranks do not end together: %s", error)
 
@@ -267,16 +258,22 @@ class Collectives:
 
     def sum(self, tensor: torch.Tensor, what: str) -> None:
         """``tensor`` is on the CPU."""
-        self._all_reduce(tensor, dist.ReduceOp.SUM, what)
+        if self._peers is not None:
+            self.agree(what)
+            with _in_words(what, self._peers), self.log.timed("all_reduce", tensor.nbytes, what):
+                dist.all_reduce(tensor, group=self._peers.control)
 
     def max(self, tensor: torch.Tensor, what: str) -> None:
         """``tensor`` is on the CPU."""
-        self._all_reduce(tensor, dist.ReduceOp.MAX, what)
+        if self._peers is not None:
+            self.agree(what)
+            with _in_words(what, self._peers), self.log.timed("all_reduce", tensor.nbytes, what):
+                _spread_maximum(tensor, self._peers, self._peers.timeout_s)
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, source: int = 0) -> None:
         """The values of rank ``source`` become everybody's; on any device."""
         if self._peers is not None:
-            self.agree(what).wait()
+            self.agree(what)
             group = self._peers.control if tensor.device.type == "cpu" else self._peers.data
             with _in_words(what, self._peers), self.log.timed("broadcast", tensor.nbytes, what):
                 dist.broadcast(tensor, group_src=source, group=group)
@@ -285,7 +282,7 @@ class Collectives:
         """``value`` of rank 0."""
         if self._peers is None:
             return value
-        self.agree(what).wait()
+        self.agree(what)
         box = [value]
         with _in_words(what, self._peers), self.log.timed("broadcast_object", 0, what):
             dist.broadcast_object_list(box, src=self._peers.root, group=self._peers.control)
@@ -295,17 +292,11 @@ class Collectives:
         """``value`` of every rank, in rank order."""
         if self._peers is None:
             return [value]
-        self.agree(what).wait()
+        self.agree(what)
         box: list[Any] = [None] * self.world_size
         with _in_words(what, self._peers), self.log.timed("gather_objects", 0, what):
             dist.all_gather_object(box, value, group=self._peers.control)
         return box
-
-    def _all_reduce(self, tensor: torch.Tensor, operation: dist.ReduceOp.RedOpType, what: str) -> None:
-        if self._peers is not None:
-            self.agree(what).wait()
-            with _in_words(what, self._peers), self.log.timed("all_reduce", tensor.nbytes, what):
-                dist.all_reduce(tensor, op=operation, group=self._peers.control)
 
     def together(
         self, work: Callable[[], Result], what: str, *, as_error: Callable[[str], WorldError] = WorldError
@@ -318,12 +309,14 @@ class Collectives:
             result = work()
         except Exception as raised:  # noqa: BLE001 (raised again below, after the other ranks know)
             error = raised
-        failures = self.gather_objects(None if error is None else f"{type(error).__name__}: {error}", what)
+        failure = "" if error is None else f"{type(error).__name__}: {error}"
+        # words travel where somebody has some: of thousands of ranks they are many to read before each step of a save
+        failures = [] if self.are_alike(failure, what) else self.gather_objects(failure, what)
         if error is not None:
             raise error
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                raise as_error(f"rank {rank} failed: {failure}")
+        for rank, theirs in enumerate(failures):
+            if theirs:
+                raise as_error(f"rank {rank} failed: {theirs}")
         return cast(Result, result)
 
 
@@ -342,27 +335,58 @@ class _ReducingInWords:
             self._reducing.wait()
 
 
-@lru_cache(maxsize=1 << 14)
-def _number(*words: str) -> int:
-    """The words as one number, equal on all ranks if and (but for one chance in 2^64) only if they are."""
-    return int.from_bytes(blake2b("\0".join(words).encode(), digest_size=8).digest(), "little", signed=True)
+_Words = tuple[str, str, str]
+"""What a rank is about to do, of which user of the ranks, of whom all may have the same words, and why it cannot."""
 
 
-def _diverged(told: Sequence[tuple[str, str, str]]) -> str:
-    """``told``: what each rank was about to do, of whom, and why it cannot."""
+def _agree(peers: Peers, told: _Words, timeout_s: float) -> None:
+    """Raises WorldError, on every rank and with every rank's words, unless all say the same. ``timeout_s``: for each
+    message on its way."""
+    with _in_words(told[0], peers):
+        extremes = torch.tensor(_extremes(*told), device="cpu")
+        _spread_maximum(extremes, peers, timeout_s)
+        if _is_one(*extremes.tolist()):
+            return
+        theirs: list[Any] = [None] * peers.world_size
+        dist.all_gather_object(theirs, told, group=peers.control)
+    peers.num_divergences += 1
+    raise WorldError(_diverged(theirs))
+
+
+def _extremes(*words: str) -> tuple[int, int]:
+    """The words as one number of 64 bits with a sign, and its complement, whose maximum over ranks is that of the
+    smallest. The number is equal on all ranks if and (but for one chance in 2^64) only if the words are."""
+    data = "\0".join(words).encode(errors="surrogatepass")
+    number = int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)
+    return number, ~number
+
+
+def _is_one(largest: int, of_smallest: int) -> bool:
+    """Whether the largest and the smallest, of which this is the complement, are one number."""
+    return largest == ~of_smallest
+
+
+_NOBODYS: Final = [-(1 << 63)] * 2
+
+
+def _spread_maximum(values: torch.Tensor, peers: Peers, timeout_s: float) -> None:
+    peers.num_spread += 1
+    spread_maximum(values, peers.group_for_control, peers.num_spread, timeout_s)
+
+
+def _diverged(told: Sequence[_Words]) -> str:
+    """``told``: what each rank has said."""
     if len({(what, whose) for what, whose, _ in told}) == 1:
-        failures = [f"rank {rank} failed: {failure}" for rank, (*_, failure) in enumerate(told) if failure]
-        return f"all ranks were about to {told[0][0]}, and {'; '.join(failures)}"
+        failures = ((rank, failure) for rank, (*_, failure) in enumerate(told) if failure)
+        return f"all ranks were about to {told[0][0]}, and {in_words(failures, ' failed: ')}"
     differ = len({whose for _, whose, _ in told if whose}) > 1
-    ranks_of: dict[str, list[int]] = {}
-    for rank, (what, whose, failure) in enumerate(told):
-        words = f"{what}{f' of {whose}' if differ and whose else ''}{f', which failed: {failure}' if failure else ''}"
-        ranks_of.setdefault(words, []).append(rank)
-    parts = [
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {what}" for what, ranks in ranks_of.items()
-    ]
+
+    def words(what: str, whose: str, failure: str) -> str:
+        return f"{what}{f' of {whose}' if differ and whose else ''}{f', which failed: {failure}' if failure else ''}"
+
+    apart = in_words(((rank, words(*said)) for rank, said in enumerate(told)), ": ")
     return (
-        f"the ranks diverge: each is about to do something else ({'; '.join(parts)}). All ranks must make the same "
+        f"the ranks diverge: each is about to do something else ({apart}). All ranks must make the same "
         "calls in the same order, of modules too, and train with the same options. Where the data decides which "
         "modules are called (a mixture of experts), mark the one that decides, before infinity.initialize(): "
         "infinity.zero.set_leaf_modules(model, [its class])"

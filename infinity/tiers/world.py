@@ -51,6 +51,8 @@ class Peers:
     """By the number of each user that this rank has collected and others may still hold: what ends it."""
     num_reductions: int = 0
     """Reductions that this rank has begun, of whatever engine: where ranks differ, the next ones would meet others."""
+    num_spread: int = 0
+    """Maxima that this rank has begun to learn from the others, see ``maximum``."""
     num_divergences: int = 0
     """How often ranks were told that they were about to do different things: on all as often."""
     pid: int = field(default_factory=os.getpid)
@@ -109,6 +111,10 @@ class Peers:
     @property
     def group_for_reductions(self) -> dist.ProcessGroup:
         return _there(self.reductions)
+
+    @property
+    def group_for_control(self) -> dist.ProcessGroup:
+        return _there(self.control)
 
     @property
     def group_for_results(self) -> dist.ProcessGroup:

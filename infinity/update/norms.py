@@ -118,7 +118,7 @@ class ParamNorms:
 
     def total(self, groups: Sequence[Sequence[int]], take_lacking: Callable[[int], None]) -> Norm:
         rank, last = self._collectives.rank, self._collectives.world_size - 1
-        self._collectives.agree("take the norm of the gradients").wait()
+        self._collectives.agree("take the norm of the gradients")
         failures: list[Exception] = []
         for number, params in enumerate(groups):
             if rank > 0:

@@ -183,7 +183,7 @@ class Reducer:
     def _finish(self, what: str, *, puts_off: bool) -> None:
         if not self._adds_at_once:
             # ranks that still gather must hear of it before this one waits for what they have not reduced yet
-            self._collectives.agree(f"{what}{', its gradients to be reduced later' * puts_off}").wait()
+            self._collectives.agree(f"{what}{', its gradients to be reduced later' * puts_off}")
             self._has_put_off = puts_off
             if puts_off:
                 for group in self._groups.values():

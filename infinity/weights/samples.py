@@ -11,6 +11,7 @@ from zlib import crc32
 
 from infinity.errors import WeightsFileError
 from infinity.files.pieces import bytes_of
+from infinity.tiers.collectives import Collectives
 from infinity.weights.owners import Values
 
 SAMPLE_NUMEL: Final = 64
@@ -25,25 +26,31 @@ def samples_of(given: Iterable[tuple[str, str, int, Values]]) -> Samples:
     return {name: (source, _checksum(values, numel)) for name, source, numel, values in given}
 
 
-def compare(told: Sequence[Samples]) -> None:
-    """Raises WeightsFileError unless all ranks, in their order, have told the same, wherever each has it from."""
-    for name in dict.fromkeys(name for samples in told for name in samples):
-        found = [(rank, *samples[name]) for rank, samples in enumerate(told) if name in samples]
-        first, source, checksum = found[0]
-        if len(found) < len(told):
-            without = next(rank for rank, samples in enumerate(told) if name not in samples)
+def compare(samples: Samples, collectives: Collectives, what: str) -> None:
+    """Raises WeightsFileError unless all ranks have the same, wherever each has it from. Collective."""
+    lines = [f"{name} {checksum:08x}" for name, (_, checksum) in samples.items()]
+    unlike = collectives.first_unlike(lines, what)
+    for name in dict.fromkeys(line.rpartition(" ")[0] for line in unlike if " " in line):
+        _refuse_unlike(name, collectives.gather_objects(samples.get(name), what))
+
+
+def _refuse_unlike(name: str, told: Sequence[tuple[str, int] | None]) -> None:
+    """``told``: of each rank, which has it from where, and the checksum."""
+    found = [(rank, *sample) for rank, sample in enumerate(told) if sample is not None]
+    first, source, checksum = found[0]
+    if len(found) < len(told):
+        raise WeightsFileError(
+            source,
+            f"gives {name} its weights on rank {first}, and nothing does on rank {told.index(None)}",
+            "make the same calls of infinity.load_pretrained() on every rank, with the same files",
+        )
+    for rank, other, others in found:
+        if others != checksum:
             raise WeightsFileError(
-                source,
-                f"gives {name} its weights on rank {first}, and nothing does on rank {without}",
-                "make the same calls of infinity.load_pretrained() on every rank, with the same files",
+                other,
+                f"has other weights of {name} on rank {rank} than {source} has on rank {first}",
+                "copy the same files to every node, or name a directory that all of them see",
             )
-        for rank, other, others in found:
-            if others != checksum:
-                raise WeightsFileError(
-                    other,
-                    f"has other weights of {name} on rank {rank} than {source} has on rank {first}",
-                    "copy the same files to every node, or name a directory that all of them see",
-                )
 
 
 def _checksum(values: Values, numel: int) -> int:

@@ -413,9 +413,9 @@ def test_process_groups_that_were_destroyed_before_the_engine_are_said(tmp_path:
     for ended in run_ranks(code, tmp_path, num_ranks=2, words=[str(tmp_path / "saved")]):
         assert len(ended.answer) == 2
         for told in ended.answer:
-            assert "was about to name the checkpoint's directory" in told
+            assert "was about to prepare a checkpoint" in told
             assert "call destroy_process_group() after engine.destroy()" in told
-    assert not list((tmp_path / "saved").iterdir())
+    assert not (tmp_path / "saved").exists()
 
 
 def _initialize() -> None:

@@ -66,32 +66,23 @@ class Work:
         self._output.copy_(torch.stack(parts).sum(0))
 
 
-class Said:
-    """One rank's words before a collective."""
-
-    def __init__(self, meeting: Meeting, rank: int, what: str) -> None:
-        self._meeting, self._what = meeting, what
-        self._number = meeting.leave("words", rank, what)
-
-    def wait(self, timeout_s: float | None = None) -> None:
-        words = set(self._meeting.collect("words", self._number))
-        if words != {self._what}:
-            raise AssertionError(f"the ranks diverge: {sorted(words)}")
-
-
 class ThreadedCollectives(Collectives):
     def __init__(self, meeting: Meeting, rank: int) -> None:
         super().__init__(None)
         self.rank, self.world_size = rank, meeting.world_size
         self.said: list[str] = []
         """What this rank was about to do, in order."""
+        self.sent: list[Any] = []
+        """The objects that it gave to the others, in order."""
         self.reduced: list[torch.Tensor] = []
         """What it gave to reductions, in order."""
         self._meeting = meeting
 
-    def agree(self, what: str, failure: str = "") -> Any:
+    def agree(self, what: str, failure: str = "") -> None:
         self.said.append(what)
-        return Said(self._meeting, self.rank, what + failure)
+        words = set(self._meeting.exchange("words", self.rank, what + failure))
+        if len(words) > 1:
+            raise AssertionError(f"the ranks diverge: {sorted(words)}")
 
     def all_gather(self, output: torch.Tensor, shard: torch.Tensor) -> None:
         output.copy_(torch.cat(self._meeting.exchange("data", self.rank, shard.clone())))
@@ -112,21 +103,25 @@ class ThreadedCollectives(Collectives):
         self._meeting.passed[self.rank + 1].put(tensor.clone())
 
     def broadcast(self, tensor: torch.Tensor, what: str, *, source: int = 0) -> None:
-        self.agree(what).wait()
+        self.agree(what)
         tensor.copy_(self._meeting.exchange("control", self.rank, tensor.clone())[source])
 
     def broadcast_object(self, value: object, what: str) -> Any:
         return self.gather_objects(value, what)[0]
 
     def gather_objects(self, value: object, what: str) -> list[Any]:
-        self.agree(what).wait()
+        self.sent.append(value)
+        return self._exchange(value, what)
+
+    def _exchange(self, value: object, what: str) -> list[Any]:
+        self.agree(what)
         return self._meeting.exchange("control", self.rank, value)
 
     def sum(self, tensor: torch.Tensor, what: str) -> None:
-        tensor.copy_(torch.stack(self.gather_objects(tensor.clone(), what)).sum(0))
+        tensor.copy_(torch.stack(self._exchange(tensor.clone(), what)).sum(0))
 
     def max(self, tensor: torch.Tensor, what: str) -> None:
-        tensor.copy_(torch.stack(self.gather_objects(tensor.clone(), what)).amax(0))
+        tensor.copy_(torch.stack(self._exchange(tensor.clone(), what)).amax(0))
 
 
 def on_ranks(world_size: int, work: Callable[[ThreadedCollectives], Result]) -> Sequence[Result]:
