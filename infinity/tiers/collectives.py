@@ -22,7 +22,7 @@ from infinity.plan.stage import Gathering, Reduction, StagePolicy
 from infinity.tiers.maximum import spread_maximum
 from infinity.tiers.reductions import OrderedReduce, OrderedScatter, Reducing, Scaled, gather, scatter
 from infinity.tiers.said import in_words
-from infinity.tiers.world import Peers
+from infinity.tiers.world import Peers, used_device
 
 _log = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ class Collectives:
             return
         self._peers.num_engines += 1
         self._whose = f"engine {self._peers.num_engines}"
-        if policy.reduction is Reduction.ALL_REDUCE:
+        if policy.reduction is Reduction.ALL_REDUCE and used_device().type == "cpu":
             self._peers.add_group_for_results()
 
     def is_among_ranks_of(self, other: Collectives) -> bool:

@@ -98,7 +98,7 @@ class Peers:
             data=group,
             rank=dist.get_rank(group),
             world_size=world_size,
-            reductions=None if alone else _like(group, _backend_of(group), timeout_s),
+            reductions=None if alone else _like(group, _backend_of_data(group), timeout_s),
             control=None if alone else _like(group, "gloo", timeout_s),
             timeout_s=timeout_s,
         )
@@ -106,7 +106,7 @@ class Peers:
     def add_group_for_results(self) -> None:
         """Make the group that all-reduces need, unless it is there. Collective."""
         if self.results is None:
-            self.results = _like(self.data, _backend_of(self.data), self.timeout_s)
+            self.results = _like(self.data, _backend_of_data(self.data), self.timeout_s)
 
     @property
     def group_for_reductions(self) -> dist.ProcessGroup:
@@ -304,6 +304,13 @@ def _backend_of(group: dist.ProcessGroup) -> str:
     config: str = dist.distributed_c10d.get_backend_config(group)
     names = {pair.partition(":")[2] for pair in config.split(",")}
     return names.pop() if len(names) == 1 else config
+
+
+def _backend_of_data(group: dist.ProcessGroup) -> str:
+    """The backend of ``group`` that takes what is on the device where weights are used, and no other: each rank has a
+    connection to every other one in a group of gloo's."""
+    config: str = dist.distributed_c10d.get_backend_config(group)
+    return dict(pair.split(":", 1) for pair in config.split(","))[used_device().type]
 
 
 def used_device() -> torch.device:
