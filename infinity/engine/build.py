@@ -22,7 +22,8 @@ from infinity.weights.param import ShardedParam, flattened, memory_order
 from infinity.weights.promises import samples_of_promises, take_promises
 from infinity.weights.samples import compare
 from infinity.weights.sharded_model import Layout, ShardedModel
-from infinity.weights.staging import staged_param
+from infinity.weights.staging import discard, staged_param
+from infinity.weights.together import together
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +85,7 @@ def build_engine(
             return new(first, numel).to(param.param.dtype) if new else _values_of(param, first, numel)
 
         collectives.together(lambda: sharded.write_initial(values_of), "write the initial weights")
-        for param in layout.params:
-            if (staged := staged_param(param)) is not None:
-                staged.discard()
+        discard(layout.params)
         when_written()
         collectives.together(sharded.reserve, "reserve swap space")
         if collectives.rank == 0 and (names := narrowed_against_the_model(model, precision.weight)):
@@ -139,13 +138,21 @@ def _bring_back(layout: Layout) -> None:
 
 
 def _broadcast_plain(params: Sequence[nn.Parameter], collectives: Collectives) -> None:
-    for param in params:
-        staged = staged_param(param)
-        if staged is None or not staged.is_staged:  # what shares its memory with another is never staged out
-            values = flattened(param.detach(), memory_order(param)).contiguous()
-            collectives.broadcast(values, "broadcast a parameter of rank 0")
+    """Rank 0's values of what is in memory become everybody's, small ones together: a collective for each would be all
+    that the start of a model of a hundred thousand parameters is waited for."""
+    if collectives.world_size == 1:
+        return
+    # what shares its memory with another is never staged out
+    plain = [param for param in params if (staged := staged_param(param)) is None or not staged.is_staged]
+    for several in together(plain, torch.Tensor.detach):
+        flats = [flattened(param.detach(), memory_order(param)).contiguous() for param in several]
+        values = flats[0] if len(flats) == 1 else torch.cat(flats)
+        what = f"broadcast {len(several)} parameters of rank 0, {values.numel()} elements of {values.dtype}"
+        collectives.broadcast(values, what)
+        for param, flat, new in zip(several, flats, torch.split(values, [p.numel() for p in several]), strict=True):
             if collectives.rank:
-                param.data = values.as_strided(param.shape, ShardedParam.layout_for(param).stride())
+                flat.copy_(new)  # each in memory of its own, which goes when it is sharded
+                param.data = flat.as_strided(param.shape, ShardedParam.layout_for(param).stride())
 
 
 def _values_of(param: ShardedParam, first: int, numel: int) -> torch.Tensor:

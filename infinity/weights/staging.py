@@ -8,6 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Final, NoReturn
 
 import torch
@@ -30,6 +31,7 @@ from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.weights.mapped_files import page_out_mapped_weights
 from infinity.weights.param import ShardedParam, flattened, memory_order
 from infinity.weights.promises import fill
+from infinity.weights.together import together
 from io_daemon.shared.protocol import ObjectKind, align_up
 
 STAGING: Final = ObjectKind.STAGING.mask
@@ -98,7 +100,8 @@ class StagingArea(owners.Owner):
         self.forget(id(staged))
         self._in_memory[id(staged)] = staged, staged.numel
         self._numel += staged.numel
-        self._evict(keep=staged, numel_max=self._numel_max)
+        if self._numel > self._numel_max:  # some more go with what must: together they cost as much as one
+            self._evict(keep=staged, numel_max=self._numel_max - self._numel_max // 4)
 
     def stage_everything(self) -> None:
         """The model is built: nothing but its shards stays."""
@@ -110,13 +113,38 @@ class StagingArea(owners.Owner):
         self._numel -= numel
 
     def _evict(self, *, keep: StagedParam | None, numel_max: int) -> None:
-        while self._in_memory and self._numel > numel_max:
-            staged, _ = next(iter(self._in_memory.values()))
-            if staged is keep:  # it is the last
-                return
-            if not (staged.is_dropped or staged.is_aliased):
-                staged.stage_out()
+        leaving, numel = [], self._numel
+        for staged, own_numel in list(self._in_memory.values()):
+            if numel <= numel_max or staged is keep:  # it is the last
+                break
+            leaving.append(staged)
+            numel -= own_numel
+        # held: the collector may come at any time
+        there = [(staged, staged.param) for staged in leaving if not (staged.is_dropped or staged.is_aliased)]
+        for several in together(there, lambda pair: pair[1]):
+            with access.raw(), torch.no_grad():
+                self._stage_out([staged for staged, _ in several])
+            if any(staged.numel >= RETURNED_NUMEL_MIN for staged, _ in several):
+                return_freed()
+                page_out_mapped_weights()
+        for staged in leaving:
             self.forget(id(staged))
+
+    def _stage_out(self, several: Sequence[StagedParam]) -> None:
+        """Rank 0's values become every rank's; each keeps its shards only."""
+        flats = [staged.leaving_values() for staged in several]
+        if self.collectives.world_size > 1:
+            values = flats[0] if len(flats) == 1 else torch.cat(flats)
+            others = f" to {several[-1].name}, {len(several)} of them" if len(several) > 1 else ""
+            self.collectives.broadcast(values, f"stage out {several[0].name}{others}")
+            flats = list(torch.split(values, [staged.numel for staged in several]))
+        if new := [staged for staged in several if not staged.chunks]:
+            layouts = [staged.layouts() for staged in new]
+            chunks = self.store.register(list(chain.from_iterable(layouts)))
+            for staged, own in zip(new, layouts, strict=True):
+                staged.chunks, chunks = chunks[: len(own)], chunks[len(own) :]
+        for staged, flat in zip(several, flats, strict=True):
+            staged.leave(flat)
 
     # The ``Owner``
 
@@ -275,7 +303,8 @@ class StagedParam:
         # the table below must not keep a model alive that its user dropped
         self._param = weakref.ref(param, partial(_forget, area, id(self)))
         self.area, self.name = area, name
-        self._chunks = range(0)
+        self.chunks = range(0)
+        """Where the store has it, once it has been staged."""
         self._memory: ShardedParam | None = None
         self.is_staged = False
         self._measure()
@@ -312,8 +341,8 @@ class StagedParam:
         """Whether somebody keeps a view of the parameter's memory, which must go on following it."""
         return _num_users(self.param) > _num_users(torch.empty(1, device="cpu"))
 
-    def stage_out(self) -> None:
-        """Rank 0's values become every rank's; each keeps its shard only."""
+    def leaving_values(self) -> torch.Tensor:
+        """What is to be staged, flattened in memory order."""
         param = self.param
         if self._memory is None or not self._memory.lies_as(param):
             # made only now: a parameter may still be moved, cast or replaced by the constructor that registers it
@@ -322,21 +351,16 @@ class StagedParam:
             self._memory.param = nn.Parameter(self._memory.layout, requires_grad=False)
             self._give_back_chunks()
             self._measure()
-        with access.raw(), torch.no_grad():
-            self._share(flattened(param.detach(), self._memory.order))
-        owners.adopt(param, self.area)
-        access.hide(param, self._memory.placeholder)
-        self.is_staged = True
-        if self.numel >= RETURNED_NUMEL_MIN:
-            return_freed()
-            page_out_mapped_weights()
+        return flattened(param.detach(), self._memory.order)
 
-    def _share(self, values: torch.Tensor) -> None:
-        """Rank 0's ``values``, flattened in memory order, on all ranks, and each one's shard in its store."""
-        self.area.collectives.broadcast(values, f"stage out {self.name}")
-        if not self._chunks:
-            self._chunks = self.area.store.register(self._layouts())
+    def leave(self, values: torch.Tensor) -> None:
+        """This rank's shard of ``values``, those of rank 0 as ``leaving_values`` gives them, is staged."""
+        if self._memory is None:
+            raise AssertionError("nobody has asked for what is to be staged")
         self.write(lambda first, numel: values[first : first + numel])
+        owners.adopt(self.param, self.area)
+        access.hide(self.param, self._memory.placeholder)
+        self.is_staged = True
 
     def bring_back(self) -> None:
         """The full parameter in memory again, as the user's own."""
@@ -378,7 +402,7 @@ class StagedParam:
         while done < values.numel():
             number, inner = divmod(position + done, self.piece_numel)
             taken = min(values.numel() - done, self.piece_numel - inner)
-            with leased(self.area.store, self._chunks[number], read=STAGING) as lease:
+            with leased(self.area.store, self.chunks[number], read=STAGING) as lease:
                 (piece,) = lease.pieces(ObjectKind.STAGING)
                 values[done : done + taken].copy_(piece[inner : inner + taken])
             done += taken
@@ -393,17 +417,21 @@ class StagedParam:
                     piece[:numel].copy_(values(self.start + offset, numel))
 
     def discard(self) -> None:
-        """An engine has taken the values over, or the parameter begins anew."""
+        """The parameter begins anew."""
         self._give_back_chunks()
+        self.forget()
+
+    def forget(self) -> None:
+        """It is staged no more; its chunks are given back by whoever says so."""
         self.area.forget(id(self))
         del _staged[self.param]
 
     def _give_back_chunks(self) -> None:
-        if len(self._chunks):
-            self.area.store.unregister(self._chunks)
-        self._chunks = range(0)
+        if len(self.chunks):
+            self.area.store.unregister(self.chunks)
+        self.chunks = range(0)
 
-    def _layouts(self) -> Sequence[ChunkLayout]:
+    def layouts(self) -> Sequence[ChunkLayout]:
         dtypes = {int(ObjectKind.STAGING): self.param.dtype}
         return [
             ChunkLayout(numel=min(self.piece_numel, self.shard_numel - offset), dtypes=dtypes)
@@ -412,7 +440,22 @@ class StagedParam:
 
     def _pieces(self) -> list[tuple[int, int]]:
         """(offset in the shard, chunk id) of every piece."""
-        return [(number * self.piece_numel, chunk) for number, chunk in enumerate(self._chunks)]
+        return [(number * self.piece_numel, chunk) for number, chunk in enumerate(self.chunks)]
+
+
+def discard(params: Iterable[nn.Parameter]) -> None:
+    """An engine has taken the values of those over that are staged. Their chunks go in as few pieces as they lie in."""
+    found = [staged for param in params if (staged := staged_param(param)) is not None]
+    runs: list[tuple[StagingArea, range]] = []
+    for staged in sorted(found, key=lambda staged: (id(staged.area), staged.chunks.start)):
+        area, chunks = staged.area, staged.chunks
+        if runs and runs[-1][0] is area and runs[-1][1].stop == chunks.start:
+            runs[-1] = area, range(runs[-1][1].start, chunks.stop)
+        elif chunks:
+            runs.append((area, chunks))
+        staged.forget()
+    for area, chunks in runs:
+        area.store.unregister(chunks)
 
 
 def _forget(area: StagingArea, key: int, _param: weakref.ref[nn.Parameter]) -> None:
