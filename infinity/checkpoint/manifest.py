@@ -8,7 +8,7 @@ files of the ranks that wrote them; where they were cut says nothing about who m
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from math import prod
 from typing import Any, Final
@@ -152,9 +152,9 @@ def index_as_json(pieces: Iterable[Piece]) -> dict[str, list[list[int]]]:
     return found
 
 
-def pieces_of_json(content: Mapping[str, list[list[int]]], kinds: Iterable[tuple[str, str]]) -> list[Piece]:
-    """The counterpart of ``index_as_json``. ``kinds``: (tensor, kind) of all that there may be, with spaces or without.
+def pieces_of_json(content: Mapping[str, list[list[int]]], named: Mapping[str, tuple[str, str]]) -> Iterator[Piece]:
+    """The counterpart of ``index_as_json``. ``named``: by their words there (tensor, kind) of all that there may be,
+    with spaces or without.
 
     Raises KeyError for what is none of them."""
-    named = {f"{tensor} {kind}": (tensor, kind) for tensor, kind in kinds}
-    return [Piece(*named[key], *row) for key, rows in content.items() for row in rows]
+    return (Piece(*named[key], *row) for key, rows in content.items() for row in rows)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from types import TracebackType
 
 import torch
 
+from infinity.checkpoint.descriptors import Descriptors
 from infinity.checkpoint.disk import disk_errors
 from infinity.checkpoint.manifest import DTYPES, PIECE_NUMEL_MAX, Piece
 from infinity.checkpoint.sealed import checksum_of
 from infinity.errors import CheckpointError
-from infinity.files.direct import BlockWriter, open_direct, read_block
+from infinity.files.direct import BlockWriter, read_block
 from infinity.files.pieces import as_bytes, bytes_of, pieces
 
 
@@ -59,10 +59,8 @@ class PieceWriter:
 class PieceFile:
     """Reads pieces, and checks each. Any thread may call it."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        with disk_errors(path, "opened"):
-            self._descriptor = open_direct(path, os.O_RDONLY)
+    def __init__(self, path: Path, descriptors: Descriptors) -> None:
+        self.path, self._descriptors = path, descriptors
 
     def read(self, piece: Piece, dtype: str) -> torch.Tensor:
         """The piece's elements. Raises CheckpointError if they are not what was written."""
@@ -70,8 +68,8 @@ class PieceFile:
 
     def fetch(self, begin: int, end: int, memory: torch.Tensor | None = None) -> torch.Tensor:
         """Bytes [begin, end) of the file, fewer at its end; in ``memory`` where that is large enough."""
-        with disk_errors(self.path, "read"):
-            return read_block(self._descriptor, begin, end, memory)
+        with self._descriptors.of(self.path) as descriptor, disk_errors(self.path, "read"):
+            return read_block(descriptor, begin, end, memory)
 
     def check(self, piece: Piece, dtype: str, data: torch.Tensor) -> torch.Tensor:
         """``data``, the piece's bytes, as its elements. Raises CheckpointError if they are not what was written."""
@@ -94,9 +92,6 @@ class PieceFile:
         if piece.offset % DTYPES[dtype].itemsize:
             data = data.clone()  # written by a version that did not align
         return data.view(DTYPES[dtype])
-
-    def close(self) -> None:
-        os.close(self._descriptor)
 
 
 def end_of(piece: Piece, dtype: str) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from infinity.checkpoint import plain
+from infinity.checkpoint.descriptors import Descriptors
 from infinity.checkpoint.directory import chosen, tags_of
 from infinity.checkpoint.disk import disk_errors
 from infinity.checkpoint.manifest import (
@@ -31,9 +32,13 @@ from infinity.checkpoint.pieces import PieceFile
 from infinity.checkpoint.read_ahead import ReadAhead, Wanted
 from infinity.checkpoint.sealed import checksum_of, read_sealed
 from infinity.errors import CheckpointError
+from infinity.plan.sharding import ALIGNMENT
+from io_daemon.shared.protocol import align_up
 
 _Placed = tuple[int, Piece]
 """The rank whose file has a piece, and the piece."""
+_Key = tuple[str, str]
+"""A tensor and a kind of it."""
 
 
 class StoredCheckpoint:
@@ -42,7 +47,9 @@ class StoredCheckpoint:
     Opening it looks at every file's size and at the coverage of every tensor, not at the bytes. A context manager.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, reader: int = 0, num_readers: int = 1) -> None:
+        """One of several readers looks at its share of the files' sizes, and reads the indexes of what it is to
+        ``look`` at: a rank needs those of the ranks that had its part, one or two of thousands."""
         self.path = path
         self._directory = self._found()
         """What ``path`` was the name of."""
@@ -52,10 +59,21 @@ class StoredCheckpoint:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(path / MANIFEST, str(error), "name a checkpoint that this version wrote") from error
         self.entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in self.manifest.tensors}
+        self._keys = {f"{name} {kind}": (name, kind) for name, entry in self.entries.items() for kind in entry.kinds}
+        """(tensor, kind) of all that there is, as indexes call it."""
+        self._pieces: dict[_Key, list[_Placed]] = {key: [] for key in self._keys.values()}
+        """Those of the indexes that were read, in order, none of them within others."""
+        self._firsts: dict[_Key, list[int]] = {}
+        """The first element of each."""
+        self._read: set[int] = set()
+        """The ranks whose indexes were read."""
         with self._replaced_told():
-            self._check_files()
-            self._pieces = self._read_indexes()
-        self._firsts = {key: [piece.first for _, piece in pieces] for key, pieces in self._pieces.items()}
+            self._check_files(list(self.manifest.files)[reader::num_readers])
+            if num_readers == 1:
+                self._read_indexes(range(self.manifest.world_size))
+                for name, kind in self._pieces:
+                    self._overlapping(name, kind, 0, self.entries[name].numel)
+        self._descriptors = Descriptors()
         self._files: dict[int, PieceFile] = {}
         self._last: tuple[_Placed, torch.Tensor] | None = None
         self._ahead: ReadAhead | None = None
@@ -73,6 +91,11 @@ class StoredCheckpoint:
                 directory, "holds no checkpoint that is called latest", f"name a tag; there are: {there}"
             )
         return cls(path)
+
+    def look(self, name: str, kind: str, first: int, numel: int) -> None:
+        """Raises CheckpointError if some of the elements are nowhere."""
+        with self._replaced_told():
+            self._overlapping(name, kind, first, numel)
 
     def read(self, name: str, kind: str, first: int, numel: int) -> torch.Tensor:
         """Elements [first, first + numel) in the order of memory, 1-D, in the dtype that they were kept in: to be read,
@@ -138,9 +161,7 @@ class StoredCheckpoint:
                     yield error
 
     def close(self) -> None:
-        for file in self._files.values():
-            file.close()
-        self._files.clear()
+        self._descriptors.close()
         self._last = None
 
     def __enter__(self) -> StoredCheckpoint:
@@ -169,8 +190,9 @@ class StoredCheckpoint:
                 self.path, "was replaced, or removed, while it was read: another save has its tag", "read it again"
             ) from error
 
-    def _check_files(self) -> None:
-        for name, file in self.manifest.files.items():
+    def _check_files(self, names: Iterable[str]) -> None:
+        for name in names:
+            file = self.manifest.files[name]
             with disk_errors(self.path / name, "read"):
                 found = (self.path / name).stat().st_size
             if found != file.num_bytes:
@@ -180,37 +202,61 @@ class StoredCheckpoint:
                     "load another checkpoint, or copy this file anew",
                 )
 
-    def _read_indexes(self) -> dict[tuple[str, str], list[_Placed]]:
-        found: dict[tuple[str, str], list[_Placed]] = {
-            (entry.name, kind): [] for entry in self.manifest.tensors for kind in entry.kinds
-        }
-        for rank in range(self.manifest.world_size):
+    def _read_indexes(self, ranks: Iterable[int]) -> None:
+        """Those that were not read yet."""
+        changed: set[_Key] = set()
+        for rank in ranks:
+            if rank in self._read or not 0 <= rank < self.manifest.world_size:
+                continue
             path = self.path / index_name(rank)
             content, checksum = read_sealed(path)
             if checksum != self.manifest.files[path.name].checksum:
                 raise CheckpointError(path, "belongs to another checkpoint", "copy this file anew")
-            for piece in pieces_of_json(content, found):
-                found[piece.tensor, piece.kind].append((rank, piece))
-        return {key: self._covering(key, placed) for key, placed in found.items()}
-
-    def _covering(self, key: tuple[str, str], placed: list[_Placed]) -> list[_Placed]:
-        """Pieces that together are the whole tensor, in order. Raises CheckpointError if some elements are nowhere."""
-        kept: list[_Placed] = []
-        position = 0
-        for rank, piece in sorted(placed, key=lambda each: (each[1].first, -each[1].numel)):
-            if piece.first <= position < piece.first + piece.numel:
-                kept.append((rank, piece))
-                position = piece.first + piece.numel
-        if position < self.entries[key[0]].numel:
-            raise CheckpointError(
-                self.path, f"lacks elements of {key[0]} ({key[1]}) from {position} on", "load another checkpoint"
-            )
-        return kept
+            self._read.add(rank)
+            for piece in pieces_of_json(content, self._keys):
+                self._pieces[piece.tensor, piece.kind].append((rank, piece))
+                changed.add((piece.tensor, piece.kind))
+        for key in changed:
+            self._pieces[key] = kept = _not_within_others(self._pieces[key])
+            self._firsts[key] = [piece.first for _, piece in kept]
 
     def _overlapping(self, name: str, kind: str, first: int, numel: int) -> list[_Placed]:
-        """The pieces that have elements [first, first + numel), in order."""
-        placed, firsts = self._pieces[name, kind], self._firsts[name, kind]
-        return placed[max(0, bisect_right(firsts, first) - 1) : bisect_left(firsts, first + numel)] if numel else []
+        """The pieces that have elements [first, first + numel), in order. Raises CheckpointError where they are
+        nowhere."""
+        if not numel:
+            return []
+        found, stop = self._known(name, kind, first, numel)
+        for ranks in self._who_may_have(self.entries[name].numel, first, numel) if stop < first + numel else ():
+            self._read_indexes(ranks)
+            found, stop = self._known(name, kind, first, numel)
+            if stop >= first + numel:
+                break
+        if stop < first + numel:
+            raise CheckpointError(
+                self.path, f"lacks elements of {name} ({kind}) from {stop} on", "load another checkpoint"
+            )
+        return found
+
+    def _known(self, name: str, kind: str, first: int, numel: int) -> tuple[list[_Placed], int]:
+        """What the indexes say that were read: the pieces with some of these elements, and up to where they have them
+        all."""
+        placed, firsts = self._pieces[name, kind], self._firsts.get((name, kind), ())
+        found = placed[max(0, bisect_right(firsts, first) - 1) : bisect_left(firsts, first + numel)]
+        stop = first
+        for _, piece in found:
+            if piece.first > stop:
+                break
+            stop = max(stop, piece.first + piece.numel)
+        return found, stop
+
+    def _who_may_have(self, whole: int, first: int, numel: int) -> Iterator[Iterable[int]]:
+        """Ranks that may have written elements of a tensor of ``whole``, the likely ones before the others: where all
+        have a part, those whose it is; rank 0, which has buffers, and everything where nothing was sharded; all."""
+        num_ranks = self.manifest.world_size
+        shard_numel = align_up(-(-whole // num_ranks), ALIGNMENT)
+        yield range(first // shard_numel, (first + numel - 1) // shard_numel + 1)
+        yield [0]
+        yield range(num_ranks)
 
     def _load(self, rank: int, piece: Piece) -> torch.Tensor:
         """The piece, whole; the last one is kept, since what asks next goes on there."""
@@ -226,7 +272,7 @@ class StoredCheckpoint:
 
     def _file(self, rank: int) -> PieceFile:
         if rank not in self._files:
-            self._files[rank] = PieceFile(self.path / pieces_name(rank))
+            self._files[rank] = PieceFile(self.path / pieces_name(rank), self._descriptors)
         return self._files[rank]
 
     def _read_state(self, name: str) -> dict[str, Any]:
@@ -244,3 +290,14 @@ class StoredCheckpoint:
                 "who saved it had vouched for a class: do so again, by torch.serialization.add_safe_globals()",
             ) from error
         return state
+
+
+def _not_within_others(placed: Iterable[_Placed]) -> list[_Placed]:
+    """In order, without those whose elements the ones before have."""
+    kept: list[_Placed] = []
+    position = -1
+    for rank, piece in sorted(placed, key=lambda each: (each[1].first, -each[1].numel)):
+        if piece.first + piece.numel > position:
+            kept.append((rank, piece))
+            position = piece.first + piece.numel
+    return kept

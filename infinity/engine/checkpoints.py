@@ -196,7 +196,12 @@ class Checkpoints(nn.Module):
 
     def _load(self, path: Path, wanted: Wanted, changed: Callable[[], None]) -> dict[str, Any]:
         loop = self._loop
-        with _together(loop, lambda: StoredCheckpoint(path), "open a checkpoint", path) as stored:
+
+        def opened() -> StoredCheckpoint:
+            ranks = loop.runtime.collectives
+            return StoredCheckpoint(path, reader=ranks.rank, num_readers=ranks.world_size)
+
+        with _together(loop, opened, "open a checkpoint", path) as stored:
             loop.runtime.collectives.agree(
                 f"load the checkpoint {path} with checksum {stored.checksum:08x}: {wanted.in_words()}"
             )

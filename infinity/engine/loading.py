@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import torch
 
 from infinity.checkpoint.compare import Groups, differences, group_differences, listed, matched
-from infinity.checkpoint.manifest import BUFFER, PIECE_NUMEL_MAX, STATE_PREFIX
+from infinity.checkpoint.manifest import BUFFER, PIECE_NUMEL_MAX, STATE_PREFIX, TensorEntry
 from infinity.checkpoint.progress import Progress
 from infinity.checkpoint.random_numbers import restore_random_states
 from infinity.checkpoint.stored import StoredCheckpoint
@@ -82,6 +83,23 @@ class Loading:
         rank, self._saved_ranks = self._runtime.collectives.rank, stored.manifest.world_size
         self._own = stored.rank_state(rank) if rank < self._saved_ranks else None
         self._refuse_differences()
+        params = [param for param in self._runtime.sharded.params if param.name in self._found]
+        self._entries = {param.index: self._found[param.name] for param in params}
+        """The checkpoint's, by the index of the parameter here."""
+        self._began = {param.index for param in params if self._began_to_train(param.name)}
+        io = self._runtime.io
+        self._kinds: dict[ObjectKind, Container[int]] = {
+            kind: {
+                index
+                for index, entry in self._entries.items()
+                if kind in io.lasting(index) and (name in entry.kinds or index in self._began)
+            }
+            for kind, name in self._names.items()
+        }
+        """The parameters of which each kind is loaded."""
+        buffers = ((saved.name, BUFFER, 0, saved.numel) for saved, _ in self._found_buffers())
+        for part in chain(self._parts(), buffers):
+            stored.look(*part)
 
     @property
     def client_state(self) -> dict[str, Any]:
@@ -174,39 +192,33 @@ class Loading:
         schedule = self._loop.lr_scheduler
         return type(schedule).__name__ if hasattr(schedule, "load_state_dict") else None
 
+    def _parts(self) -> Iterator[tuple[str, str, int, int]]:
+        """What this rank reads of weights and states, by the checkpoint's names, in order."""
+        for kind, part in self._runtime.io.asked_for(self._kinds, numel_max=PIECE_NUMEL_MAX):
+            if not self._is_new(part.param, kind):
+                yield self._entries[part.param].name, self._names[kind], part.param_offset, part.numel
+
+    def _is_new(self, param: int, kind: ObjectKind) -> bool:
+        return param in self._began and self._names[kind].startswith(STATE_PREFIX)
+
     def _fill(self) -> int:
         """This rank's part of all weights, and of the optimizer's states; the bytes that were read."""
-        io, params, names = self._runtime.io, self._runtime.sharded.params, self._names
-        entries = {param.index: self._found[param.name] for param in params if param.name in self._found}
-        there = set(entries)
-        began = {p.index for p in params if p.index in there and self._began_to_train(p.name)}
-        total = 0
-
-        def is_new(param: int, kind: ObjectKind) -> bool:
-            return param in began and names[kind].startswith(STATE_PREFIX)
-
-        with Progress("loading", io.lasting_bytes(there), shown=self._runtime.collectives.rank == 0) as progress:
+        io, names, total = self._runtime.io, self._names, 0
+        num_bytes, shown = io.lasting_bytes(self._entries), self._runtime.collectives.rank == 0
+        with Progress("loading", num_bytes, shown=shown) as progress:
 
             def values(kind: ObjectKind, segment: Segment) -> torch.Tensor:
                 nonlocal total
-                if is_new(segment.param, kind):
+                if self._is_new(segment.param, kind):
                     return torch.zeros(segment.numel, device="cpu")
-                found = self._stored.read(entries[segment.param].name, names[kind], segment.param_offset, segment.numel)
+                name = self._entries[segment.param].name
+                found = self._stored.read(name, names[kind], segment.param_offset, segment.numel)
                 total += found.nbytes
                 progress.advance(found.nbytes)
                 return found
 
-            wanted = {
-                kind: {i for i in there if kind in io.lasting(i) and (name in entries[i].kinds or i in began)}
-                for kind, name in names.items()
-            }
-            order = (
-                (entries[part.param].name, names[kind], part.param_offset, part.numel)
-                for kind, part in io.asked_for(wanted, numel_max=PIECE_NUMEL_MAX)
-                if not is_new(part.param, kind)
-            )
-            with self._stored.reading(order):
-                io.fill(wanted, values, numel_max=PIECE_NUMEL_MAX)
+            with self._stored.reading(self._parts()):
+                io.fill(self._kinds, values, numel_max=PIECE_NUMEL_MAX)
         return total
 
     def _began_to_train(self, name: str) -> bool:
@@ -215,11 +227,8 @@ class Loading:
 
     def _restore_rest(self) -> None:
         with torch.no_grad():
-            for name, (mine, buffer) in self._buffers.items():
-                saved = self._found.get(name)
-                is_wanted = mine.persistent or self._wanted.position  # others are the training's, not the module's
-                if saved is not None and saved.shape == mine.shape and is_wanted:
-                    write_buffer(buffer, self._stored.read_whole(saved.name, BUFFER).to(buffer.device, buffer.dtype))
+            for saved, buffer in self._found_buffers():
+                write_buffer(buffer, self._stored.read_whole(saved.name, BUFFER).to(buffer.device, buffer.dtype))
         with self._told("the module's set_extra_state()", "write one that takes what get_extra_state() gave"):
             set_extra_states(self._runtime.module, self._shared["extra_states"])
         if self._wanted.states:
@@ -230,6 +239,13 @@ class Loading:
                 schedule.load_state_dict(self._shared["lr_scheduler"][1])
         if self._wanted.position:
             self._restore_position()
+
+    def _found_buffers(self) -> Iterator[tuple[TensorEntry, torch.Tensor]]:
+        for name, (mine, buffer) in self._buffers.items():
+            saved = self._found.get(name)
+            is_wanted = mine.persistent or self._wanted.position  # others are the training's, not the module's
+            if saved is not None and saved.shape == mine.shape and is_wanted:
+                yield saved, buffer
 
     @contextmanager
     def _told(self, whose: str, remedy: str) -> Iterator[None]:

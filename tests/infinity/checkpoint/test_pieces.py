@@ -7,12 +7,13 @@ import errno
 import fcntl
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
 import torch
 
+from infinity.checkpoint.descriptors import Descriptors
 from infinity.checkpoint.manifest import Piece
 from infinity.checkpoint.pieces import PieceFile, PieceWriter
 from infinity.checkpoint.read_ahead import ReadAhead, Wanted
@@ -52,6 +53,13 @@ def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     return tmp_path / "some.pieces"
+
+
+@pytest.fixture
+def descriptors() -> Iterator[Descriptors]:
+    found = Descriptors()
+    yield found
+    found.close()
 
 
 @pytest.mark.parametrize("num_blocks", [1, NUM_BLOCKS + 1])
@@ -113,23 +121,22 @@ def test_who_fails_waits_for_no_block_that_was_not_begun(stored: Path, monkeypat
     os.close(descriptor)
 
 
-def test_pieces_of_any_size_and_dtype_come_back_alone_and_ahead(stored: Path) -> None:
+def test_pieces_of_any_size_and_dtype_come_back_alone_and_ahead(stored: Path, descriptors: Descriptors) -> None:
     values = _values()
     pieces = _written(stored, values)
     assert stored.stat().st_size == pieces[-1].offset + values[-1].nbytes
-    file = PieceFile(stored)
+    file = PieceFile(stored, descriptors)
     order = _wanted(file, pieces)
     assert all(_same(file.read(piece, dtype), each) for (_, piece, dtype), each in zip(order, values, strict=True))
     backwards, backward_values = order[::-1], values[::-1]
     for wanted, expected in ((order, values), (backwards, backward_values), ([order[2]] * 2, [values[2]] * 2)):
         with ReadAhead(wanted) as ahead:
             assert all(_same(ahead.take(each), value) for each, value in zip(wanted, expected, strict=True))
-    file.close()
 
 
-def test_neighbours_are_one_read(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_neighbours_are_one_read(stored: Path, descriptors: Descriptors, monkeypatch: pytest.MonkeyPatch) -> None:
     pieces = _written(stored, _values())
-    file, reads = PieceFile(stored), []
+    file, reads = PieceFile(stored, descriptors), []
     fetch = PieceFile.fetch
 
     def counted(self: PieceFile, begin: int, end: int, memory: torch.Tensor | None = None) -> torch.Tensor:
@@ -141,19 +148,20 @@ def test_neighbours_are_one_read(stored: Path, monkeypatch: pytest.MonkeyPatch) 
     with ReadAhead(order) as ahead:
         for wanted in order:
             ahead.take(wanted)
-    file.close()
     ends = [piece.offset + numel * dtype.itemsize for piece, numel, dtype in zip(pieces, NUMELS, DTYPES, strict=True)]
     firsts = [pieces[0].offset, pieces[3].offset, pieces[4].offset, pieces[5].offset, pieces[6].offset]
     assert sorted(reads) == list(zip(firsts, [ends[2], ends[3], ends[4], ends[5], ends[6]], strict=True))
 
 
-def test_a_damaged_piece_is_told_when_it_is_its_turn_and_the_others_come(stored: Path) -> None:
+def test_a_damaged_piece_is_told_when_it_is_its_turn_and_the_others_come(
+    stored: Path, descriptors: Descriptors
+) -> None:
     values = _values()
     pieces = _written(stored, values)
     damaged = bytearray(stored.read_bytes())
     damaged[pieces[1].offset] = int(values[1].item()) ^ 1
     stored.write_bytes(damaged)
-    file = PieceFile(stored)
+    file = PieceFile(stored, descriptors)
     order = _wanted(file, pieces)
     with ReadAhead(order) as ahead:
         assert _same(ahead.take(order[0]), values[0])
@@ -172,7 +180,6 @@ def test_a_damaged_piece_is_told_when_it_is_its_turn_and_the_others_come(stored:
                 ahead.take(wanted)
         with pytest.raises(CheckpointError, match=r"cut short.*tensor6.*512 bytes.*8 are there"):
             ahead.take(order[-1])
-    file.close()
 
 
 def test_files_are_open_for_direct_io_where_the_filesystem_has_it(tmp_path: Path) -> None:
@@ -190,7 +197,7 @@ def test_files_are_open_for_direct_io_where_the_filesystem_has_it(tmp_path: Path
 
 
 def test_a_filesystem_that_refuses_the_alignment_is_served_through_the_cache(
-    stored: Path, monkeypatch: pytest.MonkeyPatch
+    stored: Path, descriptors: Descriptors, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refusing(call: object) -> object:
         def refused(descriptor: int, memory: object, offset: int) -> int:
@@ -204,9 +211,8 @@ def test_a_filesystem_that_refuses_the_alignment_is_served_through_the_cache(
     monkeypatch.setattr(os, "pwrite", refusing(os.pwrite))
     monkeypatch.setattr(os, "preadv", refusing(os.preadv))
     pieces = _written(stored, values)
-    file = PieceFile(stored)
+    file = PieceFile(stored, descriptors)
     assert all(_same(w.file.read(w.piece, w.dtype), v) for w, v in zip(_wanted(file, pieces), values, strict=True))
-    file.close()
 
 
 def test_memory_is_a_few_blocks_and_every_write_is_aligned(stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
