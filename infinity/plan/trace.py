@@ -46,6 +46,8 @@ class GroupTrace:
         self._positions: list[list[int]] = [[] for _ in numels]
         self._before: list[int] = [0]
         self._cursor = 0
+        self.epoch = 0
+        """It grows whenever next uses of groups that were not used are others than before."""
 
     def begin(self) -> None:
         """A pass begins; the one that ended becomes the prediction."""
@@ -57,6 +59,7 @@ class GroupTrace:
                 before.append(before[-1] + self._numels[group])
             self._order, self._positions, self._before = self._recorded, positions, before  # whole, if interrupted
         self._recorded, self._cursor = [], 0
+        self.epoch += 1
 
     def use(self, group: int) -> None:
         """``group`` is used now; repeated uses in a row count once."""
@@ -66,15 +69,19 @@ class GroupTrace:
         positions = self._positions[group]
         index = bisect_right(positions, self._cursor - 1)
         if index < len(positions):
+            self.epoch += positions[index] > self._cursor  # others were left out
             self._cursor = positions[index] + 1
+
+    def next_use(self, group: int) -> int | None:
+        """The place in the pass at which ``group`` is needed again; None: not in this pass."""
+        positions = self._positions[group]
+        index = bisect_right(positions, self._cursor - 1)
+        return positions[index] if index < len(positions) else None
 
     def reuse_distance(self, group: int) -> int | None:
         """Elements of other groups used before ``group`` is needed again in this pass; None: not in this pass."""
-        positions = self._positions[group]
-        index = bisect_right(positions, self._cursor - 1)
-        if index == len(positions):
-            return None
-        return self._before[positions[index]] - self._before[self._cursor]
+        place = self.next_use(group)
+        return None if place is None else self._before[place] - self._before[self._cursor]
 
     def upcoming(self, numel_max: int) -> Sequence[int]:
         """The next groups in order, ``GROUPS_AHEAD_MAX`` at most, as long as together they hold at most ``numel_max``

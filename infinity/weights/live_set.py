@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+from math import inf
 
 from infinity.plan.trace import GroupTrace
 from infinity.states import ShardedState
@@ -39,6 +41,11 @@ class LiveSet:
         self._traces = {training: GroupTrace(numels) for training in (True, False)}
         self._trace = self._traces[True]
         self._live: dict[int, ParamGroup] = {}
+        self._farthest: list[tuple[float, int]] = []
+        """A heap of (less the place of the next use, group): of all that are live and not in use, and of some that are
+        not, or are elsewhere by now. Nobody keeps it while everything fits."""
+        self._epoch = -1
+        """The trace's, whose places these are; -1: another trace's."""
         self._lingering: dict[int, ParamGroup] = {}
         self._held_back: set[int] = set()
         """Groups of which nothing is leased ahead before backward is over."""
@@ -53,6 +60,7 @@ class LiveSet:
         """A training step (all its micro-batches) or an evaluation begins; each has an order of its own."""
         self._trace = self._traces[training]
         self._trace.begin()
+        self._epoch = -1
         self._held_back.clear()
         if training:
             self._reads_before, self._reads = self._reads, Counter()
@@ -102,11 +110,14 @@ class LiveSet:
         distance = self._trace.reuse_distance(group.index)
         if distance is None or distance > self._reuse_distance_max or self.live_numel > self._live_numel_max:
             self._reshard(group)
+        else:
+            self._may_leave(group)
 
     def linger(self, group: ParamGroup) -> None:
         """An operation or a node of backward had the weights; decide about the group when another one is needed."""
         if not group.persistent:
             self._lingering[group.index] = group
+            self._may_leave(group)
 
     def forget(self, group: ParamGroup) -> None:
         """Somebody wrote to the weights: what is here is not what the store has. Nothing else may hold them."""
@@ -152,15 +163,31 @@ class LiveSet:
 
     def _make_room(self, numel: int) -> None:
         """Reshard what is not in use, farthest reuse first, until ``numel`` more elements fit."""
-        while self.live_numel + numel > self._live_numel_max:
-            idle = [group for group in self._live.values() if not group.in_use]
-            if not idle:
-                return
-            self._reshard(max(idle, key=self._reuse_order))
+        while self.live_numel + numel > self._live_numel_max and (group := self._farthest_idle()) is not None:
+            self._reshard(group)
 
-    def _reuse_order(self, group: ParamGroup) -> float:
-        distance = self._trace.reuse_distance(group.index)
-        return float("inf") if distance is None else distance
+    def _farthest_idle(self) -> ParamGroup | None:
+        """What is live and not in use, and needed last. Who looks at all for it takes, of thousands, as long as a
+        gather."""
+        if self._epoch != self._trace.epoch:
+            self._epoch = self._trace.epoch
+            self._farthest = [self._place(index) for index in self._live]
+            heapify(self._farthest)
+        while self._farthest:
+            place = self._farthest[0]
+            group = self._live.get(place[1])
+            if group is not None and not group.in_use and place == self._place(group.index):
+                return group
+            heappop(self._farthest)  # it is put there anew when its use is over
+        return None
+
+    def _may_leave(self, group: ParamGroup) -> None:
+        if self._epoch == self._trace.epoch:
+            heappush(self._farthest, self._place(group.index))
+
+    def _place(self, index: int) -> tuple[float, int]:
+        place = self._trace.next_use(index)
+        return (-inf if place is None else -place), index
 
     def _gather_ahead(self) -> None:
         planned_numel = self.live_numel

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from infinity.states import ShardedState
 from infinity.weights.live_set import LiveSet
 from infinity.weights.streams import CopyStream
+from tests.support.work import lines_run
 
 ENDLESS = 1 << 40
 
@@ -376,3 +378,50 @@ def test_what_is_read_outside_of_the_pass_is_not_counted() -> None:
     fixture.call(1)
     fixture.call(0)
     assert fixture.groups[0].last_reads == [False, False, True]
+
+
+def test_a_use_among_many_that_are_live_costs_what_it_costs_among_few() -> None:
+    """In lines run: each use beyond the limit looked at all that were live, for the one that is needed last."""
+
+    def work(num_groups: int) -> float:
+        fixture = Fixture([1] * num_groups, live=num_groups // 2)
+        order = [*range(num_groups), *reversed(range(num_groups))]
+        fixture.learn(order)
+
+        def use_all() -> None:
+            for index in order:
+                fixture.call(index)
+
+        lines = lines_run(use_all, "infinity/weights")
+        assert fixture.live_set.live_numel_peak == num_groups // 2
+        return lines / len(order)
+
+    few, many = work(40), work(640)
+    assert many <= 1.2 * few, f"{few} lines a use among 20, {many} among 320"
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_of_all_that_is_live_the_one_that_is_needed_last_goes(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a pass leaves out uses of the one before, or has others."""
+    generator = random.Random(seed)
+    fixture = Fixture([1] * 8, live=3)
+    live_set, num_found = fixture.live_set, 0
+    real = live_set._farthest_idle
+
+    def checked() -> Any:
+        nonlocal num_found
+        found = real()
+        places = [live_set._place(index) for index, group in live_set._live.items() if not group.in_use]
+        assert (None if found is None else live_set._place(found.index)) == min(places, default=None)
+        num_found += found is not None
+        return found
+
+    monkeypatch.setattr(live_set, "_farthest_idle", checked)
+    order = [generator.randrange(8) for _ in range(60)]
+    fixture.learn(order)
+    for _ in range(3):
+        for index in order:
+            if generator.random() < 0.9:
+                fixture.call(index if generator.random() < 0.9 else generator.randrange(8))
+        live_set.begin_pass(training=generator.random() < 0.7)
+    assert num_found
