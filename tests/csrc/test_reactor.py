@@ -337,7 +337,8 @@ def test_requests_not_reaped_are_limited(bench: ReactorBench) -> None:
 
 
 def run_script(script: str, *arguments: object) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
+    quiet = "ignore:This process:DeprecationWarning"  # Python 3.12 warns of forks beside threads, which are the point
+    command = [sys.executable, "-W", quiet, "-c", script, *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
 
 

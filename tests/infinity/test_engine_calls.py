@@ -200,6 +200,7 @@ def test_the_schedules_step_gets_what_step_is_given() -> None:
 @pytest.mark.parametrize(
     "zero", [{"stage": 2}, {"stage": 3, "stage3_param_persistence_threshold": 1000}], ids=["stage 2", "persistent"]
 )
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0")
 def test_a_model_whose_weights_stay_is_compiled(zero: dict[str, Any]) -> None:
     torch._dynamo.reset()
     plain, counted, graphs = build(), build(), []

@@ -338,7 +338,7 @@ def test_ranks_publish_together_and_fail_together(tmp_path: Path) -> None:
 
 
 FORKS = """
-import os, sys
+import os, sys, warnings
 import torch
 from tests.support.resumed import config_of, started, train
 
@@ -346,6 +346,7 @@ torch.set_num_threads(1)
 engine = started(config_of())
 train(engine, 1)
 engine.save_checkpoint(sys.argv[1], tag="late", asynchronous=True)
+warnings.filterwarnings("ignore", "This process")  # Python 3.12 warns of forks beside threads
 child = os.fork()
 if child == 0:
     if sys.argv[2] == "destroys":

@@ -115,7 +115,7 @@ def test_the_replay_ends_with_the_plan_that_was_killed(tmp_path: Path) -> None:
         return [int(path.parent.name) for path in found if int(path.parent.name) != plan.pid]
 
     try:
-        eventually(lambda: any((tmp_path / "swap").iterdir()), "the replay writes")
+        eventually(lambda: any((tmp_path / "swap").iterdir()), "the replay writes", within_s=120)  # behind all imports
         assert replays()
     finally:
         plan.kill()
