@@ -1,16 +1,17 @@
 """What torch's dispatcher does with an operation that reached a placeholder: it is refused by the parameter's name.
 
-Whatever asks a tensor's class (``access``) has had the weights lent before it comes here. What comes here does not:
-functions that take tensors as plain data (``torch.tensor(param)``, ``x.new_tensor(param)``), scripted functions, a node
-of autograd that kept the parameter itself. Nothing is lent to them: nobody knows which update's weights they mean. Nor
-may another tensor take the parameter's memory over: there is none, and not all that torch does with memory asks anybody
-(``share_memory_()`` would end the process).
+Whatever asks a tensor's class (``access``) has had the weights lent before it comes here. So has a scripted function,
+which asks none, and is asked about here. What comes here has not: functions that take tensors as plain data
+(``torch.tensor(param)``, ``x.new_tensor(param)``), a node of autograd that kept the parameter itself. Nothing is lent
+to them: nobody knows which update's weights they mean. Nor may another tensor take the parameter's memory over: there
+is none, and not all that torch does with memory asks anybody (``share_memory_()`` would end the process).
 """
 
 from __future__ import annotations
 
 import threading
-from functools import cache
+from collections.abc import Callable
+from functools import cache, wraps
 from typing import Any, NoReturn
 
 import torch
@@ -69,6 +70,21 @@ def _param_with_memory_of(tensor: torch.Tensor) -> nn.Parameter | None:
     return None
 
 
+def _lending(torchs: Callable[..., Any]) -> Callable[..., Any]:
+    """``torchs`` call of something scripted, for which weights are lent: its operations run past Python."""
+
+    def run(scripted: Any, *args: Any, **kwargs: Any) -> Any:
+        return torchs(scripted, *args, **kwargs)
+
+    @wraps(torchs)
+    def call(scripted: Any, *args: Any, **kwargs: Any) -> Any:
+        if any(access.param_behind(leaf) is not None for leaf in tree_leaves((args, kwargs))):
+            return access.lend(run, (scripted, *args), kwargs)
+        return run(scripted, *args, **kwargs)
+
+    return call
+
+
 def watch() -> None:
     """From now on placeholders are watched, in every thread, for the process's life."""
     with _watching:  # torch takes one registration, and several threads may make their first engines at once
@@ -79,6 +95,9 @@ def watch() -> None:
 def _watch() -> Any:
     make: Any = torch.library.Library
     everything, metadata = make("_", "IMPL"), make("aten", "IMPL")
+    scripted: Any = torch._C
+    for kind in (scripted.ScriptFunction, scripted.ScriptMethod):
+        kind.__call__ = _lending(kind.__call__)
     everything.fallback(_asked, placeholder.KEY)
     metadata.impl("_has_compatible_shallow_copy_type", _refuse_to_give, placeholder.KEY)
     return everything, metadata  # torch would take back what they have registered with them

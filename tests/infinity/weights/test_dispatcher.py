@@ -110,15 +110,29 @@ def test_what_reads_it_past_python_is_refused(param: nn.Parameter, read: Any) ->
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_a_scripted_function_is_refused(param: nn.Parameter) -> None:
+def test_weights_are_lent_to_scripted_functions_and_modules(param: nn.Parameter) -> None:
     def twice(x: torch.Tensor) -> torch.Tensor:
         return x * 2
 
-    scripted = torch.jit.script(twice)
-    with pytest.raises(RuntimeError, match=r"layer\.weight"):
-        scripted(param)
-    with infinity.zero.GatheredParameters(param):
-        assert torch.equal(scripted(param), VALUES * 2)
+    class Twice(nn.Module):
+        def forward(self, parts: list[torch.Tensor]) -> torch.Tensor:
+            return parts[0] * 2
+
+    scripted, module = torch.jit.script(twice), torch.jit.script(Twice())
+    for tensor in (param, param.data):
+        assert torch.equal(scripted(tensor), VALUES * 2)
+        assert torch.equal(module([tensor]), VALUES * 2)
+    assert placeholder.is_held_by(param)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit")
+def test_what_a_scripted_function_writes_to_weights_is_refused(param: nn.Parameter) -> None:
+    def double(x: torch.Tensor) -> torch.Tensor:
+        return x.mul_(2)
+
+    with pytest.raises(WeightsError, match=r"layer\.weight .*changed in place"):
+        torch.jit.script(double)(param.data)
+    assert torch.equal(param.clone(), VALUES)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit")
