@@ -189,6 +189,20 @@ class Engine(Checkpoints, Exports):
         """
         self._compiled.compile(backend, compile_kwargs or {})
 
+    def join(self, *_args: Any, **_kwargs: Any) -> NoReturn:
+        """Ranks whose batches come to an end before the others'.
+
+        Raises:
+            EngineStateError: always. A rank takes part in every gather of weights.
+        """
+        raise EngineStateError(
+            f"ranks that train {type(self.module).__name__} take part in all of its gathers, and none can end before "
+            "the others: give each as many batches (drop_last=True, DistributedSampler), or train on while all have one"
+        )
+
+    join_hook = join
+    """What ``torch.distributed.algorithms.Join`` asks for."""
+
     @property
     def is_compiled(self) -> bool:
         """Whether ``compile`` was called."""

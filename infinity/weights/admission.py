@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
@@ -16,6 +16,12 @@ from infinity.errors import ConfigError
 from infinity.plan.registered import modules, named_buffers, named_modules, named_parameters
 from infinity.weights.owners import Owner, owner_of, users_class
 from infinity.weights.promises import check_promise
+
+_WRAPPERS: Final = (
+    ("torch.nn.parallel.distributed", "DistributedDataParallel"),
+    ("torch.distributed.fsdp.fully_sharded_data_parallel", "FullyShardedDataParallel"),
+)
+"""Classes of modules that train what they wrap in their own way."""
 
 
 def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
@@ -33,6 +39,10 @@ def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
             raise ConfigError(
                 f"model.{name}", "ScriptModule", "compiled modules hide their weights: pass it unscripted"
             )
+        for kind in type(module).__mro__:
+            if (kind.__module__, kind.__name__) in _WRAPPERS:
+                remedy = "it averages gradients itself, as the engine does: pass the module that it wraps"
+                raise ConfigError(f"model.{name}".rstrip("."), kind.__name__, remedy)
     for name, param in named:
         _admit_param(name, param)
     _admit_dtypes(named, weight_dtype)

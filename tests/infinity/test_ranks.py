@@ -539,3 +539,34 @@ def test_a_forked_process_is_refused_as_a_rank(tmp_path: Path) -> None:
         assert "0.weight" in weights
         assert "is used in a forked process" in weights
         assert "begin a training forward: a forked process is none of the ranks" in forward
+
+
+def test_a_wrapper_that_averages_itself_and_ranks_that_end_before_others_are_refused(tmp_path: Path) -> None:
+    code = """
+    from torch.distributed.algorithms import Join
+    dist.init_process_group("gloo")
+    wrapped, refused = nn.parallel.DistributedDataParallel(build()), []
+    for model in (wrapped, nn.Sequential(wrapped)):
+        try:
+            infinity.initialize(model=model, config=CONFIG)
+        except infinity.errors.ConfigError as error:
+            refused.append(str(error))
+    engine, *_ = infinity.initialize(model=wrapped.module, config=CONFIG)
+    for enter in (lambda: Join([engine]), engine.join):
+        try:
+            enter()
+        except infinity.errors.EngineStateError as error:
+            refused.append(str(error))
+    train(engine, batches(2, rank))
+    print(json.dumps(refused))
+    engine.destroy()
+    dist.destroy_process_group()
+    """
+    ranks = run_ranks(PRELUDE + "import infinity.errors\n" + _body(code), tmp_path, num_ranks=2)
+    for rank in ranks:
+        outer, inner, *joins = rank.answer
+        assert outer.startswith("model = 'DistributedDataParallel': ")
+        assert inner.startswith("model.0 = 'DistributedDataParallel': ")
+        assert "pass the module that it wraps" in outer
+        assert len(joins) == 2
+        assert all("give each as many batches" in words for words in joins)
