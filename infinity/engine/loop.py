@@ -140,6 +140,12 @@ class TrainingLoop:
         update = self._trained("backward")
         self.refuse_before_step(call)
         self._refuse_lost(call)  # plain torch would add to what the backward that failed has left
+        if self._in_backward is not None:
+            self._refuse_modes(call, "updates weights")
+        elif self.runtime.reducer.has_any:
+            self._refuse_modes(call, "adds to earlier gradients")
+        elif self.runtime.streams:
+            self._refuse_modes(call, "has weights brought back", of_functions=False)
         update.refuse_clipped(call)
         with self._phase_of(StepPhase.BACKWARD):
             self._begin_backward(may_be_last=may_be_last, divisor=divisor)
@@ -204,6 +210,7 @@ class TrainingLoop:
             return
         if self.optimizer is None:
             raise AssertionError("an update without an optimizer")
+        self._refuse_modes("step()", "updates weights")
         self.background.advance()
         with self._phase_of(StepPhase.OPTIMIZER):
             self.optimizer.step()
@@ -332,6 +339,14 @@ class TrainingLoop:
         self.global_steps, self.global_samples = global_steps, global_samples
         self.skipped_steps, self.micro_steps = skipped_steps, 0
         self._lost = Lost.NOTHING
+
+    def _refuse_modes(self, call: str, does: str, *, of_functions: bool = True) -> None:
+        """Raises EngineStateError inside a mode of the user's, which would see other operations than in plain torch."""
+        if modes := transforms.modes_of_users(of_functions=of_functions):
+            raise EngineStateError(
+                f"{call} of {type(self.runtime.module).__name__} {does} within {modes[0]}, a mode that would see other "
+                "operations than plain torch's: leave the mode before, and enter it again for the next forward"
+            )
 
     def _refuse_lost(self, call: str) -> None:
         if self._lost is not Lost.NOTHING:

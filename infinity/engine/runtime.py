@@ -133,7 +133,8 @@ class Runtime(owners.Owner):
             written=self.written,
         )
         self._saved = SavedTensors(self._param_of, sharded.resident, self._bring, self._cast_once.use)
-        self._streams = any(not group.persistent for group in sharded.groups)
+        self.streams = any(not group.persistent for group in sharded.groups)
+        """Whether weights come and go."""
         kept = (p for p in sharded.params if not sharded.group_of[p.index].placement.trainable)
         self.structure = Structure(module, [(p.name, p.param) for p in kept if sharded.layout.trains])
         for param in sharded.params:
@@ -199,7 +200,7 @@ class Runtime(owners.Owner):
             self._calls.add(call)
             if not self._phases.in_training_pass and not in_backward and len(self._calls) == 1:
                 self._begin_pass(training=self.module.training and torch.is_grad_enabled())
-            if self._streams:
+            if self.streams:
                 self._cast_once.begin_call(module, within_another=len(self._calls) > 1)
 
     @transforms.apart
@@ -210,7 +211,7 @@ class Runtime(owners.Owner):
             self._calls.remove(call)
             if self._calls:
                 return
-            if self._streams:
+            if self.streams:
                 self._cast_once.end_call()
             if not self._phases.in_training_pass and not self._phases.is_over:
                 self.live_set.reshard_all()
@@ -260,11 +261,11 @@ class Runtime(owners.Owner):
         self._cast_once.release(sum(group.numel for group in groups))
         if changed:
             owners.refuse_write(self, changed[0].param)
-        if unseen and self._streams:
+        if unseen and self.streams:
             self._refusals.refuse_unseen(unseen[0])
 
     def hooks(self, *, outermost: bool) -> AbstractContextManager[None]:
-        if not self._streams or not hooks_are_allowed():  # under no_grad, too: the model may enable gradients itself
+        if not self.streams or not hooks_are_allowed():  # under no_grad, too: the model may enable gradients itself
             return nullcontext()
         return self._saved.around_call() if outermost else self._saved.beside_user_hooks()
 

@@ -10,6 +10,7 @@ import torch
 from infinity.report import IoReport, StepTimes, TierTraffic, kind_labels
 from infinity.states import StepPhase
 from infinity.tiers.base import is_beside
+from infinity.weights import transforms
 from infinity.weights.sharded_model import ShardedModel
 from io_daemon.shared.metrics import TenantStats
 
@@ -57,6 +58,7 @@ class StepRecord:
             torch.accelerator.synchronize(self._waits_for)
         return time.perf_counter()
 
+    @transforms.apart
     def _stalled(self) -> float:
         return self._sharded.store.stats().get("stall_seconds", 0.0)
 

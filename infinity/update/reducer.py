@@ -21,6 +21,7 @@ from infinity.tiers.collectives import Collectives
 from infinity.tiers.reductions import Reducing
 from infinity.update.gradients import GradientChunks
 from infinity.update.in_backward import InBackward
+from infinity.weights import transforms
 from infinity.weights.param import ShardedParam
 from infinity.weights.param_group import GradientOf, ParamGroup
 
@@ -113,6 +114,7 @@ class Reducer:
         self._has_put_off = True
 
     @property
+    @transforms.apart
     def has_any(self) -> bool:
         """Whether the running step has a gradient of any parameter."""
         return self._has_put_off or bool(self._used.any())

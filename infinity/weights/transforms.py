@@ -11,20 +11,32 @@ from typing import Any, Final, ParamSpec, TypeVar
 
 import torch
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.overrides import _pop_mode_temporarily
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.overrides import _get_current_function_mode_stack, _pop_mode_temporarily
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 _cleared: Any = temporarily_clear_interpreter_stack
 _without_a_mode: Any = _pop_mode_temporarily
+_modes_of_functions: Any = _get_current_function_mode_stack
 PROBLEM: Final = "in a transform of torch.func, which sees no sharded weights"
 REMEDY: Final = "keep them whole with zero_optimization.stage 2, or compute the gradient with engine.backward()"
 
 
 def is_inside() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def modes_of_users(*, of_functions: bool) -> list[str]:
+    """The modes that are not torch's, which count or change what operations give, by their classes' names.
+    ``of_functions``: also those that see functions of torch, where a backward is one."""
+    kinds: list[Any] = [type(mode) for mode in _get_current_dispatch_mode_stack()]
+    handlers = [(kind.__name__, kind.__torch_dispatch__.__module__) for kind in kinds]
+    if of_functions:
+        kinds = [type(mode) for mode in _modes_of_functions()]
+        handlers += [(kind.__name__, kind.__torch_function__.__module__) for kind in kinds]
+    return [name for name, module in handlers if not module.startswith("torch.")]
 
 
 def outside() -> AbstractContextManager[Any]:
