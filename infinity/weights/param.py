@@ -244,9 +244,10 @@ class ShardedParam:
         """Whether autograd has come to hold the parameter itself since it was shown.
 
         Where our hooks are (``saved_tensors``) it holds notes instead. So some operation ran in another thread, or with
-        hooks switched off, and backward would find the placeholder.
+        hooks switched off, and backward would find the placeholder. While others have the parameter shown an operation
+        of theirs may hold it; the last of them is told.
         """
-        return self._num_shown > 0 and self._count_unseen() > self._num_unseen
+        return self._num_shown == 1 and self._count_unseen() > self._num_unseen
 
     def _count_unseen(self) -> int:
         """Holders of the parameter that are no views: a view holds the parameter and its memory, a node the former."""
