@@ -51,6 +51,10 @@ class Gathering:
     def resident(self) -> Mapping[int, ShardedParam]:
         return self._sharded.resident
 
+    @property
+    def left_behind(self) -> Mapping[int, ShardedParam]:
+        return self._sharded.left_behind
+
     def lend_array(self, param: ShardedParam) -> bool:
         param.lend_memory()
         return not self._sharded.policy.shards_weights or self.keeps_writes(param)

@@ -8,6 +8,7 @@ and stays the same object, with the same ties and references:
                         weights, comes here first, and the owner lends the weights to it, or refuses by name
 ``UnshardedParameter``  the weights are here; operations run as on any parameter, without a detour. Only what would
                         escape the owner's notice (``.data``, ``.grad``, copies) is answered in Python
+``LentParameter``       the same of weights that leave again: their casts are known, too (``casts``)
 ``nn.Parameter``        nobody's but the user's
 ======================  ===============================================================================================
 """
@@ -17,13 +18,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from functools import wraps
 from typing import Any, ClassVar, Final, NoReturn
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from infinity.weights import placeholder
+from infinity.weights import casts, placeholder
 from infinity.weights.ds_names import MAKING_A_PARAMETER, DsNames, ZeroParamStatus, partitioning_owner_of
 from infinity.weights.owners import (
     Owner,
@@ -33,6 +35,7 @@ from infinity.weights.owners import (
     refuse_pickle,
     refuse_remake,
     refuse_write,
+    users_class,
 )
 
 raw = torch._C.DisableTorchFunctionSubclass
@@ -70,9 +73,9 @@ _DATA: Any = torch.Tensor.data
 _GRAD: Any = torch.Tensor.grad
 
 
-def show(param: nn.Parameter, weights: torch.Tensor) -> None:
-    """From now on the parameter is ``weights``, in ``weights``' own memory."""
-    become(param, UnshardedParameter)
+def show(param: nn.Parameter, weights: torch.Tensor, *, stays: bool = True) -> None:
+    """From now on the parameter is ``weights``, in ``weights``' own memory. ``stays``: until further notice."""
+    become(param, UnshardedParameter if stays else LentParameter)
     placeholder.put(param, weights)
 
 
@@ -161,6 +164,10 @@ class UnshardedParameter(OwnedParameter):
         known_owner_of(self).set_gradient(self, value)
 
 
+class LentParameter(UnshardedParameter):
+    """The weights are here for a while. (Not of those that stay: torch.compile would break its graphs at a cast.)"""
+
+
 class _Elsewhere:
     """What stands for weights that are elsewhere: answers what it can, and has the weights lent for the rest."""
 
@@ -189,6 +196,19 @@ class ShardedParameter(_Elsewhere, OwnedParameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Parameter(shape={tuple(self.shape)}, dtype={self.dtype}, sharded=True)"
+
+
+def _casting(name: str) -> Callable[..., Any]:
+    @wraps(getattr(torch.Tensor, name))
+    def cast(param: nn.Parameter, *args: Any, **kwargs: Any) -> Any:
+        return casts.noted(getattr(users_class(param), name)(param, *args, **kwargs))
+
+    return cast
+
+
+for _method in casts.CASTING:
+    for _kind in (LentParameter, ShardedParameter):
+        setattr(_kind, _method, _casting(_method))
 
 
 class ShardedAlias(_Elsewhere, torch.Tensor):

@@ -143,8 +143,13 @@ def users_class(param: torch.Tensor) -> type[nn.Parameter]:
 def become(param: nn.Parameter, kind: type[nn.Parameter]) -> None:
     """The parameter is of this class, and of a class of the user's own as before: its methods are there, and
     ``isinstance`` says so."""
-    own = users_class(param)
-    param.__class__ = kind if own is nn.Parameter else _of_both(kind, own)
+    param.__class__ = of_kind(kind, users_class(param))
+
+
+def of_kind(kind: type[nn.Parameter], own: type[nn.Parameter]) -> type[nn.Parameter]:
+    """The class that is of our kind, and of the user's ``own``."""
+    made: type[nn.Parameter] = kind if own is nn.Parameter else _of_both(kind, own)
+    return made
 
 
 @cache

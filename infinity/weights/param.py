@@ -58,8 +58,9 @@ def _holders_of_a_tensor() -> tuple[int, int]:
 
 
 class ShardedParam:
-    """``resident``: storage identity -> parameter, of all of a model whose weights are here. ``pool``: where memory for
-    the weights comes from; None: torch."""
+    """``resident``: storage identity -> parameter, of all of a model whose weights are here. ``left_behind``: the same
+    of memory that weights have left and somebody has still. ``pool``: where memory for the weights comes from; None:
+    torch."""
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class ShardedParam:
         device: torch.device,
         resident: dict[int, ShardedParam] | None = None,
         pool: MemoryPool | None = None,
+        left_behind: dict[int, ShardedParam] | None = None,
     ) -> None:
         self.index = index
         self.name = name
@@ -80,6 +82,8 @@ class ShardedParam:
         self.full: torch.Tensor | None = None
         self.generation = 0
         """Updates and writes that the weights have had: what was saved for backward is of one of them."""
+        self.stays = False
+        """Whether the weights stay where they are between uses."""
         self._num_set = 0
         """How often they were set to themselves, which changes nothing and ends graphs of before."""
         self._saved: int | None = None
@@ -90,6 +94,7 @@ class ShardedParam:
         dispatcher.watch()
         self.placeholder = placeholder.make(param.shape, dtype, device)
         self._resident = resident if resident is not None else {}
+        self._left_behind = left_behind if left_behind is not None else {}
         self._pool = pool if pool is not None else MemoryPool(0, device)
         self._key = 0
         self._num_shown = 0
@@ -98,7 +103,8 @@ class ShardedParam:
         self._lent: int | None = None
         """The checksum of weights whose memory somebody was given, where writes are not counted; None: nobody was."""
         self._num_unseen = 0
-        self._outlived: list[Any] = []
+        self._outlived: dict[int, Any] = {}
+        """Memory that the weights have left, by its identity; the weak reference keeps that from being another's."""
         self._left: Any = None
         """The memory that the weights left and come back to, if anybody has it still."""
         self._accumulator: Any = None
@@ -191,6 +197,14 @@ class ShardedParam:
             and (placeholder.storage_of(data).nbytes() == data.nbytes)
         )
 
+    def counting(self, weights: torch.Tensor) -> torch.Tensor:
+        """``weights``, which are here, with the parameter's count of writes: who gets them inside backward, as a custom
+        function from its context, may write to them as to the parameter."""
+        with access.raw(), placeholder.unasked():
+            counted: torch.Tensor = torch._C.TensorBase.detach(self.param)
+        placeholder.put(counted, weights)
+        return counted
+
     def unflattened(self, flat: torch.Tensor) -> torch.Tensor:
         """``flat`` [numel] in memory order as the parameter lies; a view."""
         return flat.as_strided(self.shape, self.layout.stride())
@@ -202,7 +216,7 @@ class ShardedParam:
         if self.full is None:
             raise AssertionError(f"{self.name} is shown without its weights")
         if self._num_shown == 0:
-            access.show(self.param, self.full)
+            access.show(self.param, self.full, stays=self.stays)
             version = self.param._version
             untouched = self._version in (None, version) and not self._differs_from_lent()
             self._version = version
@@ -264,6 +278,10 @@ class ShardedParam:
         """Whether somebody wrote to the weights, or to a view that was kept of them, since they were shown."""
         with access.raw():
             return self._version is not None and self.param._version != self._version
+
+    def lies_in(self, memory: int) -> bool:
+        """Whether the weights are here, and in the memory of that identity."""
+        return self.full is not None and self._key == memory
 
     def lend_memory(self) -> None:
         """Somebody gets the memory of the weights that are here: what they are now is remembered."""
@@ -370,7 +388,8 @@ class ShardedParam:
             return
         if come_back:
             self._left = (memory, lent)
-        self._outlived = [*(view for view in self._outlived if not view.expired()), memory]
+        self._forget_the_gone()
+        self._outlived[self._key], self._left_behind[self._key] = memory, self
 
     def _come_back(self) -> torch.Tensor | None:
         """The weights in the memory that they left, unless nobody has that any more, or who does wrote there."""
@@ -385,12 +404,15 @@ class ShardedParam:
         if self.is_changed or lent not in (None, self._checksum_of(weights)):
             return None
         self._lent = lent
-        self._outlived.remove(memory)
+        key = placeholder.identity_of(weights)
+        del self._outlived[key], self._left_behind[key]
         return weights
 
     def has_outliving_views(self) -> bool:
         """Whether views of weights that were dropped are alive: they would not follow an update, as torch's do."""
-        if not self._outlived:
-            return False
-        self._outlived = [memory for memory in self._outlived if not memory.expired()]
+        self._forget_the_gone()
         return bool(self._outlived)
+
+    def _forget_the_gone(self) -> None:
+        for key in [key for key, memory in self._outlived.items() if memory.expired()]:
+            del self._outlived[key], self._left_behind[key]

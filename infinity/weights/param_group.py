@@ -100,6 +100,8 @@ class ParamGroup:
         self.params = params
         self.chunks = chunks
         self.persistent = persistent
+        for param in params:
+            param.stays = persistent
         self.name = name
         """The name that errors show."""
         self.state = ShardedState.SHARDED

@@ -4,8 +4,9 @@ A node that saves ``weight.t()`` would keep the weights of the whole model alive
 below replace every view of sharded weights by its place in them; when backward asks for it, the owner brings the
 weights back and the view is made anew. It holds their memory itself: nobody need know when the node is done with it.
 
-Torch checks saved tensors for writes in between only where nobody hooks them; so the checks are repeated here. Hooks of
-the user's that stand outside go on seeing everything but the weights; inside theirs, see ``beside_user_hooks``.
+Torch checks saved tensors for writes in between only where nobody hooks them; so the checks are repeated here. Torch's
+own ``save_on_cpu``, where it stands outside, goes on seeing everything but the weights; hooks of the user's see all of
+it, see ``beside_user_hooks``.
 """
 
 from __future__ import annotations
@@ -13,15 +14,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import WeightsError
-from infinity.weights import placeholder, transforms
-from infinity.weights.owners import users_class
+from infinity.weights import casts, placeholder, transforms
+from infinity.weights.owners import of_kind, users_class
 from infinity.weights.param import ShardedParam
 
 _torchs_save: Any = FunctionCtx.save_for_backward
@@ -44,6 +47,7 @@ class SavedCast(NamedTuple):
 
     weights: SavedWeights
     """The weights of the whole parameter."""
+    cast: casts.Cast
     written: torch.Tensor
     """Empty, with the cast's count of writes: one after this would be lost where the weights are cast anew."""
     dtype: torch.dtype
@@ -93,7 +97,7 @@ class SavedTensors:
         top = _top()
         if top is not None and self._is_own(top[0]):
             return nullcontext()
-        if top is None or not _counts_what_it_sees(top[0]):
+        if top is None or _gives_back_what_it_took(top[0]):
             return saved_tensors_hooks(_Pack(self, top), self._unpacker(top))
         return self.beside_user_hooks()
 
@@ -103,12 +107,13 @@ class SavedTensors:
 
     def _is_own(self, pack: Any) -> bool:
         """Whether the hook is this owner's: inside a model another engine's may be called, whose weights are its."""
-        return isinstance(pack, (_Pack, _PackForUser)) and pack.owner is self
+        return isinstance(pack, _Pack | _PackForUser) and pack.owner is self
 
     def beside_user_hooks(self) -> AbstractContextManager[None]:
-        """Inside hooks that the user put around a part of the model (or checkpointing did), theirs see every tensor.
+        """Inside hooks that the user put around the model or a part of it (or checkpointing did), theirs see every
+        tensor: what they do to it, as rounding, they do to weights in plain torch, too.
 
-        Only a parameter itself is handed to them as an alias, since what they keep of it must not be hidden again. What
+        Only for a parameter itself they get an alias, since what they keep of it must not be hidden again. What
         they make of weights, if it is still a view of them, is noted instead: a node that nobody asks any more would
         keep it (checkpointing's, of a recomputed output that a module keeps; or one that torch never frees, since what
         such hooks keep of its output holds the node).
@@ -116,7 +121,7 @@ class SavedTensors:
         top = _top()
         if top is None or self._is_own(top[0]):
             return nullcontext()
-        if isinstance(top[0], (_Pack, _PackForUser)):
+        if isinstance(top[0], _Pack | _PackForUser):
             return self.around_call()
         unpack = top[1]
         return saved_tensors_hooks(_PackForUser(self, top[0]), lambda packed: unpack(self._viewed(packed)))
@@ -130,7 +135,7 @@ class SavedTensors:
             if isinstance(packed, SavedCast):
                 if packed.written._version:
                     raise _written_cast(packed)
-                return self._view(packed.weights).to(packed.dtype).as_strided(packed.size, packed.stride, packed.offset)
+                return self._cast_of(packed).as_strided(packed.size, packed.stride, packed.offset)
             if outer is None:
                 raise AssertionError(f"{type(packed).__name__} was packed by nobody")
             return outer[1](packed.packed)
@@ -151,7 +156,14 @@ class SavedTensors:
         weights = self._bring(param)
         if param.age != saved.age:
             raise stale_weights(param.name)
-        return weights.as_strided(saved.size, saved.stride, saved.offset)
+        return param.counting(weights).as_strided(saved.size, saved.stride, saved.offset)
+
+    @transforms.apart
+    def _cast_of(self, saved: SavedCast) -> torch.Tensor:
+        """All of the cast: the one that somebody may have written to, or another."""
+        if saved.cast.memory is None:
+            return self._view(saved.weights).to(saved.dtype)
+        return torch.empty(0, dtype=saved.dtype, device=saved.cast.memory.device).set_(saved.cast.memory)
 
     def note_of(self, tensor: torch.Tensor) -> SavedWeights | None:
         """Where the tensor is a view of weights."""
@@ -174,7 +186,7 @@ class SavedTensors:
 
     def find_cast(self, whole: torch.Tensor) -> ShardedParam | None:
         """The parameter that ``whole`` is a cast of, as it lies."""
-        param = None if whole._version else self._params.get(id(source_of_cast(whole)))
+        param = None if whole._version else self._params.get(id(casts.source_of(whole)))
         if param is None or whole.device != param.device or whole.stride() != param.layout.stride():
             return None
         return param
@@ -192,29 +204,62 @@ def watch_contexts() -> None:
 
 @wraps(_torchs_save)
 def _save(context: Any, *tensors: torch.Tensor | None) -> None:
-    context._known_of_saved = [_known_of(tensor) if isinstance(tensor, torch.Tensor) else None for tensor in tensors]
+    context._given_to_save = [
+        tensor if isinstance(tensor, nn.Parameter) else getattr(tensor, "__dict__", None) for tensor in tensors
+    ]
     _torchs_save(context, *tensors)
-
-
-def _known_of(tensor: torch.Tensor) -> tuple[type[torch.Tensor], dict[str, Any]]:
-    """The class and the attributes that it has when it comes back."""
-    return users_class(tensor) if isinstance(tensor, torch.nn.Parameter) else torch.Tensor, tensor.__dict__
 
 
 def _saved(context: Any) -> Any:
     saved = _torchs_saved.__get__(context)
-    for tensor, known in zip(saved, getattr(context, "_known_of_saved", ()), strict=False):
-        if known is not None and type(tensor) is torch.Tensor and not transforms.is_inside():
-            tensor.__class__, tensor.__dict__ = known
+    for tensor, given in zip(saved, getattr(context, "_given_to_save", ()), strict=False):
+        if given is None or type(tensor) is not torch.Tensor or transforms.is_inside():
+            continue
+        if isinstance(given, nn.Parameter):
+            _pass_for(tensor, given)
+        else:
+            tensor.__dict__ = given
     return saved
 
 
-def source_of_cast(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The leaf that the tensor was cast from, if autograd knows it for a cast of one."""
-    node = tensor.grad_fn
-    if node is None or node.name() != "ToCopyBackward0":
-        return None
-    return getattr(node.next_functions[0][0], "variable", None)
+class _Passing(nn.Parameter):
+    """A tensor that the user takes for a parameter whose weights it has: what it says of the gradient, and does to it
+    or to ``data``, is the parameter's."""
+
+    _users_class: ClassVar[type[nn.Parameter]] = nn.Parameter
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The parameter's."""
+        return _passing_for(self).grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        _passing_for(self).grad = value
+
+    @property
+    def data(self) -> torch.Tensor:
+        """Its own, which are the parameter's weights."""
+        own: torch.Tensor = torch.Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return own
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        _passing_for(self).data = value
+
+
+_passed_for: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def _passing_for(tensor: torch.Tensor) -> nn.Parameter:
+    param: nn.Parameter = _passed_for[tensor]
+    return param
+
+
+def _pass_for(tensor: torch.Tensor, param: nn.Parameter) -> None:
+    """The user takes ``tensor`` for the parameter from now on, whose attributes are there, too."""
+    _passed_for[tensor] = param
+    tensor.__class__, tensor.__dict__ = of_kind(_Passing, users_class(param)), param.__dict__
 
 
 def stale_weights(name: str) -> WeightsError:
@@ -254,9 +299,9 @@ class _Pack:
         if self._outer is not None:
             return SavedByUser(self._outer[0](tensor))
         if tensor._base is not None and id(tensor._base) in self.owner._params:
-            return SavedTensor(tensor.detach(), None)  # a view of weights that are gone by now: it keeps their memory
+            return SavedTensor(_alias(tensor), None)  # a view of weights that are gone by now: it keeps their memory
         # an output would hold the node that saves it, and so itself: its alias holds no history, but the same counter
-        return SavedTensor(tensor if tensor.grad_fn is None else tensor.detach(), tensor._version)
+        return SavedTensor(tensor if tensor.grad_fn is None else _alias(tensor), tensor._version)
 
     def _cast(self, tensor: torch.Tensor) -> SavedCast | None:
         """What autocast, or the model, made of weights: cast again in backward, it need not be kept.
@@ -272,10 +317,13 @@ class _Pack:
         node = whole.grad_fn
         if node is None or node._sequence_nr() < self._first_node:  # of weights that were updated since?
             return None
+        cast = casts.to_be_made_again(whole)
+        if cast is None:
+            return None
         self.owner._note_casts((param,))
         weights = SavedWeights(param, param.note_saved(), param.layout.size(), param.layout.stride(), 0)
         lies = (tensor.size(), tensor.stride(), tensor.storage_offset())
-        return SavedCast(weights, _count_of(whole), tensor.dtype, *lies)
+        return SavedCast(weights, cast, _count_of(whole), tensor.dtype, *lies)
 
 
 class _PackForUser:
@@ -285,8 +333,9 @@ class _PackForUser:
         self.owner, self._pack = owner, pack
 
     def __call__(self, tensor: torch.Tensor) -> Any:
-        if isinstance(tensor, torch.nn.Parameter):
-            tensor = tensor.detach().requires_grad_(tensor.requires_grad)
+        if isinstance(tensor, nn.Parameter):
+            param, tensor = tensor, _alias(tensor).requires_grad_(tensor.requires_grad)
+            _pass_for(tensor, param)
         packed = self._pack(tensor)
         if type(packed) is not tuple:
             return self._noted(packed)
@@ -296,6 +345,12 @@ class _PackForUser:
     def _noted(self, packed: Any) -> Any:
         note = self.owner.note_of(packed) if isinstance(packed, torch.Tensor) else None
         return packed if note is None else note
+
+
+@transforms.apart
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without its history; to a mode of the user's it is no operation."""
+    return torch.Tensor.detach(tensor)
 
 
 @transforms.apart
@@ -333,6 +388,8 @@ def _top() -> Hooks | None:
     return top
 
 
-def _counts_what_it_sees(pack: Any) -> bool:
-    """Checkpointing compares what its forward and its recomputation save, so it must see the same in both."""
-    return getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+def _gives_back_what_it_took(pack: Any) -> bool:
+    """Whether the hook's tensors are known to come back as they were, as ``save_on_cpu`` has it: weights need not go
+    through it. Checkpointing compares what its forward and its recomputation save, so it must see the same in both; and
+    a user's may round what it sees, weights too, or count it."""
+    return getattr(pack, "__module__", "").startswith(("torch.autograd.", __name__))

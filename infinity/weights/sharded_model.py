@@ -277,8 +277,10 @@ class ShardedModel:
         )
         self.resident: dict[int, ShardedParam] = {}
         """Parameters whose weights are on the device now, by the identity of their storage."""
+        self.left_behind: dict[int, ShardedParam] = {}
+        """... and those whose weights have left a memory that somebody has still."""
         self.params = [
-            ShardedParam(index, name, param, precision.weight, device, self.resident, self.pool)
+            ShardedParam(index, name, param, precision.weight, device, self.resident, self.pool, self.left_behind)
             for index, (name, param) in enumerate(zip(layout.names, layout.params, strict=True))
         ]
         self.groups = self._build_groups()

@@ -228,6 +228,22 @@ def test_a_model_whose_weights_stay_is_compiled(zero: dict[str, Any]) -> None:
     assert "forward" not in vars(counted)
 
 
+def test_a_compiled_model_casts_its_weights_within_one_graph() -> None:
+    class Casts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(x.double(), self.layer.weight.double())
+
+    torch._dynamo.reset()
+    engine, *_ = infinity.initialize(model=Casts(), config={**CONFIG, "zero_optimization": {"stage": 2}})
+    engine.compile("eager", {"fullgraph": True})
+    assert engine(torch.ones(2, 8)).dtype is torch.float64
+    engine.destroy()
+
+
 def test_a_destroyed_engine_that_somebody_keeps_keeps_no_arena() -> None:
     def arenas() -> int:
         return Path("/proc/self/maps").read_text().count("infinity-arena")

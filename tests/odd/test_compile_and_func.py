@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 
 from tests.odd.nets import ROWS, WIDTH, Net, Rule, batch, square
 from tests.support.cases import (
@@ -17,6 +21,7 @@ from tests.support.cases import (
     EACH_BF16,
     GROUPED,
     NVME,
+    SETTINGS,
     STAGE_2,
     STAGE_2_BF16,
     WHOLE,
@@ -308,6 +313,70 @@ def a_function_mode_around_the_loop(world: Any) -> None:
     engine = world.initialize(Net(1))
     with torch.device("cpu"):
         world.train(engine, lambda step: square(engine(batch(world, step))), num_steps=2)
+
+
+class Operations(TorchDispatchMode):
+    """Counts what is done, and may round it to bf16. (Where autograd's hooks stand torch detaches elsewhere.)"""
+
+    def __init__(self, *, rounds: bool) -> None:
+        super().__init__()
+        self.rounds = rounds
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not torch.ops.aten.detach.default:
+            self.names.append(str(func))
+        found = func(*args, **(kwargs or {}))
+        return tree_map_only(Tensor, self._rounded, found) if self.rounds else found
+
+    @staticmethod
+    def _rounded(tensor: Tensor) -> Tensor:
+        return tensor.bfloat16().to(tensor.dtype) if tensor.is_floating_point() else tensor
+
+
+class Functions(TorchFunctionMode):
+    """Halves what a linear layer gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(getattr(func, "__name__", func)))
+        found = func(*args, **(kwargs or {}))
+        return found * 0.5 if func is F.linear else found
+
+
+def within(name: str, mode: Any, *parts: str, of: int = 1, **demands: Any) -> None:
+    """A training within a mode of the user's, at the ``parts`` that are told, of ``of`` micro-batches a step."""
+
+    def script(world: Any) -> None:
+        entered: Any = mode()
+        model = Rule(lambda net, x: net.a(x) + F.linear(torch.tanh(net.b(x)), net.a.weight))
+        engine = world.initialize(model, accumulation=of)
+        for number in range(2 * of):
+            given = batch(world, number)
+            with entered if "forward" in parts else nullcontext():
+                loss = square(engine(given))
+            with entered if "backward" in parts else nullcontext():
+                world.backward(engine, loss)
+            with entered if "step" in parts else nullcontext():
+                engine.step()
+        world.observe("operations", entered.names if parts == ("forward",) else [])
+
+    script.__name__ = f"a_mode_that_{name}_around_{'_and_'.join(parts)}{'_of_two_batches' if of > 1 else ''}"
+    cases(settings=(*SETTINGS, NVME, STAGE_2, STAGE_2_BF16, WHOLE), **demands)(script)
+
+
+for _name, _mode in {
+    "counts": lambda: Operations(rounds=False),
+    "rounds": lambda: Operations(rounds=True),
+    "halves": Functions,
+}.items():
+    within(_name, _mode, "forward", must="equal")
+    within(_name, _mode, "forward", "backward", must="equal" if _name == "halves" else "either")
+    within(_name, _mode, "forward", "backward", of=2, must="refused")
+    within(_name, _mode, "step", must="refused")
 
 
 @cases

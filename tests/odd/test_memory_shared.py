@@ -36,6 +36,7 @@ WAYS: dict[str, Any] = {
     "a_memoryview": lambda p: memoryview(p.data.numpy()),
     "dlpack": lambda p: np.from_dlpack(p.data),
     "an_array_that_is_forced": lambda p: p.numpy(force=True),
+    "a_capsule": lambda p: torch.utils.dlpack.from_dlpack(torch.utils.dlpack.to_dlpack(p.data)),
 }
 
 
@@ -134,6 +135,11 @@ def write_storage(param: Any) -> Any:
     return torch.zeros(3)
 
 
+def write_one_by_one(param: Any) -> Any:
+    param.data.apply_(lambda _: 0.5)
+    return torch.zeros(3)
+
+
 for _name, _view_of in {**WAYS, **MEMORIES}.items():
     way(_name, _view_of, between_steps)
 for _use in (in_forward, while_gathered, while_gathered_to_be_read, while_gathered_before_initialize):
@@ -144,6 +150,8 @@ for _use in (in_forward, while_gathered, while_gathered_to_be_read, while_gather
     way("a_storage_that_is_copied_to", write_storage, _use)
     way("a_tensor_of_its_data", MEMORIES["a_tensor_of_its_data"], _use)
     way("a_tensor_of_a_rows_data", MEMORIES["a_tensor_of_a_rows_data"], _use)
+for _use in (between_steps, in_forward, while_gathered):
+    way("numbers_one_by_one", write_one_by_one, _use)
 way("an_address", MEMORIES["an_address"], while_gathered)
 way("an_address", MEMORIES["an_address"], while_gathered_to_be_read)
 

@@ -253,6 +253,38 @@ def every_rank_writes_between_steps(world: Any) -> None:
     loop(world, engine, 2, 3)
 
 
+def talked(name: str, write: Any) -> None:
+    """A collective writes to weights: torch counts no write."""
+
+    def between_steps(world: Any) -> None:
+        model = Net(1)
+        engine = world.initialize(model)
+        loop(world, engine, 1)
+        for param in (model.head.weight, model.blocks[0].norm.bias):
+            write(param.data)
+        loop(world, engine, 2, first=1)
+
+    def while_gathered(world: Any) -> None:
+        model = Net(1)
+        engine = world.initialize(model)
+        loop(world, engine, 1)
+        written = (model.head.weight, model.blocks[0].norm.bias)
+        with infinity.zero.GatheredParameters(written, modifier_rank=0):
+            for param in written:
+                write(param.data)
+        loop(world, engine, 2, first=1)
+
+    for script in (between_steps, while_gathered):
+        script.__name__ = f"{name}_{script.__name__}"
+        is_kept = script is while_gathered
+        cases(settings=EVERY, must="equal" if is_kept else "either", writes=True)(script)
+
+
+talked("weights_are_summed_over_ranks", dist.all_reduce)
+talked("weights_are_the_larger_ones", lambda data: dist.all_reduce(data, op=dist.ReduceOp.MAX))
+talked("weights_are_gathered_into", lambda data: dist.all_gather(list(data.view(-1)[:4].split(2)), data.view(-1)[4:6]))
+
+
 @cases(slow=True, settings=EVERY, must="equal")
 def tied_weights_and_a_penalty(world: Any) -> None:
     class Tied(nn.Module):

@@ -496,6 +496,36 @@ def negate_a_row(cast: Tensor) -> None:
     cast[0].data.neg_()
 
 
+def halve_an_aliass_data(cast: Tensor) -> None:
+    cast.detach().data.mul_(0.5)
+
+
+def zero_an_array(cast: Tensor) -> None:
+    cast.detach().numpy()[:2] = 0
+
+
+def zero_an_array_that_is_forced(cast: Tensor) -> None:
+    torch.from_numpy(cast.numpy(force=True))[3].zero_()
+
+
+def zero_a_storage(cast: Tensor) -> None:
+    torch.empty(0, dtype=cast.dtype).set_(cast.detach().untyped_storage())[:7].zero_()
+
+
+def halve_a_tensor_over_it(cast: Tensor) -> None:
+    other = torch.empty(0, dtype=cast.dtype)
+    other.data = cast.detach()
+    other.mul_(0.5)
+
+
+def halve_by_dlpack(cast: Tensor) -> None:
+    torch.from_dlpack(cast.detach()).mul_(0.5)
+
+
+def halve_one_by_one(cast: Tensor) -> None:
+    cast.detach().apply_(lambda value: value / 2)
+
+
 def quantised(change: Callable[[Tensor], None], *, late: bool) -> None:
     """A straight-through estimator changes what it cast, out of autograd's sight, before it is used or afterwards."""
 
@@ -512,12 +542,89 @@ def quantised(change: Callable[[Tensor], None], *, late: bool) -> None:
         trains(world, Rule(rule))
 
     script.__name__ = f"a_cast_through_data_{'after' if late else 'before'}_its_use_{change.__name__}"
-    cases(also=(STAGE_2, NVME), must="either" if late else "equal")(script)
+    cases(also=(STAGE_2, NVME), must="either" if late and change is take_signs else "equal")(script)
 
 
-for _change in (halve, take_signs, negate_a_row):
+for _change in (
+    *(halve, take_signs, negate_a_row, halve_an_aliass_data, zero_an_array, zero_an_array_that_is_forced),
+    *(zero_a_storage, halve_a_tensor_over_it, halve_by_dlpack, halve_one_by_one),
+):
     quantised(_change, late=False)
     quantised(_change, late=True)
+
+
+@cases(also=(STAGE_2, NVME), must="equal")
+def a_cast_is_written_between_forward_and_backward(world: Any) -> None:
+    """By whoever kept it, out of autograd's sight."""
+    kept: list[Tensor] = []
+
+    def rule(net: Any, x: Tensor) -> Any:
+        kept.append(net.a.weight.double())
+        return net.b(F.linear(x.double(), kept[-1]).to(x.dtype))
+
+    engine = world.initialize(Rule(rule))
+    for step in range(3):
+        loss = square(engine(batch(world, step)))
+        kept.pop().detach().data.mul_(0.5)
+        world.backward(engine, loss)
+        engine.step()
+
+
+@cases(also=(STAGE_2, NVME))
+def a_cast_that_was_made_past_the_parameters_methods(world: Any) -> None:
+    def rule(net: Any, x: Tensor) -> Any:
+        weight = torch.as_tensor(net.a.weight, dtype=torch.float64)
+        weight.detach().data.mul_(0.5)
+        return net.b(F.linear(x.double(), weight).to(x.dtype))
+
+    trains(world, Rule(rule))
+
+
+def _narrowed(tensor: Tensor) -> Any:
+    return (tensor.dtype, tensor.to(torch.float16))
+
+
+def _narrowed_unless_a_parameter(tensor: Tensor) -> Any:
+    return (tensor.dtype, tensor if isinstance(tensor, nn.Parameter) else tensor.to(torch.float16))
+
+
+def _narrowed_unless_of_a_parameter(tensor: Tensor) -> Any:
+    return (tensor.dtype, tensor) if isinstance(tensor._base, nn.Parameter) else _narrowed_unless_a_parameter(tensor)
+
+
+def _widened(packed: Any) -> Tensor:
+    made: Tensor = packed[1].to(packed[0])
+    return made
+
+
+def compressed(pack: Any) -> None:
+    """What is saved is rounded, weights too, unless the hook leaves them out, as it can in torch."""
+
+    def outside(world: Any) -> None:
+        engine = world.initialize(Net())
+        for step in range(3):
+            with saved_tensors_hooks(pack, _widened):
+                loss = square(engine(batch(world, step)))
+            world.backward(engine, loss)
+            engine.step()
+
+    def inside(world: Any) -> None:
+        class Compresses(Net):
+            def forward(self, x: Tensor) -> Any:
+                with saved_tensors_hooks(pack, _widened):
+                    for block in self.blocks:
+                        x = block(x)
+                return self.head(x)
+
+        trains(world, Compresses())
+
+    for script in (outside, inside):
+        script.__name__ = f"what_is_saved_is{pack.__name__}_{script.__name__}"
+        cases(also=(STAGE_2, NVME), must="equal")(script)
+
+
+for _pack in (_narrowed, _narrowed_unless_a_parameter, _narrowed_unless_of_a_parameter):
+    compressed(_pack)
 
 
 @cases.parametrized()

@@ -121,6 +121,50 @@ def a_custom_function_reads_attributes_of_what_it_saved(world: Any) -> None:
     trains(world, Rule(lambda net, x: ReadsThem.apply(x * 1, net.a.weight[:])))
 
 
+def does_in_backward(name: str, use: Any) -> None:
+    """A function that does something to the weight which it finds in its context, and gives it no gradient."""
+
+    class Uses(SavesForBackward):
+        @staticmethod
+        def backward(ctx: Any, *gradients: Tensor) -> Any:
+            by_x, by_weight = SavesForBackward.backward(ctx, *gradients)
+            use(ctx.saved_tensors[1], by_weight)
+            return by_x, None
+
+    def script(world: Any) -> None:
+        model = Rule(lambda net, x: Uses.apply(x, net.a.weight))
+        model.a.weight.main_grad = torch.zeros(WIDTH, WIDTH)
+        engine = world.initialize(model)
+        for step in range(3):
+            world.backward(engine, square(engine(batch(world, step))))
+            if model.a.weight.main_grad.any():
+                model.a.weight.grad = model.a.weight.main_grad.to(model.a.weight.dtype)
+                model.a.weight.main_grad.zero_()
+            engine.step()
+            world.observe("weight", model.a.weight)
+
+    script.__name__ = f"a_custom_function_{name}"
+    settings, adds = (STAGE_2, STAGE_2_BF16, WHOLE, NVME), name.startswith("adds")
+    cases(also=settings, must="equal" if adds else "either", writes=not adds, by_torch="read-only")(script)
+
+
+def put(weight: Any, gradient: Tensor) -> None:
+    weight.grad = gradient if weight.grad is None else weight.grad + gradient
+
+
+def replace_data(weight: Any, gradient: Tensor) -> None:
+    weight.data = weight.data - gradient
+
+
+does_in_backward("adds_to_what_hangs_on_a_weight", lambda weight, gradient: weight.main_grad.add_(gradient.float()))
+does_in_backward("gives_a_weight_its_gradient", put)
+does_in_backward("steps_a_weight", lambda weight, gradient: weight.sub_(gradient))
+does_in_backward("steps_a_weight_through_data", lambda weight, gradient: weight.data.sub_(gradient))
+does_in_backward("steps_a_row_of_a_weight", lambda weight, gradient: weight.detach()[0].sub_(gradient[0]))
+does_in_backward("steps_a_weight_by_setting_data", replace_data)
+does_in_backward("zeroes_an_array_of_a_weight", lambda weight, _: weight.view(torch.int16).numpy().fill(0))
+
+
 @cases(must="equal")
 def tensors_are_made_of_a_weights_kind(world: Any) -> None:
     """As scripts older than ``new_zeros`` make their hidden states, from a weight that is in memory or is not."""
@@ -428,6 +472,30 @@ def backward_is_called_in_a_thread(world: Any) -> None:
             loss = square(engine(batch(world, step)))
             pool.submit(world.backward, engine, loss).result()
             engine.step()
+
+
+@cases(must="equal")
+def weights_are_read_in_a_thread_beside_forward_and_backward(world: Any) -> None:
+    """A monitor's, which takes turns with the update."""
+    model = Net()
+    engine = world.initialize(model)
+    is_over, turn = threading.Event(), threading.Lock()
+
+    def read() -> None:
+        while not is_over.is_set():
+            with turn, torch.no_grad():
+                (model.head.weight.detach() * 2).float().norm()
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(read)
+        try:
+            for step in range(8):
+                world.backward(engine, square(engine(batch(world, step))))
+                with turn:
+                    engine.step()
+        finally:
+            is_over.set()
+        reading.result()
 
 
 @cases

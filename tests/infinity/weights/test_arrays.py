@@ -19,6 +19,7 @@ from tests.infinity.weights.test_access import NotedOwner
 class Lender:
     def __init__(self, *, keeps: bool) -> None:
         self.resident: dict[int, ShardedParam] = {}
+        self.left_behind: dict[int, ShardedParam] = {}
         self.keeps = keeps
         self.asked: list[ShardedParam] = []
 
@@ -33,7 +34,8 @@ class Weights:
     def __init__(self, lender: Lender) -> None:
         param = nn.Parameter(torch.arange(6.0))
         owners.adopt(param, NotedOwner())
-        self.sharded = ShardedParam(0, "p", param, torch.float32, torch.device("cpu"), lender.resident)
+        cpu = torch.device("cpu")
+        self.sharded = ShardedParam(0, "p", param, torch.float32, cpu, lender.resident, left_behind=lender.left_behind)
         access.hide(param, self.sharded.placeholder)
         self.sharded.allocate().copy_(torch.arange(6.0))
         self.sharded.show()

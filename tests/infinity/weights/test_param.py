@@ -112,12 +112,12 @@ def test_shows_are_counted_and_a_write_is_told_at_the_last() -> None:
     fill(sharded, torch.ones(3))
     sharded.show()
     sharded.show()
-    assert type(sharded.param) is access.UnshardedParameter
+    assert type(sharded.param) is access.LentParameter
     with access.raw(), torch.no_grad():
         sharded.param.mul_(2)
     assert [sharded.is_shown, sharded.is_changed] == [True, True]
     assert sharded.hide(), "somebody else still has it"
-    assert type(sharded.param).__name__ == "UnshardedParameter"
+    assert type(sharded.param).__name__ == "LentParameter"
     assert not sharded.hide()
     assert [type(sharded.param).__name__, sharded.is_shown] == ["ShardedParameter", False]
     sharded.show()

@@ -247,8 +247,9 @@ class UserHooks:
         return found
 
 
-def test_hooks_of_the_users_around_a_call_see_everything_but_the_weights() -> None:
+def test_save_on_cpu_around_a_call_sees_everything_but_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     fixture, user = Fixture(), UserHooks()
+    monkeypatch.setattr(UserHooks.pack, "__module__", "torch.autograd.graph")
     with saved_tensors_hooks(user.pack, user.unpack):
         assert torch.equal(gradient_of(fixture), expected_gradient())
         notes = fixture.packed(torch.ones(2), fixture.sharded.layout)
@@ -256,6 +257,17 @@ def test_hooks_of_the_users_around_a_call_see_everything_but_the_weights() -> No
     assert user.num_unpacked > 0
     assert all(tensor.shape != (3, 4) or tensor.is_meta for tensor in user.packed)
     assert type(notes[0]) is SavedByUser
+
+
+def test_hooks_of_the_users_around_a_call_see_weights_and_a_parameter_as_one() -> None:
+    fixture, user = Fixture(), UserHooks()
+    with saved_tensors_hooks(user.pack, user.unpack):
+        assert torch.equal(gradient_of(fixture), expected_gradient())
+        (noted,) = fixture.packed(fixture.param)
+    assert any(tensor.shape == (4, 3) for tensor in user.packed), "the weight's transpose"
+    assert type(noted[1]) is SavedWeights
+    assert isinstance(user.packed[-1], nn.Parameter)
+    assert user.packed[-1] is not fixture.param
 
 
 def test_hooks_of_the_users_inside_a_call_see_every_tensor_and_never_the_parameter() -> None:
