@@ -474,9 +474,10 @@ def backward_is_called_in_a_thread(world: Any) -> None:
             engine.step()
 
 
-@cases(must="equal")
+@cases
 def weights_are_read_in_a_thread_beside_forward_and_backward(world: Any) -> None:
-    """A monitor's, which takes turns with the update."""
+    """A monitor's, which takes turns with the update. An operation of its that is under way just when a forward ends
+    holds the parameter as autograd does, and has the forward refused."""
     model = Net()
     engine = world.initialize(model)
     is_over, turn = threading.Event(), threading.Lock()
