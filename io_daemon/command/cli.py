@@ -11,7 +11,6 @@ from typing import Final, get_args
 
 from pydantic import ValidationError
 
-from io_daemon.command.fsck import check, lines
 from io_daemon.command.interrupt import quiet_interrupt
 from io_daemon.command.options import as_typed, parse_fault, parse_path, settings_from
 from io_daemon.command.outcome import EXIT_FAULT, EXIT_OK, outcome
@@ -286,6 +285,8 @@ def _top(arguments: argparse.Namespace) -> int:
 
 
 def _fsck(arguments: argparse.Namespace) -> int:
+    from io_daemon.command.fsck import check, lines  # only now: a daemon that starts needs none of it
+
     report = check(dict.fromkeys(resolved(path, "swap_dirs") for path in arguments.swap_dirs))
     print(report.model_dump_json(indent=2) if arguments.json else "\n".join(lines(report)))
     return EXIT_OK if report.is_well else EXIT_FAULT
