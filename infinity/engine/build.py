@@ -23,7 +23,7 @@ from infinity.weights.promises import samples_of_promises, take_promises
 from infinity.weights.samples import compare
 from infinity.weights.sharded_model import Layout, ShardedModel
 from infinity.weights.staging import discard, staged_param
-from infinity.weights.together import together
+from infinity.weights.together import broadcast, together
 
 _log = logging.getLogger(__name__)
 
@@ -146,10 +146,9 @@ def _broadcast_plain(params: Sequence[nn.Parameter], collectives: Collectives) -
     plain = [param for param in params if (staged := staged_param(param)) is None or not staged.is_staged]
     for several in together(plain, torch.Tensor.detach):
         flats = [flattened(param.detach(), memory_order(param)).contiguous() for param in several]
-        values = flats[0] if len(flats) == 1 else torch.cat(flats)
-        what = f"broadcast {len(several)} parameters of rank 0, {values.numel()} elements of {values.dtype}"
-        collectives.broadcast(values, what)
-        for param, flat, new in zip(several, flats, torch.split(values, [p.numel() for p in several]), strict=True):
+        numel = sum(flat.numel() for flat in flats)
+        what = f"broadcast {len(several)} parameters of rank 0, {numel} elements of {flats[0].dtype}"
+        for param, flat, new in zip(several, flats, broadcast(flats, collectives, what), strict=True):
             if collectives.rank:
                 flat.copy_(new)  # each in memory of its own, which goes when it is sharded
                 param.data = flat.as_strided(param.shape, ShardedParam.layout_for(param).stride())

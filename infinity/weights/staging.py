@@ -31,7 +31,7 @@ from infinity.weights.heap import RETURNED_NUMEL_MIN, return_freed
 from infinity.weights.mapped_files import page_out_mapped_weights
 from infinity.weights.param import ShardedParam, flattened, memory_order
 from infinity.weights.promises import fill
-from infinity.weights.together import together
+from infinity.weights.together import broadcast, together
 from io_daemon.shared.protocol import ObjectKind, align_up
 
 STAGING: Final = ObjectKind.STAGING.mask
@@ -134,10 +134,8 @@ class StagingArea(owners.Owner):
         """Rank 0's values become every rank's; each keeps its shards only."""
         flats = [staged.leaving_values() for staged in several]
         if self.collectives.world_size > 1:
-            values = flats[0] if len(flats) == 1 else torch.cat(flats)
             others = f" to {several[-1].name}, {len(several)} of them" if len(several) > 1 else ""
-            self.collectives.broadcast(values, f"stage out {several[0].name}{others}")
-            flats = list(torch.split(values, [staged.numel for staged in several]))
+            flats = broadcast(flats, self.collectives, f"stage out {several[0].name}{others}")
         if new := [staged for staged in several if not staged.chunks]:
             layouts = [staged.layouts() for staged in new]
             chunks = self.store.register(list(chain.from_iterable(layouts)))

@@ -7,6 +7,8 @@ from typing import Final, TypeVar
 
 import torch
 
+from infinity.tiers.collectives import Collectives
+
 TOGETHER_NUMEL: Final = 1 << 20
 """Elements of parameters that travel together."""
 
@@ -27,3 +29,10 @@ def together(items: Iterable[Item], tensor_of: Callable[[Item], torch.Tensor]) -
         kind, numel = (tensor.dtype, tensor.device), numel + tensor.numel()
     if several:
         yield several
+
+
+def broadcast(flats: list[torch.Tensor], collectives: Collectives, what: str) -> list[torch.Tensor]:
+    """Rank 0's values of ``flats``, 1-D and of one dtype and device, by one collective: views of what came."""
+    values = flats[0] if len(flats) == 1 else torch.cat(flats)
+    collectives.broadcast(values, what)
+    return list(torch.split(values, [flat.numel() for flat in flats]))
