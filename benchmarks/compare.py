@@ -282,7 +282,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps-per-turn", type=int, default=2)
     cores = len(os.sched_getaffinity(0))
-    parser.add_argument("--threads", type=int, default=max(1, cores - 1), help="ours: one core is the daemon's")
+    parser.add_argument("--threads", type=int, default=cores, help="ours (default: every core)")
     parser.add_argument("--plain-threads", type=int, default=cores, help="the others' (default: every core)")
     parser.add_argument("--deepspeed-python", type=Path, help="Python of an environment that has DeepSpeed")
     parser.add_argument(

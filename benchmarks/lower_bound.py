@@ -227,7 +227,7 @@ def main() -> int:
     add_directory(parser)
     parser.add_argument("--host-budget-mib", type=int, nargs="+", default=[256, 512, 1024])
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with scratch_directory("infinity-bench-", arguments.swap_dir) as directory:

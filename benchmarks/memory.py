@@ -150,7 +150,7 @@ def main() -> int:
     add_directory(parser)
     parser.add_argument("--num-layers", type=int, default=12, help="of the smaller model")
     parser.add_argument("--steps", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--host-budget-mib", type=int, default=512)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")

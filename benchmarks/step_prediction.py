@@ -154,7 +154,7 @@ def main() -> int:
     parser.add_argument("--host-budget-mib", type=int, nargs="+", default=list(BUDGETS_MIB))
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--steps-per-round", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=max(1, len(os.sched_getaffinity(0)) - 1))
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     with scratch_directory("infinity-bench-", arguments.swap_dir) as directory:

@@ -184,7 +184,12 @@ def _add_step_arguments(trace: argparse.ArgumentParser) -> None:
     trace.add_argument(
         "--nproc-per-node", type=_count, default=1, metavar="L", help="ranks on each node, as for torchrun (default 1)"
     )
-    trace.add_argument("--threads", type=_count, metavar="N", help="that compute (default: all cores but one)")
+    trace.add_argument(
+        "--threads",
+        type=_count,
+        metavar="N",
+        help="that compute in a rank (default: as training does: torch's own number, and 1 with several ranks a node)",
+    )
     trace.add_argument(
         "--no-init",
         action="store_true",

@@ -217,7 +217,8 @@ def traced(parsed: argparse.Namespace) -> tuple[StepOfModel, StepTrace]:
     """A step, taken, and its trace; the engine has ended. Raises ConfigError, of it BudgetError."""
     world = World(num_nodes=parsed.nnodes, ranks_per_node=parsed.nproc_per_node)
     config = _config(parsed, world)
-    torch.set_num_threads(parsed.threads or max(1, len(os.sched_getaffinity(0)) - 1))
+    if parsed.threads is not None or world.ranks_per_node > 1:
+        torch.set_num_threads(parsed.threads or 1)  # torchrun starts several ranks with one thread each
     meta = parsed.meta or parsed.model_params is not None
     with META if meta else torch.device("cpu"):
         subject = _subject(parsed, config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,11 +84,6 @@ def faster_dtype() -> torch.dtype:
     return min(seconds, key=lambda dtype: seconds[dtype])
 
 
-def compute_threads() -> int:
-    """Every core but one, which is the daemon's: OpenMP threads without a core of their own spin while they wait."""
-    return max(1, len(os.sched_getaffinity(0)) - 1)
-
-
 def state_bytes(num_parameters: int, dtype: torch.dtype) -> int:
     """What Adam keeps between steps."""
     return num_parameters * STATE_BYTES_PER_PARAMETER[dtype]
@@ -140,7 +134,6 @@ def train(
     settings: Settings, text: torch.Tensor, config: dict[str, Any], on_step: Callable[[StepRecord], None]
 ) -> None:
     """Train from construction to the last step; the engine and its swap files are gone afterwards."""
-    torch.set_num_threads(compute_threads())
     torch.manual_seed(settings.seed)
     with infinity.Init(config_dict_or_path=config):
         model = ByteGPT(sequence=settings.sequence)
