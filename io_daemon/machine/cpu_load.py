@@ -23,6 +23,9 @@ MATRIX_ROWS: Final = 64
 STACK: Final = 8
 UNIT_FLOPS: Final = STACK * 2 * MATRIX_ROWS**3
 """The work of about 0.1 ms of one core."""
+UNITS_MIN: Final = 10
+"""Each of several threads is given at least so much at a time: it takes half a unit to hand work out and wait for it,
+which training's threads, who spin for it, do not take."""
 SCRATCH_BYTES: Final = 128 << 20
 """Larger than caches: what is copied comes from memory and goes there."""
 PIECE_BYTES: Final = 4 << 20
@@ -61,6 +64,7 @@ class CpuLoad:
         self._noise = self._scratch[:NOISE_BYTES].view(np.uint64).copy()
         self._owed_flops = 0.0
         self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
+        self._units_min = 1 if self._pool is None else UNITS_MIN
 
     def __enter__(self) -> CpuLoad:
         return self
@@ -70,11 +74,11 @@ class CpuLoad:
             self._pool.shutdown(cancel_futures=True)
 
     def compute(self, flops: float) -> None:
-        """What is less than a unit is owed to the next call."""
+        """What is not worth handing out is owed to the next call."""
         self._owed_flops += flops
         num_units = int(self._owed_flops / (UNIT_FLOPS * self.num_threads))
-        self._owed_flops -= num_units * UNIT_FLOPS * self.num_threads
-        if num_units:
+        if num_units >= self._units_min:
+            self._owed_flops -= num_units * UNIT_FLOPS * self.num_threads
             self._on_threads(lambda thread: self._multiply(thread, num_units))
 
     def copy(self, frames: Sequence[Bytes], *, into: bool) -> None:
@@ -90,10 +94,10 @@ class CpuLoad:
         """Takes about a second."""
         pieces = self._scratch.reshape(-1, PIECE_BYTES)
         other = np.ones_like(self._scratch).reshape(-1, PIECE_BYTES)
-        unit_flops = UNIT_FLOPS * self.num_threads
+        piece_flops = UNIT_FLOPS * self._units_min * self.num_threads
         return CpuRates(
             num_threads=self.num_threads,
-            flops=_rate(lambda: self.compute(unit_flops), unit_flops),
+            flops=_rate(lambda: self.compute(piece_flops), piece_flops),
             copied_bytes=_rate(lambda: self.copy(list(other), into=False), SCRATCH_BYTES),
             updated_bytes=_rate(lambda: self.update(list(pieces)), SCRATCH_BYTES),
         )

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gzip
 import io
 import zlib
+from enum import IntEnum
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Final, Literal, NamedTuple, Self
@@ -27,6 +28,9 @@ SUFFIX: Final = ".json.gz"
 TRACE_BYTES_MAX: Final = 256 << 20
 """The JSON is at most this long: a file that unpacks to more is none of ours."""
 ACQUIRE, WAIT, RELEASE = "a", "w", "r"
+FEW_UPDATES: Final = 0.01
+"""So small a share of what is updated in a step, at either end, does not count as its updates' beginning or end: biases
+and norms are updated when ``step()`` is called, all else in the forward that follows."""
 
 Mask = Annotated[int, Field(ge=0, lt=1 << KINDS_MAX)]
 NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -161,13 +165,9 @@ class StepTrace(Table):
         return sum(self.object_frames(chunk, _kind_mask(sizes)) for chunk, (sizes, _) in self._numbered())
 
     @property
-    def first_update_event(self) -> int:
-        """Index of the first event of the update, which alone writes weights; the number of events if there is none."""
-        weight = ObjectKind.WEIGHT.mask
-        for index, (op, lease) in enumerate(zip(self.events.ops, self.events.lease, strict=True)):
-            if op == ACQUIRE and self.leases.write[lease] & weight:
-                return index
-        return len(self.events.ops)
+    def update_leases(self) -> list[bool]:
+        """Whether each lease is an update's: forward and backward write gradients alone."""
+        return [bool(mask & ~ObjectKind.GRAD.mask) for mask in self.leases.write]
 
     def _numbered(self) -> list[tuple[int, tuple[list[int], int]]]:
         return list(enumerate(self.chunks))
@@ -177,12 +177,23 @@ def _kind_mask(sizes: list[int]) -> int:
     return sum(1 << kind for kind, size in enumerate(sizes) if size)
 
 
+class Part(IntEnum):
+    """What a rank's work belongs to."""
+
+    APART = 0
+    """Forward and backward before the updates of a step, or behind them."""
+    BETWEEN = 1
+    """Forward and backward between updates, whose reads and writes they hide."""
+    UPDATE = 2
+
+
 class Work(NamedTuple):
     """What the rank does before an event. ``share``: of one pass over all frames of the lease that it holds since the
     event before, 0 where that event was no wait. ``flops``: beside or after that."""
 
     share: float
     flops: float
+    part: Part = Part.APART
 
 
 def work_before(trace: StepTrace) -> list[Work]:
@@ -192,20 +203,45 @@ def work_before(trace: StepTrace) -> list[Work]:
     the gap lasts longer is arithmetic."""
     gaps = [*trace.events.gap, trace.tail]
     work = []
-    for index, gap in enumerate(gaps):
+    for index, (gap, part) in enumerate(zip(gaps, _parts(trace), strict=True)):
         if index == 0 or trace.events.ops[index - 1] != WAIT:
-            work.append(Work(0.0, gap * trace.rates.flops if trace.rates else gap))
+            work.append(Work(0.0, gap * trace.rates.flops if trace.rates else gap, part))
             continue
         lease = trace.events.lease[index - 1]
         if trace.rates is None:
-            work.append(Work(1.0, gap))
+            work.append(Work(1.0, gap, part))
             continue
         read, write = trace.leases.read[lease], trace.leases.write[lease]
         num_bytes = trace.object_bytes(trace.leases.chunk[lease], read | write)
         pass_s = num_bytes / (trace.rates.updated_bytes if read and write else trace.rates.copied_bytes)
         share = min(1.0, gap / pass_s)
-        work.append(Work(share, max(0.0, gap - pass_s) * trace.rates.flops))
+        work.append(Work(share, max(0.0, gap - pass_s) * trace.rates.flops, part))
     return work
+
+
+def _parts(trace: StepTrace) -> list[Part]:
+    """One entry an event, for the work before it, and one for the tail. An update works while it has what it waited
+    for."""
+    is_update, events = trace.update_leases, trace.events
+    held: set[int] = set()
+    parts: list[Part] = []
+    waits: list[int] = []
+    written: list[int] = []
+    for index, (op, lease) in enumerate(zip(events.ops, events.lease, strict=True)):
+        parts.append(Part.UPDATE if held else Part.APART)
+        if op == WAIT and is_update[lease]:
+            held.add(lease)
+            waits.append(index)
+            written.append(trace.object_bytes(trace.leases.chunk[lease], trace.leases.write[lease]))
+        elif op == RELEASE:
+            held.discard(lease)
+    parts.append(Part.APART)
+    up_to, all_bytes = np.cumsum(written), sum(written)
+    least, most = FEW_UPDATES * all_bytes, (1 - FEW_UPDATES) * all_bytes
+    inner = [index for index, up, own in zip(waits, up_to, written, strict=True) if up > least and up - own < most]
+    for index in range(inner[0] + 1, inner[-1] + 1) if inner else ():
+        parts[index] = max(parts[index], Part.BETWEEN)
+    return parts
 
 
 def save(trace: StepTrace, path: Path) -> None:

@@ -1,7 +1,8 @@
 """How much compute hides the I/O of a step? Pure arithmetic over the figures of a replay.
 
-Forward and backward grow with the batch, the update and the bytes do not. More compute in forward and backward hides
-their own stalls one for one; it leaves the update's stalls alone, so they must become small against the step.
+Forward and backward grow with the batch, the update and the bytes do not. More compute hides stalls one for one where
+it runs: that between two updates the updates' stalls, the rest those of forward and backward. Where nothing is computed
+between updates (``io_daemon.update: "in_step"``) their stalls stay, and must become small against the step.
 """
 
 from __future__ import annotations
@@ -15,9 +16,11 @@ STALL_SHARE_HIDDEN: Final = 0.05
 
 
 class StepParts(NamedTuple):
-    """Seconds of one step: the work of forward and backward and of the update, and the stalls in each."""
+    """Seconds of one step: the work of forward and backward, what of that is done between updates, the work of the
+    update, and the stalls in each."""
 
     compute_s: float
+    between_s: float
     update_s: float
     compute_stall_s: float
     update_stall_s: float
@@ -25,14 +28,24 @@ class StepParts(NamedTuple):
 
 def hidden_from(parts: StepParts, share: float = STALL_SHARE_HIDDEN) -> float:
     """Seconds of forward and backward from which on stalls are at most ``share`` of the step; at least today's."""
-    step_s = sum(parts)
-    stall_s = parts.compute_stall_s + parts.update_stall_s
-    if stall_s <= share * step_s:
+    between = parts.between_s / parts.compute_s if parts.compute_s > 0 else 0.0
+
+    def excess_s(more_s: float) -> float:
+        """Of stalls over their share, with so much more forward and backward."""
+        stall_s = max(0.0, parts.compute_stall_s - (1 - between) * more_s)
+        stall_s += max(0.0, parts.update_stall_s - between * more_s)
+        return stall_s - share * (parts.compute_s + more_s + parts.update_s + stall_s)
+
+    more_s, left_s = 0.0, excess_s(0.0)
+    if left_s <= 0:
         return parts.compute_s
-    if parts.update_stall_s <= share * step_s:
-        # while stalls shrink, the step stays as long as it is
-        return parts.compute_s + stall_s - share * step_s
-    return parts.update_stall_s * (1 - share) / share - parts.update_s
+    stalls = ((parts.compute_stall_s, 1 - between), (parts.update_stall_s, between))
+    for all_hidden_s in sorted(stall_s / rate for stall_s, rate in stalls if rate > 0):
+        left_then_s = excess_s(all_hidden_s)
+        if left_then_s <= 0:  # until then it falls evenly
+            return parts.compute_s + more_s + (all_hidden_s - more_s) * left_s / (left_s - left_then_s)
+        more_s, left_s = all_hidden_s, left_then_s
+    return parts.compute_s + more_s + left_s / share  # what stalls now no compute hides
 
 
 def break_even_note(parts: StepParts, tokens_per_step: int | None) -> str:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from io_daemon.bench.steps.other_ranks import OtherRanks
 from io_daemon.errors import WorldError
 from io_daemon.machine.cpu_load import Load
-from io_daemon.policy.step_trace import ACQUIRE, WAIT, StepTrace, Work, work_before
+from io_daemon.policy.step_trace import ACQUIRE, WAIT, Part, StepTrace, Work, work_before
 from io_daemon.rank.client import Client
 from io_daemon.shared.arena import frame_offset
 from io_daemon.shared.protocol import Access, ObjectKind, kinds_of
@@ -31,11 +31,14 @@ class StepFigures(NamedTuple):
     """One step of the replay."""
 
     step_s: float
+    between_s: float
+    """The part of it in which forward and backward worked between two updates."""
+    update_s: float
+    """The part of it in which the update worked."""
     stall_s: float
     """The part of it that was blocked in waits for leases."""
-    update_s: float
-    """The part of it from the update's first request to the end."""
     update_stall_s: float
+    """Of that, in waits for the update's."""
     read_bytes: int
     """Bytes read from NVMe."""
     write_bytes: int
@@ -57,7 +60,7 @@ class Replay:
         self._client, self._trace, self._load = client, trace, load
         self._accesses = [Access(*row) for row in trace.accesses]
         self._work = work_before(trace)
-        self._first_update_event = trace.first_update_event
+        self._is_update = trace.update_leases
         client.attach(
             num_frames=trace.num_frames,
             frame_bytes=trace.frame_bytes,
@@ -86,13 +89,14 @@ class Replay:
         trace, leases = self._trace, self._trace.leases
         seqs: dict[int, int] = {}
         views: list[Bytes] = []
-        start = at_update = self._now()
+        start = before = self._now()
+        worked_s = dict.fromkeys(Part, 0.0)
+        update_stall_s = 0.0
         self._client.mark(TRACE_ID)
         self._others.mark(TRACE_ID)
         for index, (op, lease) in enumerate(zip(trace.events.ops, trace.events.lease, strict=True)):
-            self._do(self._work[index], views, trace.events.lease[index - 1])
-            if index == self._first_update_event:
-                at_update = self._now()
+            work = self._work[index]
+            self._do(work, views, trace.events.lease[index - 1])
             if op == ACQUIRE:
                 read, write = leases.read[lease], leases.write[lease]
                 seqs[lease] = self._client.acquire(leases.chunk[lease], read=read, write=write)
@@ -103,20 +107,25 @@ class Replay:
             else:
                 self._client.release(seqs.pop(lease), dirty=leases.dirty[lease], dead=leases.dead[lease])
                 self._others.release(lease)
+            now = self._now()
+            stalled_s = now.stalled_s - before.stalled_s
+            worked_s[work.part] += now.at_s - before.at_s - stalled_s
+            update_stall_s += stalled_s if self._is_update[lease] else 0.0
+            before = now
         self._do(self._work[-1], views, -1)
         if not self._told:
             self._client.upload_trace(TRACE_ID, self._accesses)
             self._told = True
-        before, self._stats = self._stats, self._client.stats()  # training asks for them once a step, too
+        stats_before, self._stats = self._stats, self._client.stats()  # training asks for them once a step, too
         end = self._now()
-        since = at_update if self._has_update else end
         return StepFigures(
             step_s=end.at_s - start.at_s,
+            between_s=worked_s[Part.BETWEEN],
+            update_s=worked_s[Part.UPDATE],
             stall_s=end.stalled_s - start.stalled_s,
-            update_s=end.at_s - since.at_s,
-            update_stall_s=end.stalled_s - since.stalled_s,
-            read_bytes=sum(self._stats.total.bytes_read) - sum(before.total.bytes_read),
-            write_bytes=sum(self._stats.total.bytes_written) - sum(before.total.bytes_written),
+            update_stall_s=update_stall_s,
+            read_bytes=sum(self._stats.total.bytes_read) - sum(stats_before.total.bytes_read),
+            write_bytes=sum(self._stats.total.bytes_written) - sum(stats_before.total.bytes_written),
         )
 
     def work_alone_s(self) -> float:
@@ -136,10 +145,6 @@ class Replay:
                 views = [self._view(frame, trace.frame_bytes) for frame in frames]
             self._do(work, views, lease)
         return time.perf_counter() - start_s
-
-    @property
-    def _has_update(self) -> bool:
-        return self._first_update_event < len(self._trace.events.ops)
 
     def _now(self) -> _Moment:
         return _Moment(time.perf_counter(), self._client.stall_s + self._others.stall_s)

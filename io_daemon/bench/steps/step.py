@@ -175,11 +175,11 @@ def _result(
     alone_s: float,
 ) -> StepResult:
     middle = _typical(figures, scale)
-    compute_stall_s = max(0.0, middle.stall_s - middle.update_stall_s)
     parts = StepParts(
-        compute_s=max(0.0, middle.step_s - middle.update_s - compute_stall_s),
-        update_s=max(0.0, middle.update_s - middle.update_stall_s),
-        compute_stall_s=compute_stall_s,
+        compute_s=max(0.0, middle.step_s - middle.update_s - middle.stall_s),
+        between_s=middle.between_s,
+        update_s=middle.update_s,
+        compute_stall_s=max(0.0, middle.stall_s - middle.update_stall_s),
         update_stall_s=middle.update_stall_s,
     )
     day_bytes = middle.write_bytes / middle.step_s * DAY_S
@@ -228,8 +228,9 @@ def _typical(figures: Sequence[StepFigures], scale: float) -> StepFigures:
     median = sorted(figures, key=lambda step: step.step_s)[(len(figures) - 1) // 2]
     return StepFigures(
         step_s=median.step_s / scale,
-        stall_s=median.stall_s / scale,
+        between_s=median.between_s / scale,
         update_s=median.update_s / scale,
+        stall_s=median.stall_s / scale,
         update_stall_s=median.update_stall_s / scale,
         read_bytes=round(statistics.fmean(step.read_bytes for step in figures) / scale),
         write_bytes=round(statistics.fmean(step.write_bytes for step in figures) / scale),

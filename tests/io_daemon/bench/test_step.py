@@ -85,7 +85,7 @@ def test_bytes_that_a_step_puts_off_to_the_next_are_shared_out(
     directory: Path, trace: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [(40, 24), (40, 62), (40, 62), (38, 40), (42, 42)]
-    taken = iter(StepFigures(1.0, 0.5, 0.25, 0.0, read << 20, written << 20) for read, written in rows)
+    taken = iter(StepFigures(1.0, 0.1, 0.25, 0.5, 0.0, read << 20, written << 20) for read, written in rows)
     monkeypatch.setattr(step, "_settle", lambda replay, observer: 1)
     monkeypatch.setattr(Replay, "take_step", lambda self: next(taken))
     result = replay(directory, trace, steps=5)
@@ -94,13 +94,15 @@ def test_bytes_that_a_step_puts_off_to_the_next_are_shared_out(
 
 def test_a_scaled_step_s_figures_are_the_full_model_s(directory: Path) -> None:
     full, settings = small_step(), step_settings(directory, "small")
-    figures = [StepFigures(step_s=2.0, stall_s=1.0, update_s=0.8, update_stall_s=0.6, read_bytes=30, write_bytes=10)]
+    seconds = {"step_s": 2.0, "between_s": 0.1, "update_s": 0.2, "stall_s": 1.0, "update_stall_s": 0.6}
+    figures = [StepFigures(**seconds, read_bytes=30, write_bytes=10)]
     chosen = Chosen("posix", 65536, 4, None)
     result = step._result(settings, full, full, 0.5, chosen, 2, figures * 3, 1.5)
     assert (result.step_s, result.steps_s, result.cpu_offload_step_s) == (4.0, [4.0] * 3, 3.0)
     assert (result.read_bytes, result.write_bytes) == (60, 20)
     assert result.bytes_per_day_written == pytest.approx(20 / 4.0 * 86400)
-    assert (result.compute_s, result.update_s) == pytest.approx((4.0 - 1.6 - 0.8, 1.6 - 1.2))
+    assert (result.compute_s, result.update_s) == pytest.approx((4.0 - 0.4 - 2.0, 0.4))
+    assert (result.stall_s, result.update_stall_s) == pytest.approx((2.0, 1.2))
     assert result.stall_share == pytest.approx(0.5)
 
 

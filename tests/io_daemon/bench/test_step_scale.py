@@ -162,7 +162,7 @@ def test_a_node_moves_and_computes_what_its_ranks_do(num_ranks: int, share: floa
     assert total_work(node) == pytest.approx(num_ranks * total_work(rank))
     for of_rank, of_all in zip(work_before(rank), work_before(node), strict=True):
         # passes go over the frames, which are larger
-        assert of_all == pytest.approx((of_rank.share, num_ranks * of_rank.flops))
+        assert of_all == pytest.approx((of_rank.share, num_ranks * of_rank.flops, of_rank.part))
     assert node.num_frames >= frames_required(node)
     smaller, scale = scaled(node, share, ahead_bytes=AHEAD_BYTES)
     assert total_work(smaller) == pytest.approx(scale * num_ranks * total_work(rank))

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from io_daemon.policy.step_trace import StepTrace, work_before, world_text
+from io_daemon.policy.step_trace import Part, StepTrace, work_before, world_text
 from io_daemon.shared.protocol import KINDS_MAX, ChunkSpec
 from tests.support.small_step import FRAME_BYTES, RATES, small_step
 
 NUM_CHUNKS = 3
 PINNED = 0b00100
+APART, BETWEEN, UPDATE = Part
 
 
 @pytest.fixture
@@ -40,16 +41,38 @@ def test_an_object_takes_whole_frames(trace: StepTrace) -> None:
     assert (other.pinned_frames, other.total_frames) == (0, 27)
 
 
-def test_the_update_begins_with_the_first_lease_that_writes_weights(trace: StepTrace) -> None:
-    first = trace.first_update_event
-    assert trace.events.ops[first] == "a"
-    lease = trace.events.lease[first]
-    assert lease == 3 * NUM_CHUNKS, "after forward, and weight and gradient in backward"
-    values = json.loads(trace.model_dump_json())
-    values["leases"]["write"] = [mask & ~0b1 for mask in values["leases"]["write"]]
-    values["leases"]["dirty"] = [mask & ~0b1 for mask in values["leases"]["dirty"]]
-    without = StepTrace.model_validate(values)
-    assert without.first_update_event == len(without.events.ops)
+def test_all_that_writes_more_than_gradients_is_an_update(trace: StepTrace) -> None:
+    assert trace.update_leases == [False] * 3 * NUM_CHUNKS + [True] * NUM_CHUNKS, "weights, and in backward gradients"
+
+
+def _parts(order: list[tuple[int, int, int]]) -> list[Part]:
+    """Of the work before each wait and each release of leases that read and write so in turn."""
+    values = json.loads(small_step(num_chunks=NUM_CHUNKS, ahead=0).model_dump_json())
+    num = len(order)
+    values["accesses"] = [(chunk, read, write, 0) for chunk, read, write in order]
+    values["leases"] = {
+        "chunk": [chunk for chunk, _, _ in order],
+        "read": [read for _, read, _ in order],
+        "write": [write for _, _, write in order],
+        "dirty": [write for _, _, write in order],
+        "dead": [0] * num,
+    }
+    values["events"] = {
+        "ops": "awr" * num,
+        "lease": [lease for lease in range(num) for _ in "awr"],
+        "gap": [1e-3] * 3 * num,
+    }
+    return [work.part for work in work_before(StepTrace.model_validate(values))]
+
+
+def test_work_is_the_update_s_while_it_has_a_lease_and_between_updates_where_more_of_them_follow() -> None:
+    forward, backward, update = (0b1, 0), (0b1, 0b10), (0b11110, 0b11101)
+    in_step = _parts([(0, *forward), (1, *forward), (1, *backward), (0, *backward), (0, *update), (1, *update)])
+    assert in_step == [*[APART] * 14, UPDATE, BETWEEN, BETWEEN, UPDATE, APART]
+    on_use = _parts([(0, *update), (0, *forward), (1, *update), (1, *forward), (1, *backward), (0, *backward)])
+    assert on_use == [APART, APART, UPDATE, *[BETWEEN] * 5, UPDATE, *[APART] * 10]
+    without = _parts([(0, *forward), (0, *backward)])
+    assert without == [APART] * 7
 
 
 @pytest.mark.parametrize(
@@ -130,7 +153,7 @@ def test_what_is_updated_in_place_goes_at_its_own_rate() -> None:
     assert {bool(read and write) for read, write in zip(trace.leases.read, trace.leases.write, strict=True)} == {
         False, True,
     }  # fmt: skip
-    assert work[-1] == (0.0, gap * RATES.flops), "the tail comes after a release"
+    assert work[-1] == (0.0, gap * RATES.flops, APART), "the tail comes after a release"
 
 
 @pytest.mark.parametrize(
