@@ -11,6 +11,7 @@ from io_daemon.__main__ import main as daemon_command
 from io_daemon.errors import ConfigError
 from io_daemon.rank.process import DaemonProcess
 from io_daemon.rank.socket_lock import lock_path
+from tests.support.signals import handlers_kept
 
 EMPTY = [
     ["doctor", ""],
@@ -40,7 +41,8 @@ def test_nor_does_a_daemon_take_one() -> None:
 def test_a_socket_has_a_name(path: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(ConfigError, match=r"socket.*is a directory: name a file in one"):
         lock_path(Path(path))
-    assert daemon_command(["serve", "--swap-dir", str(tmp_path), "--socket", path]) == 2
+    with handlers_kept():
+        assert daemon_command(["serve", "--swap-dir", str(tmp_path), "--socket", path]) == 2
     assert "--socket" in capsys.readouterr().err
 
 
