@@ -75,7 +75,7 @@ class DeepSpeedEngine(Engine):
     _raw: Mapping[str, Any]
     _num_micro_steps: int
     _users_backward: UsersBackward
-    buffers_follow_weights = False
+    buffers_follow_weights = resumes_loader = False
     deals_to_one = True
     gradient_average = enable_backward_allreduce = warn_unscaled_loss = True
     has_moe_layers = False
@@ -533,7 +533,8 @@ class DeepSpeedEngine(Engine):
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> tuple[str | None, dict[str, Any] | None]:
         """Go on as ``infinity.Engine.load_checkpoint`` does. Random numbers go on where they were saved only before the
-        engine's first step, and where all is loaded."""
+        engine's first step, and where all is loaded. The loader of ``training_data`` begins its epoch anew, as
+        DeepSpeed's does: scripts pass over what they have had."""
         self._users_backward.settle()
         with asserting():
             path, state = super().load_checkpoint(*args, **kwargs)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ class Checkpoints(nn.Module):
     """The calls of an engine that save and load all that it trains."""
 
     _loop: TrainingLoop
+    resumes_loader: ClassVar[bool] = True
+    """Whether ``load_checkpoint`` has the loader that ``initialize`` made go on where it was."""
 
     def save_checkpoint(
         self,
@@ -50,7 +52,7 @@ class Checkpoints(nn.Module):
         rank and the place of the loader that ``initialize`` made. The checkpoint appears whole or not at all, and what
         was there before stays until then; files of your own in ``save_dir/tag`` stay for good. All ranks must see the
         same directory. Within a step that is not over, gradients that were accumulated are in no checkpoint, as in none
-        of torch's: that is logged.
+        of torch's: that is logged. The loader's place is behind the last batch that a step has taken.
 
         Args:
             save_dir: a directory, which is made if it is not there.
@@ -152,6 +154,7 @@ class Checkpoints(nn.Module):
             states=load_optimizer_states and not load_module_only,
             schedule=load_lr_scheduler_states and not load_module_only,
             position=not load_module_only,
+            loader=not load_module_only and self.resumes_loader,
             random=not load_module_only
             and self._rewinds_random_numbers(whole=load_optimizer_states and load_lr_scheduler_states),
         )

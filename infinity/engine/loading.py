@@ -47,7 +47,9 @@ class Wanted:
     states: bool = True
     schedule: bool = True
     position: bool = True
-    """Counters, the loader's place: what makes it the same training."""
+    """Counters: what makes it the same training."""
+    loader: bool = True
+    """The place of the loader that ``initialize`` made."""
     random: bool = True
     """Random numbers, which are the whole process's."""
 
@@ -281,7 +283,8 @@ class Loading:
             )
         if self._own is not None and "random" in self._own:  # DeepSpeed's, imported, has none
             loader, place = self._loop.training_loader, self._own["loader"]
-            if loader is not None and place is not None and self._saved_ranks == world_size:
+            is_same = self._wanted.loader and self._saved_ranks == world_size
+            if loader is not None and place is not None and is_same:
                 loader.load_state_dict(place)
             if self._wanted.random:
                 restore_random_states(self._own["random"], self._runtime.device)

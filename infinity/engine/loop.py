@@ -216,6 +216,8 @@ class TrainingLoop:
             self.optimizer.step()
         self.global_steps += 1
         self.global_samples += self._samples_of_update()
+        if self.training_loader is not None:
+            self.training_loader.note_step()
         if self.was_step_applied:
             if self.lr_scheduler is not None:
                 self.lr_scheduler.step(**scheduled)

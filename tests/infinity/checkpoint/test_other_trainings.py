@@ -427,6 +427,7 @@ def test_a_loader_of_other_batches_goes_on_at_its_sample_or_begins_anew(caplog: 
     batches = iter(running)
     for _ in range(4):
         next(batches)
+    running.note_step()
     for num_samples, batch_size, first in ((48, 4, 16), (48, 8, 16), (48, 2, 16), (48, 5, 0), (40, 4, 0)):
         with caplog.at_level(logging.WARNING):
             caplog.clear()

@@ -112,6 +112,7 @@ def test_a_loader_goes_on_where_it_was_and_keeps_torchs_order(num_ranks: int, nu
     batches = iter(running)
     for _ in range(4):
         next(batches)
+    running.note_step()
     state, drawn = running.state_dict(), torch.get_rng_state()
     expected = [batch.tolist() for batch in batches]
     torch.set_rng_state(drawn)

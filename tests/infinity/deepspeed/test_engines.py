@@ -419,3 +419,26 @@ def test_steps_behind_a_coalesced_block_update(one_thread: None) -> None:
     engine.step()
     assert engine.global_steps == 2
     engine.destroy()
+
+
+def test_a_loader_begins_anew_after_a_load_as_deepspeeds_does(tmp_path: Path) -> None:
+    """Its documentation: ``dataloader_to_step(data_loader, step + 1)``."""
+
+    def start() -> Any:
+        data = torch.utils.data.TensorDataset(torch.cat(_batches(6)))
+        return deepspeed.initialize(model=_net(), config=_config(2), training_data=data)[0]
+
+    engine, batches = start(), []
+    for step, (batch,) in enumerate(engine.training_dataloader):
+        batches.append(batch)
+        _train(engine, [batch])
+        if step == 2:
+            engine.save_checkpoint(tmp_path, client_state={"step": step})
+    engine.destroy()
+    engine = start()
+    _, state = engine.load_checkpoint(tmp_path)
+    loader = iter(engine.training_dataloader)
+    for _ in range(state["step"] + 1):
+        next(loader)
+    assert all(torch.equal(batch, other) for (batch,), other in zip(loader, batches[3:], strict=True))
+    engine.destroy()
