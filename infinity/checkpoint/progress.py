@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+import random
 import sys
 from types import TracebackType
+from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
-
-from io_daemon.command.console import open_console
+if TYPE_CHECKING:
+    from rich.progress import Progress as Bars
 
 
 class Progress:
     """``shown``: whether this process may draw; it does so on a terminal only."""
 
     def __init__(self, what: str, total_bytes: int, *, shown: bool) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
-        shown = shown and sys.stderr.isatty()
-        self._bars = Bars(*columns, console=open_console(stderr=True), transient=True) if shown else None
+        self._bars = _made() if shown and sys.stderr.isatty() else None
         self._task = self._bars.add_task(what, total=total_bytes) if self._bars is not None else None
 
     def advance(self, num_bytes: int) -> None:
@@ -32,3 +30,17 @@ class Progress:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if self._bars is not None:
             self._bars.stop()
+
+
+def _made() -> Bars:
+    """Rich is not imported before: it draws from Python's generator then, whose numbers are the script's."""
+    drawn = random.getstate()
+    try:
+        from rich.progress import BarColumn, DownloadColumn, TextColumn, TransferSpeedColumn
+        from rich.progress import Progress as Bars
+
+        from io_daemon.command.console import open_console
+    finally:
+        random.setstate(drawn)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn())
+    return Bars(*columns, console=open_console(stderr=True), transient=True)
