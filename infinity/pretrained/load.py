@@ -106,7 +106,7 @@ class _FileValues:
 
     def __init__(self, files: WeightsDirectory, key: str, layout: torch.Tensor) -> None:
         self._files, self._key = files, key
-        self.numel = layout.numel()
+        self.numel, self._dtype = layout.numel(), layout.dtype
         self._order = memory_order(layout)
 
     def __call__(self, first: int, numel: int) -> torch.Tensor:
@@ -116,7 +116,8 @@ class _FileValues:
         else:  # rows of the file lie apart in memory
             whole = self._files.read(self._key, 0, entry.numel).view(entry.shape)
             values = flattened(whole, self._order)[first : first + numel]
-        return values.float() if values.dtype is torch.float64 else values
+        is_wider = values.dtype is torch.float64 and self._dtype is not torch.float64
+        return values.float() if is_wider else values
 
 
 def _buffer(module: nn.Module, name: str) -> torch.Tensor:

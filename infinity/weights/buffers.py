@@ -58,10 +58,15 @@ class FollowedBuffers:
                 write_buffer(buffer, value.view(buffer.shape))
 
 
+def is_expanded(buffer: torch.Tensor) -> bool:
+    """Whether elements lie in one place, and it cannot be written."""
+    return any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True))
+
+
 def write_buffer(buffer: torch.Tensor, value: torch.Tensor) -> None:
     """Give it other contents, in place and without a new version."""
-    if any(stride == 0 and size > 1 for size, stride in zip(buffer.shape, buffer.stride(), strict=True)):
-        buffer.data = value.clone()  # an expanded one cannot be written
+    if is_expanded(buffer):
+        buffer.data = value.clone()
     else:
         buffer.data.copy_(value)
 

@@ -16,6 +16,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from infinity.errors import ConfigError
 from infinity.files.pieces import pieces
+from infinity.weights.buffers import is_expanded
 from infinity.weights.owners import Values
 from infinity.weights.param import flattened, memory_order
 from infinity.weights.samples import Samples, samples_of
@@ -106,10 +107,14 @@ def _give_memory(name: str, param: nn.Parameter) -> tuple[nn.Parameter, Promise]
 def fill(param: torch.Tensor, values: Values) -> None:
     """Write the values into a parameter or buffer that has memory of its own, in place."""
     with torch.no_grad():
-        own = param.detach()
-        flat = flattened(own, memory_order(own))
+        own, order = param.detach(), memory_order(param)
+        flat = flattened(own, order)
+        if is_expanded(own):
+            own, flat = torch.empty(own.shape, dtype=own.dtype, device=own.device), flat.clone()
         for first, numel in pieces(param.numel()):
             flat[first : first + numel].copy_(values(first, numel))
         if param.numel() and flat.untyped_storage().data_ptr() != own.untyped_storage().data_ptr():
-            order = memory_order(own)  # with holes between its rows: ``flat`` is a copy
+            # with holes between its rows, or expanded: ``flat`` is a copy
             own.permute(order).copy_(flat.view([own.size(dim) for dim in order]))
+        if is_expanded(param):
+            param.data = own

@@ -230,3 +230,21 @@ def test_what_was_read_of_a_file_does_not_stay_mapped(tmp_path: Path) -> None:
         for part in range(4):
             file.read("weight", number * numel + part * numel // 4, numel // 4)
         assert mapped_bytes() <= MAPPED_BYTES_MAX + (4 << 20)
+
+
+@pytest.mark.parametrize("in_an_engine", [False, True])
+def test_buffers_of_64_bits_keep_them_and_expanded_ones_are_given_memory(in_an_engine: bool, tmp_path: Path) -> None:
+    model: Any = nn.Linear(4, 4)
+    model.register_buffer("wide", torch.tensor([1.0 / 3], dtype=torch.float64))
+    model.register_buffer("spread", torch.arange(3.0).expand(2, 3))
+    torch.save(model.state_dict() | {"wide": torch.tensor([1.0 / 7], dtype=torch.float64)}, tmp_path / "w.pt")
+    model.spread = torch.zeros(3).expand(2, 3)
+    target = model
+    if in_an_engine:
+        sgd = {"type": "SGD", "params": {"lr": 1e-2}}
+        target = infinity.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1, "optimizer": sgd})[0]
+    infinity.load_pretrained(target, tmp_path / "w.pt")
+    assert model.wide.item() == 1.0 / 7
+    assert model.spread.tolist() == [[0.0, 1.0, 2.0]] * 2
+    if in_an_engine:
+        target.destroy()
