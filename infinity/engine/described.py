@@ -58,23 +58,30 @@ def described_groups(runtime: Runtime, optimizer: Optimizer | None) -> list[list
 
 
 def described_buffers(module: nn.Module) -> dict[str, tuple[TensorEntry, torch.Tensor]]:
-    """Name -> entry and buffer; a shared one stands once. Raises WeightsError for one that is not dense."""
+    """Name -> entry and buffer; a shared one stands once, under its first name that a state dict has. Raises
+    WeightsError for one that is not dense."""
     found: dict[str, tuple[TensorEntry, torch.Tensor]] = {}
     transient = {
         f"{prefix}.{own}" if prefix else own
-        for prefix, owner in named_modules(module)
+        for prefix, owner in named_modules(module, remove_duplicate=False)
         for own in owner._non_persistent_buffers_set
     }
-    for name, buffer in named_buffers(module):
+    all_names: dict[int, tuple[torch.Tensor, list[str]]] = {}
+    for name, buffer in named_buffers(module, remove_duplicate=False):
+        all_names.setdefault(id(buffer), (buffer, []))[1].append(name)
+    for buffer, names in all_names.values():
         if buffer.device.type == "meta":
             continue
+        lasting = [name for name in names if name not in transient]
+        name, *others = lasting or names
         if buffer.layout is not torch.strided or buffer.is_quantized or is_shell(buffer.dtype):
             raise WeightsError(name, "is a buffer that is not dense", "keep it in extra state, see get_extra_state")
         entry = TensorEntry(
             name=name,
+            aliases=tuple(others),
             shape=tuple(buffer.shape),
             order=tuple(memory_order(buffer)),
-            persistent=name not in transient,
+            persistent=bool(lasting),
             kinds={BUFFER: dtype_name(buffer.dtype)},
         )
         found[name] = entry, buffer

@@ -46,9 +46,10 @@ def named_parameters(
     return _named(places, "_parameters", remove_duplicate=remove_duplicate)
 
 
-def named_buffers(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def named_buffers(module: nn.Module, *, remove_duplicate: bool = True) -> Iterator[tuple[str, torch.Tensor]]:
     """Those that a state dict leaves out, too."""
-    return _named(named_modules(module), "_buffers", remove_duplicate=True)
+    places = named_modules(module, remove_duplicate=remove_duplicate)
+    return _named(places, "_buffers", remove_duplicate=remove_duplicate)
 
 
 def _named(

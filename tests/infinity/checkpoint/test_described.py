@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import infinity
+from infinity.deepspeed.fp32_weights import get_fp32_state_dict_from_zero_checkpoint
 from infinity.engine import saving
 from infinity.engine.described import described_buffers, described_params
 from infinity.tiers.collectives import Collectives
@@ -27,7 +28,44 @@ class WithBuffers(nn.Module):
 
 
 def test_a_shared_buffer_stands_once() -> None:
-    assert list(described_buffers(WithBuffers(2))) == ["buffer0", "buffer1"]
+    found = described_buffers(WithBuffers(2))
+    assert [(name, entry.aliases) for name, (entry, _) in found.items()] == [("buffer0", ("shared",)), ("buffer1", ())]
+
+
+class Sharing(nn.Module):
+    """A buffer of two names, which come in either order; a state dict may lack one of them, which is none then."""
+
+    def __init__(self, names: Sequence[str], *, hidden: str = "", shares: bool = True) -> None:
+        super().__init__()
+        self.line = nn.Linear(4, 4)
+        table = torch.ones(3)
+        for name in names:
+            self.register_buffer(name, table if shares else table.clone(), persistent=name != hidden)
+
+
+def test_a_shared_buffer_is_exported_and_loaded_under_each_of_its_names(tmp_path: Path) -> None:
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-2}},
+        "zero_optimization": {"stage": 2},
+    }
+
+    def engine_of(*names: str, **more: Any) -> Any:
+        return infinity.initialize(model=Sharing(names, **more), config=config)[0]
+
+    for hidden in ("", "a"):
+        engine = engine_of("a", "b", hidden=hidden)
+        engine.module.b.fill_(7.0)
+        engine.save_checkpoint(tmp_path)
+        found = get_fp32_state_dict_from_zero_checkpoint(tmp_path)
+        assert found.keys() == Sharing("ab", hidden=hidden).state_dict().keys()
+        engine.destroy()
+        for shares in (True, False):
+            engine = engine_of("b", "a", hidden=hidden, shares=shares)
+            engine.load_checkpoint(tmp_path)
+            assert engine.module.b.tolist() == [7.0] * 3
+            assert hidden or engine.module.a.tolist() == [7.0] * 3
+            engine.destroy()
 
 
 class HidesAll(nn.Module):
