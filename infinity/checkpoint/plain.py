@@ -9,18 +9,19 @@ from __future__ import annotations
 import argparse
 import io
 import re
+import threading
 import types
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 import torch
-from torch.serialization import safe_globals
+from torch.serialization import get_safe_globals, safe_globals
 
 from infinity.errors import ConfigError
 
 _multiarray: Any = (getattr(np, "_core", None) or np.core).multiarray
-_SAFE: list[Any] = [
+_SAFE: set[Any] = {
     _multiarray._reconstruct,
     _multiarray.scalar,
     np.ndarray,
@@ -28,7 +29,9 @@ _SAFE: list[Any] = [
     *{type(np.dtype(code)) for code in np.typecodes["All"]},
     argparse.Namespace,
     types.SimpleNamespace,
-]
+}
+_marking = threading.Lock()
+"""What torch takes as safe is the process's: only who holds this adds to it, and takes away what nobody else had."""
 
 
 def kept(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -44,7 +47,7 @@ def to_bytes(values: Mapping[str, Any]) -> bytes:
 
 def from_bytes(data: bytes) -> Any:
     """Raises pickle.UnpicklingError for what is not such a value."""
-    with safe_globals(_SAFE):
+    with _marking, safe_globals(list(_SAFE.difference(get_safe_globals()))):
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
@@ -75,17 +78,23 @@ def _dumped(value: object) -> bytes:
 
 
 def _check(key: str, value: object, above: tuple[object, ...] = ()) -> None:
-    """``above``: the dicts that it lies in, one of which it may be."""
-    if isinstance(value, Mapping) and all(isinstance(each, str) for each in value):
-        for name, each in value.items():
-            if not any(each is other for other in (*above, value)):
-                _check(f"{key}.{name}", each, (*above, value))
+    """``above``: what it lies in, one of which it may be."""
     try:
         from_bytes(_dumped(value))
-    except Exception as error:  # pickling calls what users wrote
-        raise ConfigError(
-            key,
-            type(value).__name__,
-            f"cannot be read back without running code ({reason_of(error)}): keep numbers, strings, tensors, "
-            "arrays, lists and dicts, such as vars(it)",
-        ) from error
+        return
+    except Exception as error:  # noqa: BLE001 (pickling calls what users wrote; it is told below)
+        cause = error
+    inner: dict[str, object] = {}
+    if isinstance(value, Mapping) and all(isinstance(each, str) for each in value):
+        inner = {f"{key}.{name}": each for name, each in value.items()}
+    elif isinstance(value, list | tuple):
+        inner = {f"{key}[{place}]": each for place, each in enumerate(value)}
+    for name, each in inner.items():
+        if not any(each is other for other in (*above, value)):
+            _check(name, each, (*above, value))
+    raise ConfigError(
+        key,
+        type(value).__name__,
+        f"cannot be read back without running code ({reason_of(cause)}): keep numbers, strings, tensors, "
+        "arrays, lists and dicts, such as vars(it)",
+    ) from cause
