@@ -153,7 +153,7 @@ def _problem(saved: TensorEntry, model: TensorEntry, *, states: bool) -> str:
 
 def _states_problem(saved: TensorEntry, model: TensorEntry) -> str:
     if saved.trainable and not model.trainable:
-        return "was trained when it was saved, and is frozen"
+        return "was trained when it was saved, and is frozen: freeze it behind initialize(), as it was then"
     if not saved.trainable:
         return ""  # what begins to train has states as new
     there, here = _states(saved), _states(model)

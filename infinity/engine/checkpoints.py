@@ -22,6 +22,7 @@ from infinity.engine.saving import Saving
 from infinity.errors import CheckpointError, DaemonLostError, EngineStateError
 from infinity.files.place import local_path
 from infinity.states import StepPhase
+from infinity.tiers.inference import outside_inference
 from infinity.weights.heap import return_freed
 
 _log = logging.getLogger(__name__)
@@ -232,7 +233,7 @@ def _whole_state(loop: TrainingLoop) -> Iterator[Callable[[], None]]:
 
     loop.phases.go(StepPhase.CHECKPOINT)
     try:
-        with torch.device("cpu"):
+        with torch.device("cpu"), outside_inference():
             yield changed
     except BaseException as error:
         failed = half_done or isinstance(error, DaemonLostError)

@@ -33,6 +33,8 @@ from infinity.engine.loop import TrainingLoop
 from infinity.errors import CheckpointError
 from infinity.plan.sharding import Segment
 from infinity.update.dry_run import options_of
+from infinity.update.rule import Options
+from infinity.update.stand_in import NOT_OPTIONS
 from infinity.weights.buffers import write_buffer
 from io_daemon.shared.protocol import ObjectKind
 
@@ -124,11 +126,11 @@ class Loading:
             _log.info("loaded %s: %.2f GB in %.1f s, %.2f GB/s", self._stored.path, num_bytes / 1e9, seconds, rate)
 
     def _tell_left_out(self) -> None:
-        """Where names need not be the same: which are not."""
-        if self._wanted.strict:
-            return
+        """Which names are not the same: where they need not be, and of frozen parameters that were not saved."""
         loaded = {entry.name for entry in self._found.values()}
         absent, unused = self._model.keys() - self._found.keys(), self._stored.entries.keys() - loaded
+        if self._wanted.strict:
+            absent, unused = absent & self._params.keys(), set()
         for names, where in ((absent, "the checkpoint"), (unused, "the model")):
             if names:
                 _log.warning("not loaded from %s: %s not in %s", self._stored.path, listed(sorted(names)), where)
@@ -176,7 +178,7 @@ class Loading:
         optimizer = self._loop.optimizer
         return Groups(
             name=None if optimizer is None else optimizer.rule.name,
-            options=[] if optimizer is None else options_of(optimizer),
+            options=[] if optimizer is None else [_of_steps(each) for each in options_of(optimizer)],
             members=described_groups(self._runtime, optimizer),
         )
 
@@ -186,7 +188,7 @@ class Loading:
         mine |= {name: name for name in self._found}  # one of several is called as it was
         return Groups(
             name=self._stored.manifest.facts.get("optimizer"),  # of an imported one nobody knows
-            options=self._shared["param_groups"],
+            options=[_of_steps(each) for each in self._shared["param_groups"]],
             members=[[mine.get(name, name) for name in names] for names in self._shared.get("members", ())],
         )
 
@@ -263,7 +265,7 @@ class Loading:
         if optimizer is None or update is None:
             return
         for group, options in zip(optimizer.param_groups, self._shared["param_groups"], strict=True):
-            group.update(options)  # the same dict: schedules and the user's own optimizer hold it
+            group.update(_of_steps(options))  # the same dict: schedules and the user's own optimizer hold it
         saved, histories = self._shared["histories"], update.histories
         for param in self._runtime.sharded.params:
             if param.name in self._found:
@@ -288,3 +290,8 @@ class Loading:
                 loader.load_state_dict(place)
             if self._wanted.random:
                 restore_random_states(self._own["random"], self._runtime.device)
+
+
+def _of_steps(group: Options) -> dict[str, Any]:
+    """What a param group says of its steps, whatever parameters it has."""
+    return {name: value for name, value in group.items() if name not in NOT_OPTIONS}

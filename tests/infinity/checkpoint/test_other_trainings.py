@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import nn
 from torch.optim import Adam, AdamW, NAdam, Optimizer, RAdam
 
 import infinity
+from infinity.checkpoint import plain
 from infinity.errors import CheckpointError, ConfigError
 from infinity.loader import make_loader
 from tests.support.resumed import config_of, differing, everything_of, train
@@ -113,6 +115,47 @@ def test_param_groups_in_another_order_do_not_take_each_others_options(tmp_path:
     with engine_of(model, _grouped(model, (0, 1), decays=(0.1, 0.2))) as engine:
         engine.load_checkpoint(tmp_path)  # as torch, it goes on with what was saved
         assert train(engine, 2) == losses
+
+
+def test_names_of_parameters_are_no_options_of_their_group(tmp_path: Path) -> None:
+    """Torch keeps them in the group where an optimizer is given names."""
+
+    def halves(model: Net, *, swapped: bool) -> Optimizer:
+        found = [{"params": [(name, p) for name, p in model.named_parameters() if name.startswith(half)]}
+                 for half in ("first", "second")]  # fmt: skip
+        return AdamW(found[::-1] if swapped else found, lr=1e-2)
+
+    model = Net()
+    with engine_of(model, halves(model, swapped=False)) as engine:
+        train(engine, 2)
+        engine.save_checkpoint(tmp_path)
+        losses = train(engine, 2)
+    model = Net()
+    with engine_of(model, halves(model, swapped=True)) as engine:
+        engine.load_checkpoint(tmp_path)
+        assert train(engine, 2) == losses
+        assert engine.optimizer.param_groups[0]["param_names"] == ["second.weight", "second.bias"]
+
+
+def test_a_load_in_inference_mode_leaves_rates_that_can_be_written(tmp_path: Path) -> None:
+    def start() -> Any:
+        model = Net()
+        made = AdamW(model.parameters(), lr=torch.tensor(1e-2))
+        schedule = torch.optim.lr_scheduler.StepLR(made, 1, 0.5)
+        config = config_of()
+        del config["scheduler"], config["optimizer"]
+        return infinity.initialize(model=model, config=config, optimizer=made, lr_scheduler=schedule)[0]
+
+    engine = start()
+    train(engine, 2)
+    engine.save_checkpoint(tmp_path)
+    losses = train(engine, 2)
+    engine.destroy()
+    engine = start()
+    with torch.inference_mode():
+        engine.load_checkpoint(tmp_path)
+    assert train(engine, 2) == losses
+    engine.destroy()
 
 
 SCALES: list[dict[str, Any]] = [
@@ -345,6 +388,8 @@ def test_client_states_that_cannot_come_back_are_named(tmp_path: Path) -> None:
         around["me"] = around
         with pytest.raises(ConfigError, match=r"client_state\.f"):
             engine.save_checkpoint(tmp_path, client_state=around)
+        with pytest.raises(ConfigError, match=r"client_state\.a\[1\]\.b = 'Broken'"):
+            engine.save_checkpoint(tmp_path, client_state={"a": [1, {"b": Broken()}]})
         assert not list(tmp_path.iterdir())
         with torch.serialization.safe_globals([Vouched]):
             engine.save_checkpoint(tmp_path, client_state={"it": Vouched(3)})
@@ -354,6 +399,27 @@ def test_client_states_that_cannot_come_back_are_named(tmp_path: Path) -> None:
             engine.load_checkpoint(tmp_path)
         assert not differing(everything_of(engine), state)
         train(engine, 1)
+
+
+def test_what_somebody_else_has_vouched_for_stays_vouched_for(tmp_path: Path) -> None:
+    """Torch's own ``safe_globals`` takes away what was there before."""
+    before = torch.serialization.get_safe_globals()
+    torch.serialization.add_safe_globals([np.ndarray, Vouched])
+    try:
+        with engine_of(Net()) as engine:
+            engine.save_checkpoint(tmp_path, client_state={"array": np.zeros(2)})
+            engine.load_checkpoint(tmp_path)
+        assert {np.ndarray, Vouched} <= set(torch.serialization.get_safe_globals())
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def test_values_are_read_in_several_threads() -> None:
+    data = plain.to_bytes({"array": np.arange(3)})
+    with ThreadPoolExecutor(8) as threads:
+        assert all(each["array"][2] == 2 for each in threads.map(plain.from_bytes, [data] * 200))
+    assert np.ndarray not in torch.serialization.get_safe_globals()
 
 
 def test_extra_state_is_compared_as_names_are(tmp_path: Path) -> None:

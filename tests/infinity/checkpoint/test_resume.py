@@ -315,7 +315,7 @@ def test_what_was_frozen_when_it_was_saved_trains_with_states_as_new(
     engine.destroy()
 
 
-def test_parts_are_loaded_on_request(tmp_path: Path) -> None:
+def test_parts_are_loaded_on_request(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     engine = started(config_of())
     train(engine, 3)
     engine.save_checkpoint(tmp_path, exclude_frozen_parameters=True)
@@ -330,6 +330,7 @@ def test_parts_are_loaded_on_request(tmp_path: Path) -> None:
     train(engine, 1)
     mine = everything_of(engine)
     engine.load_checkpoint(tmp_path, load_module_only=True)
+    assert "frozen.bias, frozen.weight: not in the checkpoint" in caplog.text
     found = everything_of(engine)
     assert engine.global_steps == 1
     assert torch.equal(found["weight frozen.weight"], frozen)
