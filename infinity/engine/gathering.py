@@ -40,8 +40,7 @@ class Gathering:
         self._live_set = live_set
         self._phases, self._lock = phases, lock
         self._written, self._refusals = written, refusals
-        self._num_writable: dict[int, int] = {}
-        """Parameter index -> how many of the contexts that it is gathered in keep what is written."""
+        self._num_writable = written.num_writable
         arrays.watch(self)
 
     def keeps_writes(self, param: ShardedParam) -> bool:

@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from infinity.errors import WorldError
+from infinity.errors import WeightsError, WorldError
 from infinity.tiers.collectives import Collectives
 from infinity.weights import owners, shard_copies
 from infinity.weights.live_set import LiveSet
@@ -34,6 +34,8 @@ class Written:
     ) -> None:
         self._owner, self._sharded, self._io = owner, sharded, io
         self._collectives, self._live_set, self._lock = collectives, live_set, lock
+        self.num_writable: dict[int, int] = {}
+        """Parameter index -> how many of the contexts that it is gathered in keep what is written."""
 
     def check(self, params: Iterable[ShardedParam]) -> None:
         """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view, or in
@@ -41,6 +43,12 @@ class Written:
         shard_copies.check(self._owner)
         written = [param for param in params if param.is_written()]
         if written and self._owner.shards_weights:
+            if inside := [param for param in written if param.index in self.num_writable]:
+                raise WeightsError(
+                    inside[0].name,
+                    "is written to inside GatheredParameters(modifier_rank=...), whose end keeps that",
+                    "call this behind that block",
+                )
             self.refuse(written[0])
         for param in written:
             self.settle(param)

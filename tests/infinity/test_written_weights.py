@@ -38,6 +38,30 @@ def test_one_refusal_undoes_everything_that_was_written() -> None:
     engine.destroy()
 
 
+def test_what_is_written_where_that_is_kept_is_not_told_to_be_written_there(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 30},
+    }
+    engine: Any = infinity.initialize(model=nn.Linear(24, 24), config=config)[0]
+    for name, param in engine.module.named_parameters():  # one comes and goes, one stays
+        with infinity.zero.GatheredParameters(param, modifier_rank=0):
+            with torch.no_grad():
+                param.fill_(2.0)
+            for call in (
+                engine.full_state_dict,
+                lambda: engine.save_checkpoint(tmp_path),
+                engine.full_master_state_dict,
+            ):
+                with pytest.raises(WeightsError, match=f"^{name} .*whose end keeps that: call this behind that block"):
+                    call()
+        assert bool((engine.full_state_dict()[name] == 2.0).all())
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+
+
 def test_a_forward_that_saw_what_is_refused_later_is_not_differentiated() -> None:
     """The first layer is gathered for its use, and its successor stays: backward would go through other weights."""
     torch.manual_seed(0)
