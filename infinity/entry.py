@@ -20,9 +20,10 @@ from infinity.config import Config, parse_config, read_environment, shared_keys
 from infinity.engine import Engine
 from infinity.engine.build import build_engine
 from infinity.errors import ConfigError
-from infinity.observe.breakdowns import Memory, Progress, WallClock
+from infinity.observe.breakdowns import Memory, Progress, WallClock, tell_configuration
 from infinity.observe.comms import CommsLog
 from infinity.observe.flops import FlopsOfAStep
+from infinity.observe.heard import OBSERVED, asks_for_lines, print_unheard
 from infinity.observe.monitors import monitors_of
 from infinity.observe.observer import Observer, Observers
 from infinity.plan.leaves import mark_leaves
@@ -133,7 +134,8 @@ def initialize(
         activations = None
         if connection is not None and parsed.io_daemon.activation_checkpoints:
             activations = _open_activations(parsed, connection, collectives, place, device)
-        observers = _observers(parsed, model, device, collectives)
+        looking = partial(_observers, parsed, model, device, collectives)
+        observers = collectives.together(looking, "set up what looks on")
         cleanup.callback(observers.close)
         engine = build_engine(
             model,
@@ -310,10 +312,13 @@ def _observers(config: Config, model: nn.Module, device: torch.device, collectiv
     if config.log_level is not None:
         for name in ("infinity", "io_daemon"):
             logging.getLogger(name).setLevel(config.log_level.upper())
+            print_unheard(name)
+    if asks_for_lines(config):
+        print_unheard(OBSERVED)
     if collectives.rank:
         return Observers()
     if config.dump_state:
-        _log.info("the configuration: %s", config.model_dump_json(indent=2))
+        tell_configuration(config)
     progress = Progress(config.steps_per_print, config.timers.throughput, device)
     observers: list[Observer] = [*monitors_of(config), progress]
     if config.wall_clock_breakdown:

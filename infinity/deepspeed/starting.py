@@ -22,7 +22,6 @@ from infinity.deepspeed.config_classes import CLIPPING
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed, refuse_uncounted_ranks
 from infinity.deepspeed.experts import is_moe_param
-from infinity.deepspeed.logs import logger
 from infinity.deepspeed.raw_config import raw_config, section_of
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
@@ -161,7 +160,7 @@ def initialize(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:
-    """Log what ``comms_logger`` has counted on this rank, of every engine that there is.
+    """Print what ``comms_logger`` has counted on rank 0, of every engine that there is.
 
     Raises:
         ConfigError: ``show_straggler`` or ``return_dict`` is asked for.
@@ -170,7 +169,8 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None
         if value:
             raise ConfigError(name, value, "engine.comms_summary() has this rank's table, as text")
     for engine in _engines:
-        logger.info("%s", engine.comms_summary())
+        if engine.global_rank == 0:
+            print(engine.comms_summary(), flush=True)
 
 
 def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepSpeedEngine:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import random
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.deepspeed.logs import logger
 from infinity.errors import ConfigError
 from infinity.zero import ZeroParamStatus
 from io_daemon.disk.kernel_text import read_text
@@ -77,13 +75,13 @@ def get_global_norm_of_tensors(
 
 
 def see_memory_usage(message: str, force: bool = False) -> None:
-    """Log what the device and this process hold. Only with ``force``, as in DeepSpeed."""
-    if not force:
+    """Print what the device and this process hold, on rank 0. Only with ``force``, as in DeepSpeed."""
+    if not force or (dist.is_available() and dist.is_initialized() and dist.get_rank()):
         return
     allocated = torch.accelerator.memory_allocated() if torch.accelerator.is_available() else 0
     status = (read_text(Path("/proc/self/status")) or "").splitlines()
     resident = next((line.split()[1] for line in status if line.startswith("VmRSS")), "0")
-    logger.log(logging.INFO, "%s: device %.2f GB, process %.2f GB", message, allocated / 2**30, int(resident) / 2**20)
+    print(f"{message}: device {allocated / 2**30:.2f} GB, process {int(resident) / 2**20:.2f} GB", flush=True)
 
 
 def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:

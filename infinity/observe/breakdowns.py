@@ -8,6 +8,7 @@ from typing import Final
 
 import torch
 
+from infinity.config import Config
 from infinity.config.observing import ThroughputTimer
 from infinity.observe.observer import Periodic, StepFacts
 from io_daemon.disk.kernel_text import read_text
@@ -89,6 +90,11 @@ class Memory(Periodic):
 
     def note(self, facts: StepFacts) -> None:
         _log.info("step %d memory | %s", facts.step, memory_line(self._device))
+
+
+def tell_configuration(config: Config) -> None:
+    """``dump_state``: the configuration with its defaults."""
+    _log.info("the configuration: %s", config.model_dump_json(indent=2))
 
 
 def memory_line(device: torch.device) -> str:

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from infinity.config.observing import FlopsProfiler
-from infinity.observe.observer import Observer
+from infinity.observe.observer import Observer, refused_as
 
 UNITS = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3))
 _log = logging.getLogger(__name__)
@@ -33,6 +33,10 @@ class FlopsOfAStep(Observer):
     def __init__(self, section: FlopsProfiler, model: nn.Module) -> None:
         self._section, self._done = section, False
         self._model_name = type(model).__name__
+        if section.output_file is not None:
+            with refused_as("flops_profiler.output_file", section.output_file):
+                Path(section.output_file).parent.mkdir(parents=True, exist_ok=True)
+                Path(section.output_file).open("a", encoding="utf-8").close()
         self._num_params = {name: _numel(module) for name, module in model.named_modules()}
 
     def around_forward(self, step: int) -> AbstractContextManager[object]:
@@ -50,8 +54,11 @@ class FlopsOfAStep(Observer):
         text = self._table(counter.get_flop_counts(), _clock() - start_s)
         if self._section.output_file is None:
             _log.info("%s", text)
-        else:
+            return
+        try:
             Path(self._section.output_file).write_text(text + "\n", encoding="utf-8")
+        except OSError as error:
+            _log.warning("%s cannot be written: %s\n%s", self._section.output_file, error.strerror, text)
 
     def _table(self, counts: Mapping[str, Mapping[Any, int]], forward_s: float) -> str:
         flops = {name: sum(by_operator.values()) for name, by_operator in counts.items()}

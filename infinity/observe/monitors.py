@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import csv
 import importlib
+import logging
 from pathlib import Path
 from types import ModuleType
-from typing import Any, TextIO
+from typing import Any
 
 from infinity.config import Config
 from infinity.config.observing import CsvMonitor, TensorBoard, Wandb
 from infinity.errors import ConfigError
-from infinity.observe.observer import Periodic, StepFacts
+from infinity.observe.observer import Periodic, StepFacts, refused_as
 
+_log = logging.getLogger(__name__)
 Figures = dict[str, float]
 """Figures of one step by the dialect's names."""
 
@@ -38,7 +40,10 @@ class Monitor(Periodic):
     wants_loss = wants_times = True
 
     def note(self, facts: StepFacts) -> None:
-        self.write(facts.samples, figures_of(facts))
+        try:
+            self.write(facts.samples, figures_of(facts))
+        except OSError as error:  # the step is done, on this rank as on all
+            _log.warning("figures of step %d are not written: %s", facts.step, error)
 
     def write(self, samples: int, figures: Figures) -> None:
         """Write one point of every figure."""
@@ -51,26 +56,16 @@ class CsvFiles(Monitor):
     def __init__(self, every: int, directory: Path) -> None:
         super().__init__(every)
         self._directory = directory
-        self._files: dict[str, TextIO] = {}
         directory.mkdir(parents=True, exist_ok=True)
 
     def write(self, samples: int, figures: Figures) -> None:
         for name, value in figures.items():
-            file = self._files.get(name) or self._open(name)
-            csv.writer(file).writerow([samples, value])
-            file.flush()
-
-    def _open(self, name: str) -> TextIO:
-        path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
-        file = path.open("a", newline="", encoding="utf-8")
-        if file.tell() == 0:
-            csv.writer(file).writerow(["step", name.rpartition("/")[2]])
-        self._files[name] = file
-        return file
-
-    def close(self) -> None:
-        for file in self._files.values():
-            file.close()
+            path = self._directory / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            with path.open("a", newline="", encoding="utf-8") as file:
+                rows = csv.writer(file)
+                if file.tell() == 0:
+                    rows.writerow(["step", name.rpartition("/")[2]])
+                rows.writerow([samples, value])
 
 
 class TensorBoardFiles(Monitor):
@@ -109,9 +104,11 @@ def monitors_in(files: CsvMonitor, board: TensorBoard, wandb: Wandb, every: int 
     """The monitors of three sections, told of every ``every``-th step."""
     monitors: list[Monitor] = []
     if files.enabled:
-        monitors.append(CsvFiles(every, Path(files.output_path) / files.job_name))
+        with refused_as("csv_monitor.output_path", files.output_path):
+            monitors.append(CsvFiles(every, Path(files.output_path) / files.job_name))
     if board.enabled:
-        monitors.append(TensorBoardFiles(every, Path(board.output_path) / board.job_name))
+        with refused_as("tensorboard.output_path", board.output_path):
+            monitors.append(TensorBoardFiles(every, Path(board.output_path) / board.job_name))
     if wandb.enabled:
         monitors.append(WandbRun(every, project=wandb.project, group=wandb.group, team=wandb.team))
     return monitors

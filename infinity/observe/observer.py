@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
+
+from infinity.errors import ConfigError
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +68,15 @@ class Periodic(Observer):
     def note(self, facts: StepFacts) -> None:
         """The step is one of those."""
         raise NotImplementedError
+
+
+@contextmanager
+def refused_as(key: str, value: object) -> Iterator[None]:
+    """Inside, what the file system does not allow is the key's fault."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(key, value, f"cannot be written: {error.strerror}") from error
 
 
 Kind = TypeVar("Kind", bound=Observer)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import itertools
+import json
 import logging
 import sys
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from infinity.errors import ConfigError
 from infinity.observe import breakdowns
 from infinity.observe.comms import CommsLog
 from infinity.observe.observer import Observer, Observers, StepFacts
-from tests.support.ranks import run_ranks
+from tests.support.ranks import run_ranks, run_script
 
 MICRO, IN, HIDDEN, OUT = 2, 16, 32, 4
 
@@ -160,6 +161,86 @@ def test_breakdowns_and_the_configuration_are_logged(caplog: pytest.LogCaptureFi
         caplog.clear()
         train(2)
     assert "time (ms)" not in caplog.text
+
+
+ASKED = """
+import json, logging, sys
+import torch
+import infinity
+
+def train(**asked):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
+    sections = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+    engine, *_ = infinity.initialize(model=model, config=sections | asked)
+    engine.backward(engine(torch.ones(2, 4)).sum())
+    engine.step()
+    engine.destroy()
+
+train()
+print("nothing is asked for")
+train(**json.loads(sys.argv[1]))
+logging.basicConfig(level=logging.INFO, stream=sys.stderr)
+train(**json.loads(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("asked", "line"),
+    [
+        ({"wall_clock_breakdown": True, "steps_per_print": 1}, "time (ms) | fwd:"),
+        ({"memory_breakdown": True, "steps_per_print": 1}, "memory | process:"),
+        ({"steps_per_print": 1}, "step 1, lr [0.001]"),
+        ({"dump_state": True}, "the configuration: {"),
+        ({"flops_profiler": {"enabled": True}}, "operations of one forward"),
+        ({"log_level": "info", "steps_per_print": 1, "dump_state": True}, "step 1, lr [0.001]"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_lines_that_are_asked_for_are_printed_unless_the_script_logs(asked: Any, line: str, tmp_path: Path) -> None:
+    ended = run_script(ASKED, tmp_path, json.dumps(asked))
+    assert ended.code == 0, ended.errors
+    assert ended.output.startswith("nothing is asked for")
+    assert ended.output.count(line) == ended.errors.count(line) == 1
+
+
+UNWRITABLE = """
+import json, sys, time
+import torch
+import infinity
+
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD"}, "zero_optimization": {"stage": 3}}
+try:
+    infinity.initialize(model=torch.nn.Linear(4, 4), config=config | json.loads(sys.argv[1]))
+except Exception as error:
+    print(json.dumps(f"{type(error).__name__}: {error}"), flush=True)
+    time.sleep(1)  # the other rank hears of it from a rank that goes on
+"""
+
+
+@pytest.mark.parametrize(("section", "key"), [("csv_monitor", "output_path"), ("flops_profiler", "output_file")])
+def test_what_cannot_be_written_is_refused_on_all_ranks(section: str, key: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    below = str(tmp_path / "file" / "below")
+    config = json.dumps({section: {"enabled": True, key: below}})
+    first, other = (each.answer for each in run_ranks(UNWRITABLE, tmp_path, num_ranks=2, words=[config]))
+    assert first.startswith(f"ConfigError: {section}.{key} = {below!r}: cannot be written: ")
+    assert other == f"WorldError: rank 0 failed: {first}"
+
+
+def test_operations_are_written_into_a_directory_that_is_made(tmp_path: Path) -> None:
+    file = tmp_path / "made" / "here" / "flops.txt"
+    train(1, flops_profiler={"enabled": True, "output_file": str(file)})
+    assert "operations of one forward" in file.read_text()
+
+
+def test_a_full_disk_ends_no_training(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:
+    """The step is done on all ranks by then."""
+    (tmp_path / "job").mkdir()
+    (tmp_path / "job" / "Train_Samples_lr.csv").symlink_to("/dev/full")
+    section = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    weights, plain = train(csv_monitor=section), train()
+    assert all(torch.equal(weights[name], plain[name]) for name in plain)
+    assert [each for each in caplog.messages if "figures of step 1 are not written: " in each and "space" in each]
 
 
 @pytest.mark.parametrize("enabled", [True, False])
