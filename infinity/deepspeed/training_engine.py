@@ -88,8 +88,8 @@ class DeepSpeedEngine(Engine):
         self._num_micro_steps = 0
         self._has_handed_back = False
         """Destroyed, and the weights are the model's again."""
-        self._users_backward = UsersBackward(self._loop)
         by_accelerate = bool(locals_of("accelerate.accelerator", "_prepare_deepspeed"))
+        self._users_backward = UsersBackward(self._loop, by_accelerate=by_accelerate)
         if by_accelerate and self._loop.update is not None and not self.settings.io_daemon.update_in_backward:
             self._loop.update.ask_for_norm()
         _watch_exit()

@@ -28,8 +28,9 @@ class UsersBackward:
     opened: ClassVar[weakref.WeakSet[UsersBackward]] = weakref.WeakSet()
     """Those that a backward has reached since somebody cleared it."""
 
-    def __init__(self, loop: TrainingLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: TrainingLoop, *, by_accelerate: bool = False) -> None:
+        """``by_accelerate``: it made the engine, and steps it where it has run the backward, nowhere else."""
+        self._loop, self._by_accelerate = loop, by_accelerate
         self._open: AbstractContextManager[None] | None = None
         self._end: weakref.ref[_End] | None = None
         """What autograd calls at the end of the backward that runs; dead where none does."""
@@ -102,10 +103,15 @@ class UsersBackward:
             raise EngineStateError(
                 "Loss scaling is required with fp16: call engine.backward(loss), or engine.scale(loss).backward()"
             )
+        accumulation = loop.config.gradient_accumulation_steps
+        if self._by_accelerate and loop.num_backwards >= accumulation:
+            raise EngineStateError(
+                f"loss.backward() {loop.num_backwards} times, and no step: under DeepSpeed Accelerate's "
+                "optimizer.step() does nothing, accelerator.backward(loss) steps: write that instead of "
+                "loss.backward(), or call model.step() behind it"
+            )
         self._is_scaled = False
-        opened = loop.around_backward(
-            "loss.backward()", may_be_last=False, divisor=loop.config.gradient_accumulation_steps
-        )
+        opened = loop.around_backward("loss.backward()", may_be_last=False, divisor=accumulation)
         opened.__enter__()
         self._open = opened
         UsersBackward.opened.add(self)

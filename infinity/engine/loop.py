@@ -74,7 +74,8 @@ class TrainingLoop:
         self.background = Background()
         self.observers = observers
         self._sharded: ShardedModel = runtime.sharded
-        self._num_backwards = 0
+        self.num_backwards = 0
+        """Since the last update, or since gradients were dropped."""
         self._is_between = False
         """Whether ``step`` has ended a micro-batch, and the next has had no backward yet."""
         self._lost = Lost.NOTHING
@@ -151,7 +152,7 @@ class TrainingLoop:
             self._begin_backward(may_be_last=may_be_last, divisor=divisor)
             yield
             self._end_backward()
-        self._num_backwards += 1
+        self.num_backwards += 1
         self._is_between = False
 
     @transforms.apart
@@ -229,7 +230,7 @@ class TrainingLoop:
 
     def _samples_of_update(self) -> int:
         """The configuration's, or what was really accumulated where the user decides on that."""
-        num_backwards, self._num_backwards = self._num_backwards, 0
+        num_backwards, self.num_backwards = self.num_backwards, 0
         config = self.config
         if config.managed_gradient_accumulation:
             return config.train_batch_size
@@ -384,7 +385,7 @@ class TrainingLoop:
         reducer = self.runtime.reducer
         reducer.forget(self._sharded.group_of[param.index], param)
         if not reducer.has_any:
-            self._num_backwards = 0
+            self.num_backwards = 0
             self._trained("zero_grad").forget_clipping()
 
     def _note_zeroed(self, *, set_to_none: bool) -> None:
@@ -433,7 +434,7 @@ class TrainingLoop:
         for each in untaken:
             access.drop_gradient(each.param)
         if reducer.has_taken or untaken:
-            lost = Lost.EARLIER if self._num_backwards else Lost.LAST
+            lost = Lost.EARLIER if self.num_backwards else Lost.LAST
             self._begin_anew()
             self._lost = lost
             trained = self._trained("backward").grouped([each.param.requires_grad for each in self._sharded.params])
@@ -443,7 +444,7 @@ class TrainingLoop:
         self.refuse_before_step("zero_grad()")
         self.runtime.reducer.clear(by_user=self.phases.phase is StepPhase.IDLE)
         self.runtime.user_gradients.drop()
-        self._num_backwards, self._lost = 0, Lost.NOTHING
+        self.num_backwards, self._lost = 0, Lost.NOTHING
         if self.update is not None:
             self.update.forget_clipping()
 

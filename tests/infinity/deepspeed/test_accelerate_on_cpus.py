@@ -1,4 +1,4 @@
-"""Accelerate asks for no backend where it sees no GPU, and would count one process."""
+"""Accelerate asks for no backend where it sees no GPU, and would count one process; it steps inside its backward."""
 
 from __future__ import annotations
 
@@ -48,3 +48,46 @@ def test_it_is_told_the_backend_and_shares_the_data_out(tmp_path: Path) -> None:
         assert started == found == [2, rank, 8.0 * rank, 16 + 8.0 * rank]
         assert refused.startswith("accelerator.num_processes = 1: there are 2 ranks, ")
         assert 'InitProcessGroupKwargs(backend="gloo")' in refused
+
+
+BESIDE = """
+import json
+import infinity.deepspeed as deepspeed
+deepspeed.install()
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from infinity.errors import EngineStateError
+
+config = {
+    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 3},
+    "zero_force_ds_cpu_optimizer": False,
+}
+accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config), gradient_accumulation_steps=2)
+model = torch.nn.Linear(4, 2)
+model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+loss = lambda: model(torch.ones(2, 4)).square().mean()
+for _ in range(6):
+    loss().backward()
+    model.step()
+seen = [model.global_steps]
+for number in range(3):
+    try:
+        loss().backward()
+        optimizer.step()
+    except EngineStateError as error:
+        seen += [number, str(error)]
+model.zero_grad()
+with accelerator.accumulate(model):
+    accelerator.backward(loss())
+print(json.dumps([*seen, model.global_steps]))
+"""
+
+
+def test_a_backward_of_the_scripts_own_that_nothing_steps_by_is_refused(tmp_path: Path) -> None:
+    """Under DeepSpeed Accelerate's ``optimizer.step()`` does nothing: the script would train nothing, in silence."""
+    (ended,) = run_ranks(BESIDE, tmp_path, num_ranks=1)
+    steps, number, said, steps_later = ended.answer
+    assert (steps, number) == (3, 2)
+    assert "accelerator.backward(loss)" in said
+    assert "model.step()" in said
+    assert steps_later in (3, 4)
