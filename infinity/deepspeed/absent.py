@@ -46,6 +46,19 @@ ABSENT: Final[Mapping[str, str]] = {
     "DeepSpeedTransformerConfig": _KERNELS,
     "ops.sparse_attention": "sparse attention is the model's own business: use torch's flex_attention or masks",
     "ops.deepspeed4science": _KERNELS,
+    **dict.fromkeys(
+        (
+            f"runtime.activation_checkpointing.checkpointing.{name}"
+            for name in (
+                "get_cuda_rng_tracker",
+                "model_parallel_cuda_manual_seed",
+                "model_parallel_reconfigure_tp_seed",
+                "CudaRNGStatesTracker",
+            )
+        ),
+        "there is no model parallelism, whose ranks would need random numbers of their own: torch.manual_seed() seeds, "
+        "and checkpoint() draws the same ones again",
+    ),
     "runtime.tensor_parallel": _TENSOR,
     "runtime.sequence_parallel": _SEQUENCE,
     "runtime.domino": _TENSOR,

@@ -104,7 +104,7 @@ _FP32_WEIGHTS = _of(
 _CHECKPOINTING = _of(
     "infinity.checkpointing",
     "checkpoint configure is_configured reset set_num_layers partition_activations_in_checkpoint",
-)
+) | _renamed("infinity.checkpointing", non_reentrant_checkpoint="checkpoint")
 _ADAM = _of(f"{_OURS}.optimizers", "FusedAdam DeepSpeedCPUAdam")
 _ADAGRAD = _of(f"{_OURS}.optimizers", "DeepSpeedCPUAdagrad")
 _LION = _of(f"{_OURS}.optimizers", "FusedLion DeepSpeedCPULion")

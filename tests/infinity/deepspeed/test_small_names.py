@@ -128,3 +128,11 @@ def test_the_optimizer_of_stage_3_lists_the_parameters_of_leaves() -> None:
     assert list(optimizer.leaf_parameters) == [model[0]]
     assert all(a is b for a, b in zip(optimizer.leaf_parameters[model[0]], model[0].parameters(), strict=True))
     engine.destroy()
+
+
+def test_both_ways_of_checkpointing_are_one_and_model_parallel_seeds_are_refused_with_the_reason() -> None:
+    checkpointing = deepspeed.checkpointing
+    assert checkpointing.non_reentrant_checkpoint is checkpointing.checkpoint
+    for name in ("get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"):
+        with pytest.raises(AttributeError, match=r"there is no model parallelism, .* torch\.manual_seed\(\) seeds"):
+            getattr(checkpointing, name)
