@@ -208,6 +208,13 @@ def sharded_from_torch(optimizer: torch.optim.Optimizer, *, dtype: torch.dtype) 
             "has a step() of its own on the object, which the engine would not call: define it in a class derived from "
             "the optimizer's, or register what it does around a step with register_step_post_hook()",
         )
+    if any(callable(getattr(optimizer, name, None)) for name in ("train", "eval")):
+        raise ConfigError(
+            "optimizer",
+            type(optimizer).__name__,
+            "has train() and eval(), by which schedule-free optimizers write weights outside of a step, and those are "
+            "the engine's by then: use an optimizer that writes them in step() alone, such as torch's AdamW",
+        )
     for group in optimizer.param_groups:
         for name in ("capturable", "differentiable"):
             if group.get(name):

@@ -399,6 +399,21 @@ def test_options_without_a_sharded_form_are_refused(option: str) -> None:
         from_torch(theirs)
 
 
+class TwoPoints(torch.optim.SGD):
+    """As schedule-free optimizers are: ``eval()`` shows the average of the points, ``train()`` the last one."""
+
+    def train(self) -> None:
+        """Write weights."""
+
+    def eval(self) -> None:
+        """Write others."""
+
+
+def test_one_that_writes_weights_outside_of_a_step_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer = 'TwoPoints': has train\(\) and eval\(\), .* torch's AdamW"):
+        from_torch(TwoPoints(params_of(1), lr=0.5))
+
+
 def test_stepped_ones_are_refused() -> None:
     (param,) = params_of(1)
     stepped = torch.optim.Adam([param])
