@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 from typing import Final
 
 from infinity.config import Config
@@ -17,7 +18,8 @@ class _Printed(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         if "is_printed" not in vars(record) and not _is_handled(logging.getLogger(record.name)):
             vars(record)["is_printed"] = True  # by a logger below
-            print(self.format(record), flush=True)
+            # a warning goes where logging would have put it, had nothing asked for lines
+            print(self.format(record), file=sys.stderr if record.levelno >= logging.WARNING else None, flush=True)
 
 
 _PRINTED: Final = _Printed()

@@ -203,6 +203,25 @@ def test_lines_that_are_asked_for_are_printed_unless_the_script_logs(asked: Any,
     assert ended.output.count(line) == ended.errors.count(line) == 1
 
 
+WARNED = """
+import logging
+import torch
+import infinity
+
+config = {"train_batch_size": 2, "optimizer": {"type": "SGD"}, "log_level": "info"}
+engine, *_ = infinity.initialize(model=torch.nn.Linear(4, 4), config=config)
+logging.getLogger("infinity.a_part").info("all is well")
+logging.getLogger("infinity.a_part").warning("beware")
+"""
+
+
+def test_a_warning_goes_where_logging_puts_it(tmp_path: Path) -> None:
+    ended = run_script(WARNED, tmp_path)
+    assert ended.code == 0, ended.errors
+    assert (ended.output.count("all is well"), ended.errors.count("all is well")) == (1, 0)
+    assert (ended.output.count("beware"), ended.errors.count("beware")) == (0, 1)
+
+
 UNWRITABLE = """
 import json, sys, time
 import torch
