@@ -23,9 +23,9 @@ MATRIX_ROWS: Final = 64
 STACK: Final = 8
 UNIT_FLOPS: Final = STACK * 2 * MATRIX_ROWS**3
 """The work of about 0.1 ms of one core."""
-UNITS_MIN: Final = 10
-"""Each of several threads is given at least so much at a time: it takes half a unit to hand work out and wait for it,
-which training's threads, who spin for it, do not take."""
+PIECE_UNITS: Final = 10
+"""Each of several threads is given so much at a time, and all wait for the last of them, as after each of training's
+loops: for one unit, handing out would take half as long; for many, they would not wait for whoever lost its core."""
 SCRATCH_BYTES: Final = 128 << 20
 """Larger than caches: what is copied comes from memory and goes there."""
 PIECE_BYTES: Final = 4 << 20
@@ -64,7 +64,8 @@ class CpuLoad:
         self._noise = self._scratch[:NOISE_BYTES].view(np.uint64).copy()
         self._owed_flops = 0.0
         self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
-        self._units_min = 1 if self._pool is None else UNITS_MIN
+        self._piece_units = 1 if self._pool is None else PIECE_UNITS
+        self._piece_flops = self._piece_units * UNIT_FLOPS * num_threads
 
     def __enter__(self) -> CpuLoad:
         return self
@@ -74,12 +75,11 @@ class CpuLoad:
             self._pool.shutdown(cancel_futures=True)
 
     def compute(self, flops: float) -> None:
-        """What is not worth handing out is owed to the next call."""
+        """What is less than a piece is owed to the next call."""
         self._owed_flops += flops
-        num_units = int(self._owed_flops / (UNIT_FLOPS * self.num_threads))
-        if num_units >= self._units_min:
-            self._owed_flops -= num_units * UNIT_FLOPS * self.num_threads
-            self._on_threads(lambda thread: self._multiply(thread, num_units))
+        while self._owed_flops >= self._piece_flops:
+            self._owed_flops -= self._piece_flops
+            self._on_threads(self._multiply)
 
     def copy(self, frames: Sequence[Bytes], *, into: bool) -> None:
         pairs = [(frame, self._next_scratch(len(frame))) for frame in frames]
@@ -94,16 +94,15 @@ class CpuLoad:
         """Takes about a second."""
         pieces = self._scratch.reshape(-1, PIECE_BYTES)
         other = np.ones_like(self._scratch).reshape(-1, PIECE_BYTES)
-        piece_flops = UNIT_FLOPS * self._units_min * self.num_threads
         return CpuRates(
             num_threads=self.num_threads,
-            flops=_rate(lambda: self.compute(piece_flops), piece_flops),
+            flops=_rate(lambda: self.compute(self._piece_flops), self._piece_flops),
             copied_bytes=_rate(lambda: self.copy(list(other), into=False), SCRATCH_BYTES),
             updated_bytes=_rate(lambda: self.update(list(pieces)), SCRATCH_BYTES),
         )
 
-    def _multiply(self, thread: int, num_units: int) -> None:
-        for _ in range(num_units):
+    def _multiply(self, thread: int) -> None:
+        for _ in range(self._piece_units):
             np.matmul(self._left[thread], self._right[thread], out=self._product[thread])
 
     def _next_scratch(self, num_bytes: int) -> Bytes:
