@@ -40,12 +40,14 @@ def hidden_from(parts: StepParts, share: float = STALL_SHARE_HIDDEN) -> float:
     if left_s <= 0:
         return parts.compute_s
     stalls = ((parts.compute_stall_s, 1 - between), (parts.update_stall_s, between))
-    for all_hidden_s in sorted(stall_s / rate for stall_s, rate in stalls if rate > 0):
-        left_then_s = excess_s(all_hidden_s)
+    enough_s = (parts.compute_stall_s + parts.update_stall_s) / share  # even if it hid nothing
+    bends = sorted(stall_s / rate for stall_s, rate in stalls if stall_s < rate * enough_s)
+    for bend_s in (*bends, enough_s):
+        left_then_s = excess_s(bend_s)
         if left_then_s <= 0:  # until then it falls evenly
-            return parts.compute_s + more_s + (all_hidden_s - more_s) * left_s / (left_s - left_then_s)
-        more_s, left_s = all_hidden_s, left_then_s
-    return parts.compute_s + more_s + left_s / share  # what stalls now no compute hides
+            return parts.compute_s + more_s + (bend_s - more_s) * left_s / (left_s - left_then_s)
+        more_s, left_s = bend_s, left_then_s
+    return parts.compute_s + more_s
 
 
 def break_even_note(parts: StepParts, tokens_per_step: int | None) -> str:

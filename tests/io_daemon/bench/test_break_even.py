@@ -45,6 +45,7 @@ def test_is_the_least_compute_that_hides_the_io(parts: StepParts, share: float) 
         (StepParts(10, 10, 0, 0, 10), 19),
         (StepParts(10, 5, 0, 0, 10), 10 + 9 / 0.525),
         (StepParts(0, 0, 1, 0, 1), 18),
+        (StepParts(10, 5e-324, 1, 0, 1), 18),
     ],
 )
 def test_by_hand(parts: StepParts, seconds_expected: float) -> None:
