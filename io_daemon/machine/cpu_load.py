@@ -8,9 +8,11 @@ the interpreter meanwhile. The products are small enough that no BLAS starts thr
 from __future__ import annotations
 
 import statistics
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from queue import SimpleQueue
 from typing import Final, Protocol
 
 import numpy as np
@@ -63,16 +65,20 @@ class CpuLoad:
         self._scratch_at = 0
         self._noise = self._scratch[:NOISE_BYTES].view(np.uint64).copy()
         self._owed_flops = 0.0
-        self._pool = ThreadPoolExecutor(num_threads) if num_threads > 1 else None
-        self._piece_units = 1 if self._pool is None else PIECE_UNITS
+        self._piece_units = PIECE_UNITS if num_threads > 1 else 1
         self._piece_flops = self._piece_units * UNIT_FLOPS * num_threads
+        # no executor: an interrupt raised within a future's lock leaves the thread that ends it waiting for ever
+        self._given: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._ended: SimpleQueue[Exception | None] = SimpleQueue()
+        for _ in range(num_threads if num_threads > 1 else 0):
+            threading.Thread(target=self._work, name="infinity-load", daemon=True).start()
 
     def __enter__(self) -> CpuLoad:
         return self
 
     def __exit__(self, *exc_info: object) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(cancel_futures=True)
+        for _ in range(self.num_threads):
+            self._given.put(None)
 
     def compute(self, flops: float) -> None:
         """What is less than a piece is owed to the next call."""
@@ -116,10 +122,23 @@ class CpuLoad:
         return self._scratch[start : start + num_bytes]
 
     def _on_threads(self, work: Callable[[int], None]) -> None:
-        if self._pool is None:
+        if self.num_threads == 1:
             work(0)
-        else:
-            list(self._pool.map(work, range(self.num_threads)))
+            return
+        for thread in range(self.num_threads):
+            self._given.put(partial(work, thread))
+        for error in [self._ended.get() for _ in range(self.num_threads)]:
+            if error is not None:
+                raise error
+
+    def _work(self) -> None:
+        for work in iter(self._given.get, None):
+            try:
+                work()
+            except Exception as error:  # noqa: BLE001 (raised where the work is waited for)
+                self._ended.put(error)
+            else:
+                self._ended.put(None)
 
 
 class AcceleratorLoad:

@@ -103,7 +103,7 @@ def test_the_replay_ends_with_the_plan_that_was_killed(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config(tmp_path)))
     (tmp_path / "swap").mkdir()
     words = ["--config", str(tmp_path / "config.json"), "--host-budget-bytes", str(BUDGET), "--steps", "1000"]
-    words += ["--threads", "1"]
+    words += ["--threads", "2"]
     plan = subprocess.Popen(
         [sys.executable, "-m", "infinity", "plan", *MODEL, *words, "--swap-dir", str(tmp_path / "swap")],
         cwd=REPOSITORY,

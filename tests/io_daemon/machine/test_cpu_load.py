@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from io_daemon.machine.cpu_load import PIECE_UNITS, UNIT_FLOPS, CpuLoad
@@ -34,3 +36,28 @@ def test_a_rate_counts_all_that_was_computed(monkeypatch: pytest.MonkeyPatch) ->
         rates = load.calibrate()
     assert sorted(given) == [0, 1]
     assert rates.flops == 2 * PIECE_UNITS * UNIT_FLOPS
+
+
+def test_no_interrupt_leaves_a_lock_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the threads takes none of Python's: raised within a future's, an interrupt left the thread that
+    ended the work waiting for ever, and a replay behind the plan that was killed."""
+    with CpuLoad(2) as load:
+        load.compute(2 * PIECE_UNITS * UNIT_FLOPS)  # the threads run
+        main, entered = threading.get_ident(), threading.Condition.__enter__
+
+        def refused(condition: threading.Condition) -> bool:
+            assert threading.get_ident() != main
+            return entered(condition)
+
+        monkeypatch.setattr(threading.Condition, "__enter__", refused)
+        load.compute(4 * PIECE_UNITS * UNIT_FLOPS)
+
+
+def test_what_a_thread_raises_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(thread: int) -> None:
+        raise MemoryError(thread)
+
+    with CpuLoad(2) as load:
+        monkeypatch.setattr(load, "_multiply", fail)
+        with pytest.raises(MemoryError):
+            load.compute(2 * PIECE_UNITS * UNIT_FLOPS)
