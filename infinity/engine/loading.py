@@ -235,12 +235,12 @@ class Loading:
                 write_buffer(buffer, self._stored.read_whole(saved.name, BUFFER).to(buffer.device, buffer.dtype))
         with self._told("the module's set_extra_state()", "write one that takes what get_extra_state() gave"):
             set_extra_states(self._runtime.module, self._shared["extra_states"])
-        if self._wanted.states:
-            self._restore_optimizer()
         schedule: Any = self._loop.lr_scheduler
         if self._wanted.schedule and self._shared["lr_scheduler"] is not None:
             with self._told("the schedule's load_state_dict()", "pass load_lr_scheduler_states=False"):
                 schedule.load_state_dict(self._shared["lr_scheduler"][1])
+        if self._wanted.states:  # behind the schedule, which may set its rate: the next step's is that of the groups
+            self._restore_optimizer()
         if self._wanted.position:
             self._restore_position()
 

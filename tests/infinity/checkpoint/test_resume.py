@@ -164,6 +164,23 @@ def test_every_kind_of_optimizer_goes_on(section: dict[str, Any], tmp_path: Path
     engine.destroy()
 
 
+def test_a_rate_that_the_script_set_is_the_next_steps(tmp_path: Path) -> None:
+    """Whatever the schedule would have: what a checkpoint's schedule says of its rate is of the last step."""
+    engine = started(config_of())
+    train(engine, 3)
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 3e-3
+    engine.save_checkpoint(tmp_path)
+    losses, state = train(engine, 3), everything_of(engine)
+    engine.destroy()
+    engine = started(config_of(), seed=5)
+    engine.load_checkpoint(tmp_path)
+    assert engine.get_lr() == [3e-3]
+    assert train(engine, 3) == losses
+    assert not differing(everything_of(engine), state)
+    engine.destroy()
+
+
 def test_what_is_accumulated_is_in_no_checkpoint_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Saved within a step, which goes on as if it had not been; who resumes begins that step anew. Buffers are as
     the forward left them."""
