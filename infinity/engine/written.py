@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
 
 from infinity.errors import WeightsError, WorldError
-from infinity.tiers.collectives import Collectives
+from infinity.tiers.collectives import KEEPING, Collectives
 from infinity.weights import owners, shard_copies
 from infinity.weights.live_set import LiveSet
 from infinity.weights.param import ShardedParam
@@ -41,17 +41,27 @@ class Written:
         """Raises WeightsError for a parameter that was written to where that is not kept, be it through a view, or in
         a copy of its shard."""
         shard_copies.check(self._owner)
+        params = list(params)
+        if inside := [param for param in params if param.index in self.num_writable]:
+            self._refuse_apart(inside)
         written = [param for param in params if param.is_written()]
         if written and self._owner.shards_weights:
-            if inside := [param for param in written if param.index in self.num_writable]:
-                raise WeightsError(
-                    inside[0].name,
-                    "is written to inside GatheredParameters(modifier_rank=...), whose end keeps that",
-                    "call this behind that block",
-                )
             self.refuse(written[0])
         for param in written:
             self.settle(param)
+
+    def _refuse_apart(self, inside: Sequence[ShardedParam]) -> None:
+        """Raises WeightsError, on all ranks, where what was written inside GatheredParameters is not all ranks' own:
+        its end makes it that. Collective, as those contexts are."""
+        found = [f"{param.checksum():08x}" if param.is_written() else "as it was" for param in inside]
+        apart = set(self._collectives.unlike(found, "compare what was written inside GatheredParameters"))
+        for place, param in enumerate(inside):
+            if place in apart or (self._owner.shards_weights and param.is_written()):
+                raise WeightsError(
+                    param.name,
+                    "is written to inside GatheredParameters(modifier_rank=...), whose end keeps that",
+                    "call this behind that block",
+                )
 
     def own(self, param: ShardedParam) -> torch.Tensor | None:
         """This rank's part of what was written, as the store will have it when all ranks agree that they wrote it; None
@@ -110,7 +120,7 @@ class Written:
             self.refuse(param)
         flat = param.allocate()
         if self._collectives.world_size > 1:
-            self._collectives.agree(f"keep what was written to {param.name} ({param.checksum():08x})")
+            self._collectives.agree(f"{KEEPING} {param.name} ({param.checksum():08x})")
         if not self._sharded.group_of[param.index].is_lent:
             self.keep(param, flat)
         param.overlook_change()

@@ -31,6 +31,11 @@ PARTING_TIMEOUT_S: Final = 60.0
 
 EVALUATING: Final = "begin an evaluating forward"
 _ALONE: Final = ". Below stage 3, where weights are whole, one rank alone may evaluate by engine.module(...)"
+KEEPING: Final = "keep what was written to"
+_APART: Final = (
+    ". What one rank writes to weights it writes inside infinity.zero.GatheredParameters(param, modifier_rank=its "
+    "number), which gives it to all"
+)
 _REDUCE: Final = "reduce gradients"
 
 Result = TypeVar("Result")
@@ -305,10 +310,13 @@ class Collectives:
         ``as_error`` makes one."""
         result: Result | None = None
         error: BaseException | None = None
+        num_divergences = self.num_divergences
         try:
             result = work()
-        except Exception as raised:  # noqa: BLE001 (raised again below, after the other ranks know)
-            error = raised
+        except Exception as raised:
+            if self.num_divergences != num_divergences:
+                raise  # the other ranks know
+            error = raised  # raised again below, when they do
         failure = "" if error is None else f"{type(error).__name__}: {error}"
         # words travel where somebody has some: of thousands of ranks they are many to read before each step of a save
         failures = [] if self.are_alike(failure, what) else self.gather_objects(failure, what)
@@ -391,6 +399,7 @@ def _diverged(told: Sequence[_Words]) -> str:
         "modules are called (a mixture of experts), mark the one that decides, before infinity.initialize(): "
         "infinity.zero.set_leaf_modules(model, [its class])"
         f"{_ALONE if any(what == EVALUATING for what, *_ in told) else ''}"
+        f"{_APART if any(what.startswith(KEEPING) for what, *_ in told) else ''}"
     )
 
 

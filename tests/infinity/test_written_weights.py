@@ -213,3 +213,62 @@ def test_one_rank_alone_reads_its_part_of_what_was_written(tmp_path: Path) -> No
     for rank in run_ranks(READ_BY_ONE, tmp_path, num_ranks=2, variables={"INFINITY_TIMEOUT_S": "60"}):
         assert rank.answer
         assert all(rank.answer)
+
+
+WRITTEN_BY_ONE = """
+import json, os, sys
+import torch
+from torch import nn
+import infinity
+from infinity.errors import WeightsError, WorldError
+
+rank = int(os.environ["RANK"])
+found = []
+for stage in (0, 1, 2, 3):
+    torch.manual_seed(0)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 30},
+    }
+    engine = infinity.initialize(model=nn.Linear(24, 24), config=config)[0]
+    weight, bias = engine.module.weight, engine.module.bias
+    engine.backward(engine(torch.ones(1, 24)).sum())
+
+    def told(call):
+        try:
+            call()
+        except (WeightsError, WorldError) as error:
+            return str(error)
+
+    def save():
+        engine.save_checkpoint(sys.argv[1])
+
+    for param in (weight, bias):  # of stage 3 one comes and goes, one stays
+        with infinity.zero.GatheredParameters(param, modifier_rank=0):
+            if rank == 0:
+                with torch.no_grad():
+                    param.fill_(2.0)
+            calls = (engine.full_state_dict, save, engine.step, engine.full_master_state_dict)
+            found.append([told(call) for call in calls])
+    save()
+    found.append([bool((value == 2.0).all()) for value in engine.full_state_dict().values()])
+    if rank == 0 and stage < 3:
+        with torch.no_grad():
+            weight.fill_(3.0)
+    found.append(told(save) if stage < 3 else "GatheredParameters(param, modifier_rank=its number)")
+    engine.destroy()
+print(json.dumps(found))
+"""
+
+
+def test_what_one_rank_wrote_where_that_is_kept_is_told_to_wait_for_its_end_by_all(tmp_path: Path) -> None:
+    """Below stage 3 the rank that had written asked for agreement, and the others for what had been called: both were
+    told that ranks diverge, and to mark a mixture of experts."""
+    for rank in run_ranks(WRITTEN_BY_ONE, tmp_path, num_ranks=2, words=[str(tmp_path)]):
+        for number in range(0, 16, 4):
+            weight, bias, kept, alone = rank.answer[number : number + 4]
+            for name, words in (("weight", weight), ("bias", bias)):
+                assert all(f"{name} is written to inside GatheredParameters" in said for said in words), words
+            assert kept == [True, True]
+            assert "GatheredParameters(param, modifier_rank=its number)" in alone
