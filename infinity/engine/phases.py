@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import threading
+from typing import Final
 
 from infinity.errors import EngineStateError
 from infinity.states import PHASE_TRANSITIONS, StepPhase
+
+_CALLS: Final = {
+    StepPhase.FORWARD: "forward",
+    StepPhase.BACKWARD: "backward()",
+    StepPhase.OPTIMIZER: "step()",
+    StepPhase.CHECKPOINT: "what saves or loads all state",
+    StepPhase.CLOSED: "destroy()",
+}
+"""What a user calls who gets the engine there."""
 
 
 class Phases:
@@ -33,7 +43,7 @@ class Phases:
         if self.states_are_away and phase in (StepPhase.BACKWARD, StepPhase.OPTIMIZER):
             raise EngineStateError(f"states of {self._engine} were offloaded: call reload_states() before it trains on")
         if phase not in PHASE_TRANSITIONS[self.phase]:
-            self.refuse_within(self.phase, phase.name.lower())
+            self.refuse_within(self.phase, _CALLS.get(phase, phase.name))
 
     def refuse_beside_update(self) -> None:
         """Raises EngineStateError while another thread updates the weights, or loads others: what is gathered then
@@ -47,7 +57,10 @@ class Phases:
     def refuse_within(self, phase: StepPhase, call: str) -> None:
         """Raises EngineStateError if the engine is in this phase."""
         if self.phase is phase:
-            raise EngineStateError(f"{self._engine} is in {phase.name}: call {call} when that is over, not inside it")
+            raise EngineStateError(
+                f"{self._engine} is in {phase.name}: call {call} when that is over, not inside it (a signal's handler "
+                "or a hook notes that it was called, and the loop asks for that between steps)"
+            )
 
     def refuse_failed(self) -> None:
         """Raises EngineStateError if the weights belong to no step."""

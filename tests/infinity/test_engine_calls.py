@@ -64,6 +64,29 @@ def test_a_boundary_may_be_called_without_steps_in_between() -> None:
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.parametrize("phase", ["FORWARD", "BACKWARD"])
+def test_a_save_from_inside_a_phase_is_told_where_it_belongs(phase: str, tmp_path: Path) -> None:
+    """As one in a signal's handler, which runs between any two lines; nothing is saved, and training goes on."""
+    engine = make()
+    told = []
+
+    def save(*_: object) -> None:
+        with pytest.raises(EngineStateError, match=f"is in {phase}: call what saves .* between steps") as raised:
+            engine.save_checkpoint(tmp_path / "saved")
+        told.append(raised.value)
+
+    if phase == "FORWARD":
+        engine.module[1].register_forward_hook(save)
+    else:
+        engine.module[1].register_full_backward_hook(save)
+    for number in range(2):
+        micro_batch(engine, number)
+    assert len(told) == 2
+    assert not (tmp_path / "saved").exists()
+    assert engine.global_steps == 1
+    engine.destroy()
+
+
 def test_batch_sizes_change_between_steps() -> None:
     engine = make()
     assert engine.get_batch_info() == (4, 2, 2)
