@@ -35,12 +35,17 @@ class UsersBackward:
         self._end: weakref.ref[_End] | None = None
         """What autograd calls at the end of the backward that runs; dead where none does."""
         self._is_scaled = False
+        self._has_run = False
+        """Whether the model has since the last of these backwards: another one is of a step of its own, perhaps."""
+        self._num_runs = 0
+        """Backwards of such since the last update."""
         loop.runtime.meet_backward, loop.settle_backward = self._reach_param, self.settle
 
     def watch(self, outputs: Any) -> None:
         """``outputs``: what a forward returned, nested."""
         for each in tree_leaves(outputs):
             if isinstance(each, torch.Tensor) and each.grad_fn is not None:
+                self._has_run = True
                 each.register_hook(self._reach_output)  # type: ignore[no-untyped-call]
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
@@ -104,17 +109,27 @@ class UsersBackward:
                 "Loss scaling is required with fp16: call engine.backward(loss), or engine.scale(loss).backward()"
             )
         accumulation = loop.config.gradient_accumulation_steps
-        if self._by_accelerate and loop.num_backwards >= accumulation:
-            raise EngineStateError(
-                f"loss.backward() {loop.num_backwards} times, and no step: under DeepSpeed Accelerate's "
-                "optimizer.step() does nothing, accelerator.backward(loss) steps: write that instead of "
-                "loss.backward(), or call model.step() behind it"
-            )
+        if self._by_accelerate and self._has_run:
+            self._refuse_unstepped(accumulation)
         self._is_scaled = False
         opened = loop.around_backward("loss.backward()", may_be_last=False, divisor=accumulation)
         opened.__enter__()
         self._open = opened
         UsersBackward.opened.add(self)
+
+    def _refuse_unstepped(self, accumulation: int) -> None:
+        """Raises EngineStateError where the model has run and gone back as often as belongs to one update, and nobody
+        has stepped."""
+        if self._loop.num_backwards == 0:
+            self._num_runs = 0
+        if self._num_runs >= accumulation:
+            raise EngineStateError(
+                f"loss.backward() {self._num_runs} times, and no step: under DeepSpeed Accelerate's optimizer.step() "
+                "does nothing, accelerator.backward(loss) steps: write that instead of loss.backward(), or call "
+                "model.step() behind each, with gradient_accumulation_steps where one update is of several"
+            )
+        self._has_run = False
+        self._num_runs += 1
 
     def close(self) -> None:
         """The backward is over."""

@@ -91,3 +91,47 @@ def test_a_backward_of_the_scripts_own_that_nothing_steps_by_is_refused(tmp_path
     assert "accelerator.backward(loss)" in said
     assert "model.step()" in said
     assert steps_later in (3, 4)
+
+
+SEVERAL = """
+import json
+import infinity.deepspeed as deepspeed
+deepspeed.install()
+import torch
+from accelerate import Accelerator, DeepSpeedPlugin
+from accelerate.state import AcceleratorState
+
+config = {
+    "train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 2}, "zero_force_ds_cpu_optimizer": False,
+    "gradient_clipping": 0.0,
+}
+
+def losses_of(model, number):
+    out = model(torch.full((2, 4), 1.0 + number))
+    return out.square().mean(), out.abs().mean(), model(torch.ones(2, 4)).mean()
+
+found = []
+for plain in (True, False):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if not plain:
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model, optimizer = accelerator.prepare(model, optimizer)
+    for number in range(3):
+        first, second, third = losses_of(model, number)
+        first.backward(retain_graph=True)
+        second.backward()
+        third.backward()
+        (optimizer if plain else model).step()
+        optimizer.zero_grad()
+    found.append([value.tolist() for value in model.state_dict().values()])
+print(json.dumps(found))
+"""
+
+
+def test_several_losses_of_one_step_are_the_scripts_own(tmp_path: Path) -> None:
+    """``model.step()`` ends it, as under DeepSpeed: no run of the model lies between their backwards."""
+    (ended,) = run_ranks(SEVERAL, tmp_path, num_ranks=1)
+    plain, ours = ended.answer
+    assert plain == ours
