@@ -12,7 +12,7 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, NamedTuple, NoReturn
+from typing import Final, NamedTuple, NoReturn, TypeGuard
 
 import torch
 from torch.optim import Optimizer
@@ -30,7 +30,6 @@ SMALLER: Final = (0.1, 0.01, 0.001)
 """Shares of its learning rate at which it is looked at, too."""
 LATER: Final = (10, 100, 1_000, 10_000, 100_000)
 """The counts of steps after which somebody's own rule is looked at again."""
-_SIZED: Final = (int, float, torch.Tensor)
 _TOLD: Final = (int, float, str, tuple, list, dict, torch.Tensor)
 _TOLD_MAX: Final = 64
 """Elements of a tensor among the options that are told."""
@@ -170,11 +169,15 @@ def way_of(options: Options, *, closely: bool) -> str:
     size = _magnitude if closely else bool
     return repr(
         sorted(
-            (name, size(value) if type(value) in _SIZED else repr(value))
+            (name, size(value) if _is_number(value) else repr(value))
             for name, value in _at_some_rate(options).items()
             if name not in NOT_OPTIONS
         )
     )
+
+
+def _is_number(value: object) -> TypeGuard[float | torch.Tensor]:
+    return value.numel() == 1 if isinstance(value, torch.Tensor) else type(value) in (int, float)
 
 
 def _magnitude(value: float | torch.Tensor) -> float | None:

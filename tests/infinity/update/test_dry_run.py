@@ -150,6 +150,13 @@ def test_groups_that_take_the_same_way_are_watched_once(groups: Sequence[dict[st
     assert all(options in groups for options in ways.values())
 
 
+def test_a_tensor_of_several_elements_among_the_options_is_no_number() -> None:
+    """Whether it is zero has no answer, as torch says."""
+    some, other = {"of_channels": torch.ones(2)}, {"of_channels": torch.zeros(2)}
+    assert len(unlike([some, {**some}, other, {"of_channels": torch.ones(0)}], closely=False)) == 3
+    assert len(unlike([{"lr": torch.tensor(0.1)}, {"lr": torch.tensor(3.0)}], closely=False)) == 1
+
+
 def test_each_way_is_watched_once(monkeypatch: pytest.MonkeyPatch) -> None:
     watched = []
 
