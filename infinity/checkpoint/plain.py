@@ -12,7 +12,7 @@ import re
 import threading
 import types
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import torch
@@ -30,13 +30,18 @@ _SAFE: set[Any] = {
     argparse.Namespace,
     types.SimpleNamespace,
 }
+NONE: Final[Mapping[str, str]] = types.MappingProxyType({})
 _marking = threading.Lock()
 """What torch takes as safe is the process's: only who holds this adds to it, and takes away what nobody else had."""
 
 
-def kept(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What a checkpoint of ``values`` gives back: of what they are now. Raises as ``to_bytes``."""
-    found: dict[str, Any] = _both(values)[1]
+def kept(values: Mapping[str, Any], remedies: Mapping[str, str] = NONE) -> dict[str, Any]:
+    """What a checkpoint of ``values`` gives back: of what they are now. Raises as ``to_bytes``.
+
+    Args:
+        remedies: what else may be done about one that cannot be read back, by its key.
+    """
+    found: dict[str, Any] = _both(values, remedies)[1]
     return found
 
 
@@ -51,14 +56,14 @@ def from_bytes(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _both(values: Mapping[str, Any]) -> tuple[bytes, Any]:
+def _both(values: Mapping[str, Any], remedies: Mapping[str, str] = NONE) -> tuple[bytes, Any]:
     """The bytes, and what they give back."""
     try:
         data = _dumped(dict(values))
         return data, from_bytes(data)
     except Exception as error:
         for key, value in values.items():
-            _check(key, value)
+            _check(key, value, remedies.get(key, ""))
         raise ConfigError("client_state", ", ".join(values), f"cannot be saved: {error}") from error
 
 
@@ -77,7 +82,7 @@ def _dumped(value: object) -> bytes:
     return buffer.getvalue()
 
 
-def _check(key: str, value: object, above: tuple[object, ...] = ()) -> None:
+def _check(key: str, value: object, remedy: str, above: tuple[object, ...] = ()) -> None:
     """``above``: what it lies in, one of which it may be."""
     try:
         from_bytes(_dumped(value))
@@ -91,10 +96,10 @@ def _check(key: str, value: object, above: tuple[object, ...] = ()) -> None:
         inner = {f"{key}[{place}]": each for place, each in enumerate(value)}
     for name, each in inner.items():
         if not any(each is other for other in (*above, value)):
-            _check(name, each, (*above, value))
+            _check(name, each, remedy, (*above, value))
     raise ConfigError(
         key,
         type(value).__name__,
-        f"cannot be read back without running code ({reason_of(cause)}): keep numbers, strings, tensors, "
+        f"cannot be read back without running code ({reason_of(cause)}): {remedy}keep numbers, strings, tensors, "
         "arrays, lists and dicts, such as vars(it)",
     ) from cause

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import chain, groupby, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -45,6 +45,13 @@ _log = logging.getLogger(__name__)
 Histories = Sequence[tuple[float, ...] | None]
 Merged = dict[str, tuple[float, ...]]
 
+_REMEDIES: Final = {
+    "lr_scheduler": "have the schedule's state_dict() and load_state_dict() do without it, or ",
+    "extra_states": "have the module's get_extra_state() and set_extra_state() do without it, or ",
+    "param_groups": "leave it out of the optimizer's group, or ",
+}
+"""What may be done about a value that no checkpoint can hold, beside what of any."""
+
 
 class Saving:
     """One save. Everything that can be refused is refused before the first byte is written."""
@@ -73,7 +80,7 @@ class Saving:
         self._facts = self._facts_now()
         if client_state is not None and not isinstance(client_state, Mapping):
             raise ConfigError("client_state", type(client_state).__name__, "pass a dict of what is to be kept")
-        self._shared = plain.kept({"client_state": dict(client_state or {}), **self._shared_state()})
+        self._shared = plain.kept({"client_state": dict(client_state or {}), **self._shared_state()}, _REMEDIES)
         self._own = plain.to_bytes(self._rank_state())
         # where every rank has everything, rank 0 writes it
         writes = self._collectives.rank < self._runtime.sharded.sharers.world_size

@@ -397,6 +397,31 @@ def test_every_value_of_client_state_comes_back(tmp_path: Path) -> None:
     engine.destroy()
 
 
+def test_objects_that_no_checkpoint_can_hold_are_told_with_whose_they_are(tmp_path: Path) -> None:
+    engine = started(config_of())
+    train(engine, 1)
+    group, schedule, module = engine.optimizer.param_groups[0], engine.lr_scheduler, engine.module
+    for told, has, lacks in (
+        (r"param_groups\[0\]\.tag = 'type'.*leave it out", lambda: group.update(tag=Path), lambda: group.pop("tag")),
+        (
+            r"lr_scheduler\[1\]\.fn = 'function'.*the schedule's state_dict\(\) .* without it",
+            lambda: setattr(schedule, "state_dict", lambda: {"fn": lambda: 1.0}),
+            lambda: delattr(schedule, "state_dict"),
+        ),
+        (
+            r"extra_states.* = 'type'.*get_extra_state\(\) .* without it",
+            lambda: setattr(module, "calls", Path),
+            lambda: setattr(module, "calls", 0),
+        ),
+    ):
+        has()
+        with pytest.raises(ConfigError, match=told):
+            engine.save_checkpoint(tmp_path)
+        lacks()
+    engine.save_checkpoint(tmp_path)
+    engine.destroy()
+
+
 def test_readmes_lines_save_and_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     readme = (Path(__file__).resolve().parents[3] / "README.md").read_text()
     (lines,) = [block for block in re.findall(r"```python\n(.*?)```", readme, re.DOTALL) if "save_checkpoint(" in block]
