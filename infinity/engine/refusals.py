@@ -6,6 +6,7 @@ import gc
 from collections.abc import Mapping
 from typing import NoReturn
 
+import torch
 from torch import nn
 
 from infinity.errors import WeightsError
@@ -23,7 +24,14 @@ class Refusals:
         name = found.name if found is not None else "a parameter"
         raise WeightsError(f"{name} (shape {tuple(param.shape)})", problem, remedy)
 
-    def refuse_data(self, param: nn.Parameter) -> NoReturn:
+    def refuse_data(self, param: nn.Parameter, data: torch.Tensor) -> NoReturn:
+        if data.dtype is not param.dtype:
+            self.refuse(
+                param,
+                f"is sharded: it cannot be cast to {data.dtype}",
+                "cast the model before infinity.initialize(), or by the config; where Transformers' bf16_full_eval or "
+                "fp16_full_eval casts it, leave that out",
+            )
         self.refuse(
             param,
             "is sharded: its .data cannot be replaced",

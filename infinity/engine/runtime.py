@@ -348,7 +348,7 @@ class Runtime(owners.Owner):
         if is_write or self._gathering.keeps_writes(self._param_of[id(param)]):
             self._gathering.set_data(self._param_of[id(param)], data)
             return
-        self._refusals.refuse_data(param)
+        self._refusals.refuse_data(param, data)
 
     def set_to_itself(self, param: nn.Parameter) -> None:
         self._param_of[id(param)].count_set()

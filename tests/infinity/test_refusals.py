@@ -44,6 +44,20 @@ def test_what_is_in_no_group_of_the_optimizer_is_named(caplog: pytest.LogCapture
     assert not torch.equal(after["0.weight"], before)
 
 
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_cast_of_the_model_is_told_of_the_flags_that_cast_it(stage: int) -> None:
+    """``bf16_full_eval`` of Transformers is a ``model.to(dtype=...)`` before an evaluation: its user has written none,
+    and was told of ``.data``."""
+    module = model()
+    config = {**CONFIG, "zero_optimization": {"stage": stage}}
+    with infinity.initialize(model=module, config=config)[0] as engine:
+        before = engine.full_state_dict()
+        with pytest.raises(WeightsError, match=r"0\.weight .*cannot be cast to torch.bfloat16.*bf16_full_eval"):
+            module.to(torch.bfloat16)
+        after = engine.full_state_dict()
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
 def test_a_parameter_of_another_model() -> None:
     module = model()
     with pytest.raises(ConfigError, match="does not belong to the model"):
