@@ -76,9 +76,9 @@ def test_a_save_from_inside_a_phase_is_told_where_it_belongs(phase: str, tmp_pat
         told.append(raised.value)
 
     if phase == "FORWARD":
-        engine.module[1].register_forward_hook(save)
+        engine.module.get_submodule("1").register_forward_hook(save)
     else:
-        engine.module[1].register_full_backward_hook(save)
+        engine.module.get_submodule("1").register_full_backward_hook(save)
     for number in range(2):
         micro_batch(engine, number)
     assert len(told) == 2
