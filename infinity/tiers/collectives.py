@@ -36,6 +36,12 @@ _APART: Final = (
     ". What one rank writes to weights it writes inside infinity.zero.GatheredParameters(param, modifier_rank=its "
     "number), which gives it to all"
 )
+_SAVING: Final = ("checkpoint", "files for weights")
+"""What is among the words of what saves or loads."""
+_TOGETHER: Final = (
+    ". Checkpoints and files of weights are saved by all ranks together: call it on every rank, and not behind "
+    "`if rank == 0`"
+)
 _REDUCE: Final = "reduce gradients"
 
 Result = TypeVar("Result")
@@ -400,6 +406,7 @@ def _diverged(told: Sequence[_Words]) -> str:
         "infinity.zero.set_leaf_modules(model, [its class])"
         f"{_ALONE if any(what == EVALUATING for what, *_ in told) else ''}"
         f"{_APART if any(what.startswith(KEEPING) for what, *_ in told) else ''}"
+        f"{_TOGETHER if any(word in what for what, *_ in told for word in _SAVING) else ''}"
     )
 
 

@@ -323,6 +323,27 @@ def test_below_stage_3_one_rank_alone_evaluates_by_the_module(stage: int, tmp_pa
         assert all(rank.answer)
 
 
+SAVED_BY_ONE = """
+save = {"checkpoint": engine.save_checkpoint, "files": engine.save_16bit_model}[sys.argv[1]]
+told = ""
+try:
+    if rank == 0:
+        save(sys.argv[2])
+    engine(torch.ones(4, 24), [0])
+except WorldError as error:
+    told = str(error)
+print(json.dumps(told))
+"""
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "files"])
+def test_a_save_by_one_rank_alone_is_told_to_be_all_ranks(what: str, tmp_path: Path) -> None:
+    """``if rank == 0: engine.save_checkpoint(...)``: DeepSpeed would wait for the others for ever."""
+    started = f"{PRELUDE}\nengine = start(build())\n"
+    for rank in run_ranks(started + SAVED_BY_ONE, tmp_path, num_ranks=2, words=[what, str(tmp_path / "saved")]):
+        assert "saved by all ranks together: call it on every rank" in rank.answer
+
+
 TWO_IN_ANOTHER_ORDER = """
 def said_by(call):
     try:
