@@ -214,7 +214,17 @@ class ZeROOptimizer(DeepSpeedOptimizer):
 
 
 class BF16_Optimizer(ZeROOptimizer):  # noqa: N801
-    """What DeepSpeed has for pipelines, and for stage 1 in bf16 whose gradients add up in fp32; here no engine's."""
+    """Stage 1 in bf16, whose gradients add up in fp32 and whose states are on the device."""
+
+    @property
+    def bf16_groups(self) -> list[list[nn.Parameter]]:
+        """The weights, by param group."""
+        return self.fp16_groups
+
+    @property
+    def fp32_groups_flat_partition(self) -> list[torch.Tensor]:
+        """This rank's part of each group's fp32 weights, 1-D: copies, of which a write is refused."""
+        return self.state.masters()
 
 
 class DeepSpeedZeroOptimizer(ZeROOptimizer):
@@ -261,11 +271,7 @@ class DeepSpeedZeroOptimizer_Stage3(ZeROOptimizer):  # noqa: N801
 def speak(optimizer: ShardedOptimizer, engine: Engine, config: Config) -> None:
     """Make the engine's optimizer one of DeepSpeed's classes."""
     basic = _basic_kind(optimizer, config)
-    kind: type[DeepSpeedOptimizer] = BasicOptimizer
-    if config.zero_optimization.stage:
-        kind = DeepSpeedZeroOptimizer_Stage3 if config.zero_optimization.stage == 3 else DeepSpeedZeroOptimizer
-    elif config.fp16.enabled or config.bf16.enabled:
-        kind = FP16_Optimizer if issubclass(basic, FusedAdam) else FP16_UnfusedOptimizer
+    kind = _kind(basic, config)
     vars(optimizer).update(_engine=weakref.ref(engine), _config=config, _basic=basic)
     vars(optimizer)["state"] = ShownState(optimizer, engine)
     if isinstance(optimizer.scale, DynamicLossScale) and not config.zero_optimization.stage:
@@ -275,6 +281,20 @@ def speak(optimizer: ShardedOptimizer, engine: Engine, config: Config) -> None:
         optimizer.taken_over.state = optimizer.state
     if kind is DeepSpeedZeroOptimizer_Stage3:
         vars(optimizer)["parameter_offload"] = DeepSpeedZeRoOffload(engine.module)
+
+
+def _kind(basic: type[torch.optim.Optimizer], config: Config) -> type[DeepSpeedOptimizer]:
+    """The class of DeepSpeed's own optimizer over that one."""
+    zero = config.zero_optimization
+    if zero.stage == 3:
+        return DeepSpeedZeroOptimizer_Stage3
+    if zero.stage:
+        in_fp32 = config.bf16.enabled and config.data_types.grad_accum_dtype == "fp32"
+        is_bf16s = zero.stage == 1 and in_fp32 and zero.offload_optimizer.device == "none"
+        return BF16_Optimizer if is_bf16s else DeepSpeedZeroOptimizer
+    if config.fp16.enabled or config.bf16.enabled:
+        return FP16_Optimizer if issubclass(basic, FusedAdam) else FP16_UnfusedOptimizer
+    return BasicOptimizer
 
 
 def _basic_kind(optimizer: ShardedOptimizer, config: Config) -> type[torch.optim.Optimizer]:

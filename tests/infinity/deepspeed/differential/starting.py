@@ -351,7 +351,8 @@ def classes_of_optimizers(_directory: Path) -> Any:
     )  # fmt: skip
     out = []
     for stage in (1, 2, 3):
-        for section in ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}):
+        kept_in_fp32 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
+        for section in ({}, {"bf16": {"enabled": True}}, {"fp16": {"enabled": True}}, kept_in_fp32):
             engine = start(stack(), config(stage, **section))
             out.append([isinstance(engine.optimizer, kind) for kind in kinds])
     return out
