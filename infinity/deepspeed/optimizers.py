@@ -156,7 +156,7 @@ def is_zero_supported_optimizer(optimizer: object) -> bool:
     return type(optimizer) in TESTED_KINDS
 
 
-TESTED_KINDS = (Adam, AdamW, FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, FusedLion, DeepSpeedCPULion)
+TESTED_KINDS = (Adam, AdamW, Adagrad, FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, FusedLion, DeepSpeedCPULion)
 
 
 def _replaced() -> Optimizer | None:

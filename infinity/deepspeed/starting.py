@@ -22,6 +22,7 @@ from infinity.deepspeed.config_classes import CLIPPING
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed, refuse_uncounted_ranks
 from infinity.deepspeed.experts import is_moe_param
+from infinity.deepspeed.optimizers import is_zero_supported_optimizer
 from infinity.deepspeed.raw_config import raw_config, section_of
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
@@ -57,6 +58,7 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
     "base_dir": "load weights before: infinity.load_pretrained(model, path)",
     "triangular_masking": "the model's own modules run as they are: leave it out",
 }
+_TESTED_TYPES: Final = ("adam", "adamw", "adagrad", "lion", "muon")
 _MUPS: Final = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
 
 
@@ -132,6 +134,7 @@ def initialize(
         with_schedule.pop("scheduler")
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         optimizer = _made(optimizer, model, model_parameters)
+    _refuse_untested(raw, optimizer)
     if lr_scheduler is None and (torchs := _torchs_scheduler(section_of(raw, "scheduler"))) is not None:
         lr_scheduler = torchs
         with_schedule.pop("scheduler")
@@ -157,6 +160,20 @@ def initialize(
         optimizer_kinds.speak(made, engine, engine.settings)
     _engines.add(engine)
     return engine, made, loader, schedule
+
+
+def _refuse_untested(raw: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+    """What ``zero_allow_untested_optimizer: false`` asks for. Without the key nobody asks, and any that can be sharded
+    is taken."""
+    key, name = "zero_allow_untested_optimizer", section_of(raw, "optimizer").get("type")
+    if raw.get(key) is not False or not section_of(raw, "zero_optimization").get("stage"):
+        return
+    if optimizer is not None:
+        tested, name = is_zero_supported_optimizer(optimizer), type(optimizer).__name__
+    else:
+        tested = name is None or str(name).lower() in _TESTED_TYPES
+    if not tested:
+        raise ConfigError(key, False, f"DeepSpeed does not list {name} as tested: write true, or leave the key out")
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:

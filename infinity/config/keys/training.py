@@ -35,7 +35,12 @@ LOOP: tuple[Key, ...] = (
     refused("disable_python_gc", "the collector is the caller's", "call gc.disable() yourself", accepts=(False,)),
     works("dataloader_drop_last", "the loader of training_data leaves out a last micro-batch that is not full"),
     subsumed("vocabulary_size", "whole number", "the model knows its own; the key only warned of odd sizes"),
-    subsumed("zero_allow_untested_optimizer", "boolean", "an optimizer is served or refused by name at initialize"),
+    subsumed(
+        "zero_allow_untested_optimizer",
+        "boolean",
+        "an optimizer is served or refused by name at initialize; false has `deepspeed.initialize` refuse what "
+        "DeepSpeed lists as untested, too",
+    ),
     subsumed("zero_force_ds_cpu_optimizer", "boolean", "torch's fused implementation runs on every device"),
 )
 

@@ -3,6 +3,7 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +399,27 @@ def untested_optimizers_are_refused_as(_directory: Path) -> Any:
     except AssertionError:
         return "AssertionError"
     return "nothing"
+
+
+@cases_over({"0": 0, "1": 1, "2": 2, "3": 3})
+def untested_optimizers_where_none_is_allowed(_directory: Path, stage: int) -> Any:
+    def outcome(make: Any, section: Any = None) -> str:
+        model = stack()
+        given = config(stage, optimizer=section, zero_allow_untested_optimizer=False)
+        try:
+            start(model, given, **({} if make is None else {"optimizer": make(model.parameters())}))
+        except AssertionError:
+            return "AssertionError"
+        return "nothing"
+
+    def section(name: str) -> Any:
+        return {"type": name, "params": {"lr": 0.1} | ({"torch_adam": True} if name == "Adam" else {})}
+
+    made = (torch.optim.AdamW, torch.optim.Adagrad, torch.optim.SGD, torch.optim.RMSprop)
+    return [
+        *(outcome(partial(kind, lr=0.1)) for kind in made),
+        *(outcome(None, section(name)) for name in ("Adam", "Adagrad", "SGD")),
+    ]
 
 
 @cases_over(ALL)
