@@ -22,10 +22,13 @@ CONSECUTIVE_HYSTERESIS: Final = "consecutive_hysteresis"
 MIN_LOSS_SCALE: Final = "min_scale"
 
 
-def _number(value: object) -> object:
+def _number(value: Any) -> float:
     if isinstance(value, bool):
         raise ValueError("loss_scale must be a number, not bool")
-    return value
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise ValueError("loss_scale must be a number") from None
 
 
 class DeepSpeedFP16Config(DeepSpeedConfigModel):

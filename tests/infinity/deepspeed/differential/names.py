@@ -166,6 +166,18 @@ def numbers_in_16_bits_that_are_refused(_directory: Path) -> Any:
     return [raised(lambda value=value: precision_config.DeepSpeedFP16Config(loss_scale=value)) for value in given]
 
 
+@case()
+def what_is_no_loss_scale_is_told(_directory: Path) -> Any:
+    def told(value: Any) -> bool:
+        try:
+            precision_config.DeepSpeedFP16Config(loss_scale=value)
+        except ValueError as error:
+            return "loss_scale must be a number" in str(error)
+        return False
+
+    return [told(value) for value in (True, "x", [], {}, None, 2, "3")]
+
+
 class Inner(config_utils.DeepSpeedConfigModel):
     depth: int = 2
     shade: str = "grey"
