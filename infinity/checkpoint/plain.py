@@ -12,7 +12,7 @@ import re
 import threading
 import types
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,12 +30,11 @@ _SAFE: set[Any] = {
     argparse.Namespace,
     types.SimpleNamespace,
 }
-NONE: Final[Mapping[str, str]] = types.MappingProxyType({})
 _marking = threading.Lock()
 """What torch takes as safe is the process's: only who holds this adds to it, and takes away what nobody else had."""
 
 
-def kept(values: Mapping[str, Any], remedies: Mapping[str, str] = NONE) -> dict[str, Any]:
+def kept(values: Mapping[str, Any], remedies: Mapping[str, str]) -> dict[str, Any]:
     """What a checkpoint of ``values`` gives back: of what they are now. Raises as ``to_bytes``.
 
     Args:
@@ -47,7 +46,7 @@ def kept(values: Mapping[str, Any], remedies: Mapping[str, str] = NONE) -> dict[
 
 def to_bytes(values: Mapping[str, Any]) -> bytes:
     """Raises ConfigError, with the key, where a value cannot be read back."""
-    return _both(values)[0]
+    return _both(values, {})[0]
 
 
 def from_bytes(data: bytes) -> Any:
@@ -56,7 +55,7 @@ def from_bytes(data: bytes) -> Any:
         return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
 
 
-def _both(values: Mapping[str, Any], remedies: Mapping[str, str] = NONE) -> tuple[bytes, Any]:
+def _both(values: Mapping[str, Any], remedies: Mapping[str, str]) -> tuple[bytes, Any]:
     """The bytes, and what they give back."""
     try:
         data = _dumped(dict(values))

@@ -157,6 +157,8 @@ def is_zero_supported_optimizer(optimizer: object) -> bool:
 
 
 TESTED_KINDS = (Adam, AdamW, Adagrad, FusedAdam, DeepSpeedCPUAdam, DeepSpeedCPUAdagrad, FusedLion, DeepSpeedCPULion)
+TESTED_TYPES = ("adam", "adamw", "adagrad", "lion", "muon")
+"""What a configuration calls those, and Muon beside Adam."""
 
 
 def _replaced() -> Optimizer | None:

@@ -22,7 +22,7 @@ from infinity.deepspeed.config_classes import CLIPPING
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed, refuse_uncounted_ranks
 from infinity.deepspeed.experts import is_moe_param
-from infinity.deepspeed.optimizers import is_zero_supported_optimizer
+from infinity.deepspeed.optimizers import TESTED_TYPES, is_zero_supported_optimizer
 from infinity.deepspeed.raw_config import raw_config, section_of
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
@@ -58,7 +58,6 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
     "base_dir": "load weights before: infinity.load_pretrained(model, path)",
     "triangular_masking": "the model's own modules run as they are: leave it out",
 }
-_TESTED_TYPES: Final = ("adam", "adamw", "adagrad", "lion", "muon")
 _MUPS: Final = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
 
 
@@ -171,7 +170,7 @@ def _refuse_untested(raw: Mapping[str, Any], optimizer: Optimizer | None) -> Non
     if optimizer is not None:
         tested, name = is_zero_supported_optimizer(optimizer), type(optimizer).__name__
     else:
-        tested = name is None or str(name).lower() in _TESTED_TYPES
+        tested = name is None or str(name).lower() in TESTED_TYPES
     if not tested:
         raise ConfigError(key, False, f"DeepSpeed does not list {name} as tested: write true, or leave the key out")
 

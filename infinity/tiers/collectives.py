@@ -30,18 +30,26 @@ PARTING_TIMEOUT_S: Final = 60.0
 """How long a rank that ends waits for those that do not; then it ends alone."""
 
 EVALUATING: Final = "begin an evaluating forward"
-_ALONE: Final = ". Below stage 3, where weights are whole, one rank alone may evaluate by engine.module(...)"
 KEEPING: Final = "keep what was written to"
-_APART: Final = (
-    ". What one rank writes to weights it writes inside infinity.zero.GatheredParameters(param, modifier_rank=its "
-    "number), which gives it to all"
+_REMEDIES: Final = (
+    ((EVALUATING,), "Below stage 3, where weights are whole, one rank alone may evaluate by engine.module(...)"),
+    (
+        (KEEPING,),
+        (
+            "What one rank writes to weights it writes inside infinity.zero.GatheredParameters(param, "
+            "modifier_rank=its number), which gives it to all"
+        ),
+    ),
+    (
+        ("a checkpoint", "the checkpoint", "files for weights"),
+        (
+            "Checkpoints and files of weights are saved by all ranks together: call it on every rank, and not behind "
+            "`if rank == 0`"
+        ),
+    ),
 )
-_SAVING: Final = ("checkpoint", "files for weights")
-"""What is among the words of what saves or loads."""
-_TOGETHER: Final = (
-    ". Checkpoints and files of weights are saved by all ranks together: call it on every rank, and not behind "
-    "`if rank == 0`"
-)
+"""What ranks that diverge are told beside, where what one of them was about to do has such words, which no parameter's
+name has."""
 _REDUCE: Final = "reduce gradients"
 
 Result = TypeVar("Result")
@@ -398,15 +406,14 @@ def _diverged(told: Sequence[_Words]) -> str:
     def words(what: str, whose: str, failure: str) -> str:
         return f"{what}{f' of {whose}' if differ and whose else ''}{f', which failed: {failure}' if failure else ''}"
 
+    remedies = [remedy for parts, remedy in _REMEDIES if any(part in what for what, *_ in told for part in parts)]
     apart = in_words(((rank, words(*said)) for rank, said in enumerate(told)), ": ")
     return (
         f"the ranks diverge: each is about to do something else ({apart}). All ranks must make the same "
         "calls in the same order, of modules too, and train with the same options. Where the data decides which "
         "modules are called (a mixture of experts), mark the one that decides, before infinity.initialize(): "
         "infinity.zero.set_leaf_modules(model, [its class])"
-        f"{_ALONE if any(what == EVALUATING for what, *_ in told) else ''}"
-        f"{_APART if any(what.startswith(KEEPING) for what, *_ in told) else ''}"
-        f"{_TOGETHER if any(word in what for what, *_ in told for word in _SAVING) else ''}"
+        f"{''.join(f'. {remedy}' for remedy in remedies)}"
     )
 
 

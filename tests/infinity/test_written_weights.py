@@ -272,3 +272,36 @@ def test_what_one_rank_wrote_where_that_is_kept_is_told_to_wait_for_its_end_by_a
                 assert all(f"{name} is written to inside GatheredParameters" in said for said in words), words
             assert kept == [True, True]
             assert "GatheredParameters(param, modifier_rank=its number)" in alone
+
+
+NAMED_LIKE_A_SAVE = """
+import json, os
+from collections import OrderedDict
+import torch
+from torch import nn
+import infinity
+from infinity.errors import WorldError
+
+config = {
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+    "zero_optimization": {"stage": 1},
+}
+engine = infinity.initialize(model=nn.Sequential(OrderedDict(checkpoint=nn.Linear(4, 4))), config=config)[0]
+if os.environ["RANK"] == "0":
+    with torch.no_grad():
+        engine.module.checkpoint.weight.fill_(2.0)
+told = ""
+try:
+    engine.full_state_dict()
+except WorldError as error:
+    told = str(error)
+print(json.dumps(told))
+"""
+
+
+def test_a_parameters_name_is_not_taken_for_a_save(tmp_path: Path) -> None:
+    """Who writes to ``checkpoint.weight`` saves nothing."""
+    for rank in run_ranks(NAMED_LIKE_A_SAVE, tmp_path, num_ranks=2):
+        assert "modifier_rank=its number" in rank.answer
+        assert "saved by all ranks" not in rank.answer
