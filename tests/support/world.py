@@ -216,7 +216,8 @@ class PlainWorld(World):
         **changes: Any,
     ) -> Any:
         self.models.append(model)
-        engine = (AveragingEngine if dist.is_initialized() else PlainEngine)(
+        several = dist.is_initialized() and dist.get_world_size() > 1  # a script before may have left a group of one
+        engine = (AveragingEngine if several else PlainEngine)(
             model,
             bf16=self.setting.bf16,
             accumulation=accumulation,
@@ -225,7 +226,7 @@ class PlainWorld(World):
             optimizer=optimizer,
             offloaded=self.setting.nvme or self.setting.cpu,
             casts_buffers=not self.setting.dialect,  # DeepSpeed's stay in their dtype
-            **({"each": self.setting.stage >= 2} if dist.is_initialized() else {}),
+            **({"each": self.setting.stage >= 2} if several else {}),
         )
         self.engines.append(engine)
         return engine
