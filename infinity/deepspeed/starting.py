@@ -22,6 +22,7 @@ from infinity.deepspeed.config_classes import CLIPPING
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed, refuse_uncounted_ranks
 from infinity.deepspeed.experts import is_moe_param
+from infinity.deepspeed.model_dtypes import as_given, cast, sections_for
 from infinity.deepspeed.optimizers import TESTED_TYPES, is_zero_supported_optimizer
 from infinity.deepspeed.raw_config import raw_config, section_of
 from infinity.deepspeed.training_engine import DeepSpeedEngine
@@ -121,7 +122,9 @@ def initialize(
     for former in [each for each in _engines if each.holds(model)]:
         _log.info("the model goes over from an engine that it had")
         former.destroy()
-    with_schedule = {"gradient_clipping": CLIPPING, **raw}
+    cast(model, raw)
+    added = sections_for(model, raw)
+    with_schedule = {"gradient_clipping": CLIPPING, **raw, **added}
     if optimizer is not None and section_of(raw, "optimizer"):
         _log.info("the optimizer that was passed goes before the configuration's section")
         with_schedule.pop("optimizer")
@@ -152,11 +155,11 @@ def initialize(
     )
     if not isinstance(engine, DeepSpeedEngine):
         raise AssertionError("another engine than asked for")
-    engine.speak(raw)
+    engine.speak(raw, added)
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
     if made is not None:
-        optimizer_kinds.speak(made, engine, engine.settings)
+        optimizer_kinds.speak(made, engine, as_given(engine.settings, raw, added))
     _engines.add(engine)
     return engine, made, loader, schedule
 

@@ -26,6 +26,7 @@ from infinity.deepspeed.client_states import packed, unpacked
 from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of
 from infinity.deepspeed.distributed import get_world_group
 from infinity.deepspeed.logs import logger
+from infinity.deepspeed.model_dtypes import as_given
 from infinity.deepspeed.monitors import MonitorMaster
 from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO, data_types
 from infinity.deepspeed.raw_config import section_of
@@ -82,9 +83,10 @@ class DeepSpeedEngine(Engine):
     sparse_tensor_module_names: frozenset[str] = frozenset()
     """Modules whose gradients are sparse: gradients are dense."""
 
-    def speak(self, raw: Mapping[str, Any]) -> None:
-        """``raw``: what the user gave as configuration."""
-        self._raw = raw
+    def speak(self, raw: Mapping[str, Any], added: Mapping[str, Any]) -> None:
+        """``raw``: what the user gave as configuration; ``added``: what ``sections_for`` the model came to it."""
+        self._raw, self._added = raw, added
+        self._runtime.is_narrow_by_model = bool(added)
         self._num_micro_steps = 0
         self._has_handed_back = False
         """Destroyed, and the weights are the model's again."""
@@ -92,6 +94,8 @@ class DeepSpeedEngine(Engine):
         self._users_backward = UsersBackward(self._loop, by_accelerate=by_accelerate)
         if by_accelerate and self._loop.update is not None and not self.settings.io_daemon.update_in_backward:
             self._loop.update.ask_for_norm()
+        if self._loop.update is not None and self._skips_overflow:
+            self._loop.update.check_overflow()
         _watch_exit()
         timed = self.settings.timers.throughput.model_copy(update={"synchronized": False})  # it would slow every step
         self.tput_timer = ThroughputTimer(timed, batch_size=self.train_batch_size())
@@ -102,7 +106,7 @@ class DeepSpeedEngine(Engine):
         if name in OF_ZERO:
             return partial(OF_ZERO[name], self._zero)
         if name in OF_CONFIG:
-            return partial(OF_CONFIG[name], self._loop.config)
+            return partial(OF_CONFIG[name], self._as_given)
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -124,6 +128,10 @@ class DeepSpeedEngine(Engine):
     def settings(self) -> Config:
         """What ``infinity.Engine.config`` is: the configuration as it is now, with its defaults."""
         return self._loop.config
+
+    @property
+    def _as_given(self) -> Config:
+        return as_given(self._loop.config, self._raw, self._added)
 
     @property
     def _config(self) -> DeepSpeedConfig:
@@ -175,19 +183,40 @@ class DeepSpeedEngine(Engine):
     def _tag_validation(self) -> str:
         return str(section_of(self._raw, "checkpoint").get("tag_validation", "Warn")).lower()
 
+    @property
+    def _skips_overflow(self) -> bool:
+        """Whether a step whose gradients are not all finite is left out. ZeRO does so in every dtype, but in bf16 where
+        the configuration has no such section, or says no; stage 0 does so in 16 bits. An update inside backward has
+        begun by then."""
+        config, stage = self._loop.config, self._loop.config.zero_optimization.stage
+        if config.io_daemon.update_in_backward:
+            return False
+        if config.bf16.enabled:
+            return bool(section_of(self._raw, "bf16").get("check_grad_overflow", not self._added or stage == 3))
+        return stage > 0
+
+    def bfloat16_enabled(self) -> bool:
+        """What the configuration says; a model in bf16 trains in it anyhow."""
+        return self._as_given.bf16.enabled
+
+    def fp16_enabled(self) -> bool:
+        """What the configuration says; a model in fp16 trains in it anyhow."""
+        return self._as_given.fp16.enabled
+
     def dynamic_loss_scale(self) -> bool:
         """Whether ``fp16.loss_scale`` is 0, with fp16 or without."""
         return self._loop.config.fp16.loss_scale == 0
 
     def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
         """The dtype of the weights in forward, and that in which gradients are added up."""
-        return data_types(self._loop.config)
+        return data_types(self._as_given)
 
     @property
     def communication_data_type(self) -> torch.dtype:
         """The dtype of the gradients' reduction."""
-        asked = self._loop.config.communication_data_type
-        return DTYPES[asked] if asked else data_types(self._loop.config)[0]
+        config = self._as_given
+        asked = config.communication_data_type
+        return DTYPES[asked] if asked else data_types(config)[0]
 
     @property
     def monitor(self) -> MonitorMaster:

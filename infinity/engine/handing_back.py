@@ -16,7 +16,7 @@ def hand_back(runtime: Runtime, config: Config) -> None:
 
     Where weights are whole on every rank they stay so. Where they are sharded they are staged, as under ``Init``: a
     use brings them back, and another engine may take them over. Masters are handed back where there are any: they are
-    what was trained, and a dtype of 16 bits is their rounding.
+    what was trained, and a dtype of 16 bits is their rounding; not where the model alone said that it is in 16 bits.
     """
     runtime.changes.settle()
     runtime.changes.drop_weights()
@@ -28,7 +28,7 @@ def hand_back(runtime: Runtime, config: Config) -> None:
             has_master = ObjectKind.MASTER in runtime.io.lasting(param.index)
             kind = ObjectKind.MASTER if has_master else ObjectKind.WEIGHT
             values = runtime.io.read_flat(param, kind)
-            dtype = torch.float32 if has_master else param.dtype
+            dtype = torch.float32 if has_master and not runtime.is_narrow_by_model else param.dtype
             access.drop_gradient(param.param)
             # memory that a collective filled may be held by its library a moment longer, on one rank and not on another
             access.show(param.param, param.unflattened(values.to(dtype, copy=True)))

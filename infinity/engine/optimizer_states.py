@@ -53,8 +53,8 @@ class OptimizerStates:
                 masters[number] = self._read(param, sharded, None)
         if masters:
             packed[MASTERS] = masters
-        if self._update.scale.checks_overflow:
-            packed[SCALE] = self._update.scale.state_dict()
+        if scale := self._update.scale.state_dict():
+            packed[SCALE] = scale
         if self._sharer[1] > 1:
             packed[SHARER] = self._sharer
         return packed

@@ -57,6 +57,8 @@ class Runtime(owners.Owner):
     ) -> None:
         self.sharded, self.store, self.collectives = sharded, sharded.store, collectives
         self.module, self._phases = module, phases
+        self.is_narrow_by_model = False
+        """The model came in 16 bits, which no configuration named: whoever gets its weights back gets them so."""
         self._lock = threading.RLock()
         """Weights come and go under it: modules may be called in several threads, and backward has its own."""
         self._calls: set[object] = set()

@@ -124,6 +124,10 @@ class Update:
         """Whether norms should be taken while gradients are warm."""
         return self._norm_asked
 
+    def check_overflow(self) -> None:
+        """A step whose gradients are not all finite is skipped from now on."""
+        self.scale.checks_overflow = self._norm_asked = True
+
     def ask_for_norm(self) -> float | None:
         """The norm of the last step, if it was taken; from now on it is."""
         self._norm_asked = True

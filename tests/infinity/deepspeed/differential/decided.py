@@ -220,6 +220,23 @@ DECIDED: Final[tuple[Decision, ...]] = (
     ),
     Decision(
         _STAGE_0,
+        ("precision.bf16_overflows[0]", "precision.bf16_overflows[0True]"),
+        (f"[2][0]:{_NUMBER}",),
+        factor=1,
+        relative=3e-2,
+    ),
+    Decision(
+        "bf16.check_grad_overflow is heard at every stage, by the real one at stages 1 and 2 alone",
+        ("precision.bf16_overflows[0False]", "precision.bf16_overflows[3False]"),
+        ("[1][1]: 1 != 0", "[2][1]: 1 != 0", "[2][0]: * != 'nan'"),
+    ),
+    Decision(
+        "stage 0 steps no 16-bit weights without masters: it is refused; the real one's fp16 ends in NaN there",
+        _over("precision.narrow_model_at_stage_0", "0-bfloat16 0-float16"),
+        ("raised: io_daemon.errors.ConfigError: *",),
+    ),
+    Decision(
+        _STAGE_0,
         _over("found.in_16_bits", "chat-bfloat16-0 language-model-bf16 trainer-0-bf16"),
         (f"[0][*]:{_NUMBER}",),
         factor=1,

@@ -181,3 +181,75 @@ def fp16_optimizers_by_name(_directory: Path, name: str) -> Any:
         return "not compared"
     given = config(2, fp16={"enabled": True, "loss_scale": 8.0}, optimizer={"type": name, "params": params})
     return train(start(stack(), given | {"zero_allow_untested_optimizer": True}), 3, dtype=torch.float16)
+
+
+WIDTHS = {f"{stage}-{name}": (stage, getattr(torch, name)) for stage in (1, 2, 3) for name in ("bfloat16", "float16")}
+"""Each stage of ZeRO, and the dtype in which a script has its model while the configuration names none."""
+
+
+def _narrow(stage: int, dtype: torch.dtype, **others: Any) -> Any:
+    engine = start(stack().to(dtype), config(stage, **others))
+    losses = train(engine, 6, dtype=dtype)
+    dtypes = sorted({str(param.dtype) for param in engine.module.parameters()})
+    facts = [engine.bfloat16_enabled(), engine.fp16_enabled(), [str(each) for each in engine.get_data_types()]]
+    return losses, dtypes, facts, str(engine.communication_data_type), engine.global_steps, engine.skipped_steps
+
+
+def _losses_with_an_overflow(engine: Any, dtype: torch.dtype) -> Any:
+    seen = []
+    for number, (x, y) in enumerate(batches(3, dtype=dtype)):
+        loss = engine(torch.full_like(x, torch.inf) if number == 1 else x, y)
+        engine.backward(loss)
+        engine.step()
+        seen.append([loss.item(), engine.skipped_steps, engine.global_steps])
+    return seen
+
+
+@cases_over(WIDTHS)
+def narrow_model_under_no_section(_directory: Path, given: tuple[int, torch.dtype]) -> Any:
+    engine = start(stack().to(given[1]), config(given[0]))
+    return _narrow(*given), float(engine.loss_scale()), type(engine.optimizer).__name__
+
+
+@cases_over(WIDTHS, ranks=2)
+def narrow_model_accumulates(_directory: Path, given: tuple[int, torch.dtype]) -> Any:
+    return _narrow(*given, gradient_accumulation_steps=2, gradient_clipping=0.1)
+
+
+@cases_over(WIDTHS)
+def narrow_model_overflows(_directory: Path, given: tuple[int, torch.dtype]) -> Any:
+    return _losses_with_an_overflow(start(stack().to(given[1]), config(given[0])), given[1])
+
+
+@cases_over({f"{stage}{asked}": (stage, asked) for stage in range(4) for asked in ("", True, False)})
+def bf16_overflows(_directory: Path, given: tuple[int, bool | str]) -> Any:
+    asked = {} if given[1] == "" else {"check_grad_overflow": given[1]}
+    engine = start(stack().bfloat16(), config(given[0], bf16={"enabled": True, **asked}))
+    return _losses_with_an_overflow(engine, torch.bfloat16)
+
+
+@cases_over(
+    {f"{stage}{each}": (stage, each) for stage in range(4) for each in ("", "-autocast", "-offload", "-no-clip")}
+)
+def fp32_overflows(_directory: Path, given: tuple[int, str]) -> Any:
+    stage, option = given
+    zero = {"offload_optimizer": {"device": "cpu"}} if option == "-offload" and stage else {}
+    others = {
+        "-autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "-no-clip": {"gradient_clipping": 0.0},
+    }
+    return _losses_with_an_overflow(start(stack(), config(stage, zero=zero, **others.get(option, {}))), torch.float32)
+
+
+@cases_over(
+    {f"{section}-{label}": (section, *given) for section in ("fp16", "bf16") for label, given in WIDTHS.items()}
+)
+def narrow_model_under_a_section(_directory: Path, given: tuple[str, int, torch.dtype]) -> Any:
+    section, stage, dtype = given
+    engine = start(stack().to(dtype), config(stage, **{section: {"enabled": True}}))
+    return train(engine, 2, dtype=torch.float16 if section == "fp16" else torch.bfloat16)
+
+
+@cases_over({"0-bfloat16": torch.bfloat16, "0-float16": torch.float16})
+def narrow_model_at_stage_0(_directory: Path, dtype: torch.dtype) -> Any:
+    return _narrow(0, dtype)
