@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity import zero
 from infinity.deepspeed.distributed import init_distributed
+from infinity.plan.precision import Precision
 from infinity.weights.ds_names import GatheredParameter
 from infinity.weights.owners import owner_of
 
@@ -20,12 +21,18 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 
 class Init(zero.Init):
     """``infinity.Init``, which starts torch.distributed if nobody has, for a rank that is alone, too: Transformers asks
-    for its rank while it loads."""
+    for its rank while it loads. Parameters in 16 bits, which ``from_pretrained`` makes by its file, get the dtype that
+    the configuration enables: fp32 without ``bf16`` and ``fp16``."""
 
     def __enter__(self) -> Init:
         init_distributed()
         super().__enter__()
         return self
+
+    def _dtype_of(self, param: nn.Parameter) -> torch.dtype | None:
+        if self._dtype is None and self._has_config and param.dtype in (torch.bfloat16, torch.float16):
+            return Precision.of(self.config).weight
+        return super()._dtype_of(param)
 
 
 class OnDevice:

@@ -26,7 +26,7 @@ _CAST: Final = (torch.bfloat16, torch.float16, torch.float64)
 
 def cast(model: nn.Module, raw: Mapping[str, Any]) -> None:
     """Cast weights to the dtype that ``raw`` names. Those in fp32 are the engine's to cast, which keeps them as
-    masters; those made under ``zero.Init`` have the dtype that they were made with."""
+    masters; those made under ``zero.Init`` have the dtype that it gave them."""
     for dtype, name in _SECTIONS.items():
         if section_of(raw, name).get("enabled"):
             for param in parameters(model):

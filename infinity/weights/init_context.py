@@ -82,6 +82,7 @@ class Init:
             raise ConfigError("data_parallel_group", "given", "is another group than process_group: remove one")
         process_group = process_group or data_parallel_group
         source = config if config_dict_or_path is None else config_dict_or_path
+        self._has_config = source is not None
         source = WITHOUT_CONFIG if source is None else source
         self._config_source: Source = placed(source, remote_device, pin_memory=pin_memory) if enabled else source
         self._process_group, self._dtype, self._enabled = process_group, dtype, enabled
@@ -150,10 +151,15 @@ class Init:
         admit_kind(key, param)
         if self._area is None:
             raise AssertionError("registered outside the context")
-        if self._dtype is not None and self._dtype is not param.dtype and param.is_floating_point():
+        dtype = self._dtype_of(param)
+        if dtype is not None and dtype is not param.dtype and param.is_floating_point():
             self._area.casts_weights |= param.dtype is torch.float32
-            param.data = param.data.to(self._dtype)
+            param.data = param.data.to(dtype)
         self._area.adopt(param, key)
+
+    def _dtype_of(self, param: nn.Parameter) -> torch.dtype | None:
+        """What the parameter is cast to; None: it stays what it is."""
+        return self._dtype
 
     def _attached(self, _parent: nn.Module, _name: str, child: nn.Module | None) -> None:
         if child is not None and self._on_meta and _open and _open[-1] is self:

@@ -125,6 +125,21 @@ def test_weights_are_cast_to_the_dtype_that_is_named(dtype: torch.dtype) -> None
     assert _equal(_train(_start(_net(dtype), named)), expected)
 
 
+@pytest.mark.parametrize(("section", "expected"), [({}, torch.float32), ({"bf16": {"enabled": True}}, torch.bfloat16)])
+def test_under_init_16_bits_give_way_to_the_configuration(section: Config, expected: torch.dtype) -> None:
+    config = _config(3, **section)
+    torch.set_default_dtype(torch.float16)  # as Transformers does while it reads a file in it
+    try:
+        with deepspeed.zero.Init(config_dict_or_path=config):
+            model = nn.Sequential(nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 16))
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert next(model.parameters()).dtype is expected
+    engine = _start(model, config)
+    assert next(model.parameters()).dtype is expected
+    assert bool(torch.isfinite(_train(engine, 1)[0]).all())
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_a_bad_batch_costs_a_step_and_not_the_model(stage: int, dtype: str) -> None:

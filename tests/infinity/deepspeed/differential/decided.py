@@ -231,6 +231,16 @@ DECIDED: Final[tuple[Decision, ...]] = (
         ("[1][1]: 1 != 0", "[2][1]: 1 != 0", "[2][0]: * != 'nan'"),
     ),
     Decision(
+        "a section that is enabled says what weights are: fp32 that Init was told is cast as any other",
+        ("precision.dtype_made_under_init[float32-told-bf16]",),
+        ("[0][0]: 'torch.float32' != 'torch.bfloat16'",),
+    ),
+    Decision(
+        "a dtype that Init was told and the configuration contradicts is refused by name",
+        ("precision.dtype_made_under_init[float16-told-bf16]",),
+        ("raised: io_daemon.errors.ConfigError: *",),
+    ),
+    Decision(
         "stage 0 steps no 16-bit weights without masters: it is refused; the real one's fp16 ends in NaN there",
         _over("precision.narrow_model_at_stage_0", "0-bfloat16 0-float16"),
         ("raised: io_daemon.errors.ConfigError: *",),

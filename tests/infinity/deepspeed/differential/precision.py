@@ -250,6 +250,22 @@ def narrow_model_under_a_section(_directory: Path, given: tuple[str, int, torch.
     return train(engine, 2, dtype=torch.float16 if section == "fp16" else torch.bfloat16)
 
 
+@cases_over({
+    f"{name}{told}{section}": (getattr(torch, name), told, section)
+    for name in ("float32", "bfloat16", "float16") for told in ("", "-told") for section in ("", "-bf16")
+})  # fmt: skip
+def dtype_made_under_init(_directory: Path, given: tuple[torch.dtype, str, str]) -> Any:
+    dtype, told, section = given
+    asked = config(3, **({"bf16": {"enabled": True}} if section else {}))
+    torch.set_default_dtype(torch.float32 if told else dtype)
+    with deepspeed.zero.Init(config_dict_or_path=asked, dtype=dtype if told else None):
+        model = stack()
+    torch.set_default_dtype(torch.float32)
+    engine = start(model, asked)
+    train(engine, 2, dtype=next(engine.module.parameters()).dtype)
+    return sorted({str(param.dtype) for param in engine.module.parameters()}), engine.bfloat16_enabled()
+
+
 @cases_over({"0-bfloat16": torch.bfloat16, "0-float16": torch.float16})
 def narrow_model_at_stage_0(_directory: Path, dtype: torch.dtype) -> Any:
     return _narrow(0, dtype)
