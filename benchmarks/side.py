@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import statistics
 import subprocess
@@ -17,6 +18,8 @@ from infinity.commands.demo.footprint import Footprint, FootprintSampler
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results"
+_PLACE = re.compile(r"/(?!dev/|sys/|proc/)[^/\n ]+/[^\n ]+")
+"""An absolute path below a directory of the root."""
 ANSWER_TIMEOUT_S = 900
 """DeepSpeed compiles its extensions before its first answer."""
 
@@ -129,8 +132,20 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 def keep_results(name: str, results: Mapping[str, Any]) -> Path:
-    """Write the raw figures under ``benchmarks/results``."""
+    """Write the raw figures under ``benchmarks/results``, without the places that this machine has them in."""
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / f"{name}.json"
-    path.write_text(json.dumps(results, indent=2, default=str) + "\n")
+    path.write_text(json.dumps(without_places(json.loads(json.dumps(results, default=str))), indent=2) + "\n")
     return path
+
+
+def without_places(value: Any) -> Any:
+    """JSON whose absolute paths of files and directories are their last parts; devices and mount points stay."""
+    if isinstance(value, dict):
+        return {key: without_places(each) for key, each in value.items()}
+    if isinstance(value, list):
+        return [without_places(each) for each in value]
+    if isinstance(value, str) and _PLACE.fullmatch(value):
+        path = Path(value)
+        return str(Path(*path.parts[-3:])) if path.suffix == ".py" else path.name
+    return value
