@@ -1,7 +1,8 @@
 """An engine of plain torch with the calls that the cases make: who is right where the real one and ours differ.
 
 ``run --plain`` starts it in the place of ``deepspeed.initialize``. Nothing here knows infinity or DeepSpeed, but for
-its schedules. In 16 bits fp32 masters are stepped, and gradients of micro-batches add up in fp32.
+its schedules. In 16 bits fp32 masters are stepped, and gradients of micro-batches add up in fp32. A step with gradients
+that are not finite is left out where ZeRO leaves it out.
 """
 
 # mypy: ignore-errors
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from tests.support.plain_scale import PlainScale
 
 HALVES = {"bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+OF_MODEL = {torch.bfloat16: "bf16", torch.float16: "fp16"}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, None: torch.float32}
 
 
@@ -31,20 +33,27 @@ class PlainEngine(nn.Module):
         self._given = given
         if {*given.get("data_types", {})} - {"grad_accum_dtype"} or hasattr(model, "_keep_in_fp32_modules"):
             raise NotImplementedError("plain torch has no rule for buffers")
-        section = next((name for name in HALVES if given.get(name, {}).get("enabled")), None)
+        named = next((name for name in HALVES if given.get(name, {}).get("enabled")), None)
+        stage = int(given.get("zero_optimization", {}).get("stage", 0))
+        section = named or (OF_MODEL.get(next(model.parameters()).dtype) if stage else None)
+        self._named = HALVES[named] if named else None
         self._half = HALVES[section] if section else None
-        narrow = bool(section) and given[section].get("bf16_master_weights_and_grads", False)
-        self._fp16 = given["fp16"] if section == "fp16" else {}
+        narrow = bool(named) and given[named].get("bf16_master_weights_and_grads", False)
+        self._fp16 = {"enabled": True, **given.get("fp16", {})} if section == "fp16" else {}
+        bf16s = given.get("bf16", {}).get("check_grad_overflow", bool(named) or stage == 3)
+        self._skips_overflow = {"fp16": True, "bf16": bf16s, None: stage > 0}[section]
         self._clipping = given.get("gradient_clipping", 1.0)
         self._sums_in = torch.bfloat16 if narrow else DTYPES[given.get("data_types", {}).get("grad_accum_dtype")]
         self._micro = given.get("train_micro_batch_size_per_gpu")
         self._accumulation = self._count_of_micro_batches()
         params = model_parameters if model_parameters is not None else model.parameters()
         self._params = [param for param in params if param.requires_grad]
-        wide = [] if narrow or not self._half else [param.detach().clone().float() for param in self._params]
-        if self._half:
-            for param in model.parameters():
+        for param in model.parameters() if self._half else ():
+            if param.dtype is not torch.float32:  # no master has what such a cast rounds
                 param.data = param.data.to(self._half)
+        wide = [] if narrow or not self._half else [param.detach().clone().float() for param in self._params]
+        for param in model.parameters() if self._half else ():
+            param.data = param.data.to(self._half)
         self._masters = wide or self._params
         self._sums: dict[int, Tensor] = {}
         self._divided = False
@@ -125,7 +134,7 @@ class PlainEngine(nn.Module):
         for number, master in enumerate(self._masters):
             master.grad = self._averaged(number)
         grads = [master.grad for master in self._masters if master.grad is not None]
-        overflow = self._fp16 and not all(each.isfinite().all() for each in grads)
+        overflow = self._skips_overflow and not all(each.isfinite().all() for each in grads)
         if not overflow:
             norm = nn.utils.get_total_norm([each.float() for each in grads])
             self._norm = float(norm)
@@ -166,10 +175,10 @@ class PlainEngine(nn.Module):
         return self._applied
 
     def bfloat16_enabled(self) -> bool:
-        return self._half is torch.bfloat16
+        return self._named is torch.bfloat16
 
     def fp16_enabled(self) -> bool:
-        return self._half is torch.float16
+        return self._named is torch.float16
 
     def fp16_auto_cast(self) -> bool:
         return self._fp16.get("auto_cast", False)
