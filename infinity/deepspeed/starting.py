@@ -23,7 +23,7 @@ from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed, refuse_uncounted_ranks
 from infinity.deepspeed.experts import is_moe_param
 from infinity.deepspeed.model_dtypes import as_given, cast, sections_for
-from infinity.deepspeed.optimizers import TESTED_TYPES, is_zero_supported_optimizer
+from infinity.deepspeed.optimizers import TESTED_TYPES, DeepSpeedCPUAdam, is_zero_supported_optimizer
 from infinity.deepspeed.raw_config import raw_config, section_of
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
@@ -137,6 +137,7 @@ def initialize(
     if optimizer is not None and not isinstance(optimizer, Optimizer):
         optimizer = _made(optimizer, model, model_parameters)
     _refuse_untested(raw, optimizer)
+    _refuse_other_than_cpu_adam(raw, optimizer)
     if lr_scheduler is None and (torchs := _torchs_scheduler(section_of(raw, "scheduler"))) is not None:
         lr_scheduler = torchs
         with_schedule.pop("scheduler")
@@ -176,6 +177,16 @@ def _refuse_untested(raw: Mapping[str, Any], optimizer: Optimizer | None) -> Non
         tested = name is None or str(name).lower() in TESTED_TYPES
     if not tested:
         raise ConfigError(key, False, f"DeepSpeed does not list {name} as tested: write true, or leave the key out")
+
+
+def _refuse_other_than_cpu_adam(raw: Mapping[str, Any], optimizer: Optimizer | None) -> None:
+    """What ``zero_force_ds_cpu_optimizer: true`` asks for where states are offloaded. Without the key nobody asks."""
+    key, zero = "zero_force_ds_cpu_optimizer", section_of(raw, "zero_optimization")
+    is_offloaded = section_of(zero, "offload_optimizer").get("device", "none") != "none"
+    asks = raw.get(key) is True and is_offloaded and zero.get("stage")
+    if asks and optimizer is not None and not isinstance(optimizer, DeepSpeedCPUAdam):
+        name = type(optimizer).__name__
+        raise ConfigError(key, True, f"{name} is no DeepSpeedCPUAdam: write false, or leave the key out")
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:

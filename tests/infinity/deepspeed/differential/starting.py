@@ -9,7 +9,7 @@ from typing import Any
 
 import deepspeed  # type: ignore[import-not-found]
 import torch
-from deepspeed.ops.adam import FusedAdam  # type: ignore[import-not-found]
+from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam  # type: ignore[import-not-found]
 from deepspeed.runtime.utils import see_memory_usage  # type: ignore[import-not-found]
 from torch import nn
 from torch.utils.data import TensorDataset
@@ -81,6 +81,19 @@ def untested_optimizers_need_a_word(_directory: Path, stage: int) -> Any:
     model = stack()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     return raised(lambda: start(model, config(stage, optimizer=None), optimizer=optimizer, model_parameters=None))
+
+
+@cases_over({f"{stage}-{force}": (stage, force) for stage in (1, 2, 3) for force in (True, False)})
+def the_cpus_optimizer_is_forced(_directory: Path, given: tuple[int, bool]) -> Any:
+    stage, force = given
+    answers = []
+    for kind in (torch.optim.AdamW, DeepSpeedCPUAdam):
+        for zero in ({}, {"offload_optimizer": {"device": "cpu"}}):
+            model = stack()
+            options = config(stage, optimizer=None, zero=zero, zero_force_ds_cpu_optimizer=force)
+            optimizer = kind(model.parameters(), lr=0.1)
+            answers.append(raised(partial(start, model, options, optimizer=optimizer, model_parameters=None)))
+    return answers
 
 
 @case()
