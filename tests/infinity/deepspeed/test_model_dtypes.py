@@ -159,6 +159,20 @@ def test_unless_the_configuration_wants_it(stage: int) -> None:
     assert engine.skipped_steps == 0
 
 
+@pytest.mark.parametrize(("stage", "skipped"), [(1, 0), (2, 0), (3, 1)])
+def test_where_the_model_alone_says_bf16_stage_3_looks_for_it(stage: int, skipped: int) -> None:
+    engine = _start(_net(torch.bfloat16), _config(stage))
+    _train(engine, bad=True)
+    assert engine.skipped_steps == skipped
+
+
+def test_an_update_inside_backward_has_begun_before_anybody_could_look() -> None:
+    early = {"gradient_clipping": 0.0, "io_daemon": {"update_in_backward": True}}
+    engine = _start(_net(), _config(3, **early))
+    assert not torch.isfinite(_train(engine, bad=True)[BAD]).any()
+    assert engine.skipped_steps == 0
+
+
 def test_infinity_itself_trains_on_as_plain_torch() -> None:
     engine = infinity.initialize(model=_net(), config=_config(3))[0]
     assert not torch.isfinite(_train(engine, bad=True)[BAD]).any()
