@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from infinity.config import Config
-from infinity.deepspeed.raw_config import section_of
+from infinity.deepspeed.raw_config import section_of, stage_of
 from infinity.plan.registered import named_parameters, parameters
 from infinity.weights.owners import owner_of
 
@@ -39,7 +39,7 @@ def sections_for(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, Any]:
     where ``raw`` names a dtype, where weights are in fp32 or in several, and at stage 0, which has no masters."""
     enabled = any(section_of(raw, name).get("enabled") for name in (*_SECTIONS.values(), "torch_autocast"))
     dtypes = {param.dtype for _, param in named_parameters(model)}
-    if enabled or len(dtypes) != 1 or not section_of(raw, "zero_optimization").get("stage"):
+    if enabled or len(dtypes) != 1 or not stage_of(raw):
         return {}
     dtype = dtypes.pop()
     name = _SECTIONS.get(dtype)

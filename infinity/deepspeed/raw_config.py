@@ -49,3 +49,9 @@ def section_of(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     """A section of it; an empty one where it is not an object."""
     section = raw.get(name)
     return section if isinstance(section, Mapping) else {}
+
+
+def stage_of(raw: Mapping[str, Any]) -> Any:
+    """ZeRO's stage, as it is written; a boolean in the section's place is its old form."""
+    zero = raw.get("zero_optimization")
+    return int(zero) if isinstance(zero, bool) else section_of(raw, "zero_optimization").get("stage", 0)

@@ -24,7 +24,7 @@ from infinity.deepspeed.distributed import init_distributed, refuse_uncounted_ra
 from infinity.deepspeed.experts import is_moe_param
 from infinity.deepspeed.model_dtypes import as_given, cast, sections_for
 from infinity.deepspeed.optimizers import TESTED_TYPES, DeepSpeedCPUAdam, is_zero_supported_optimizer
-from infinity.deepspeed.raw_config import raw_config, section_of
+from infinity.deepspeed.raw_config import raw_config, section_of, stage_of
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
 from infinity.errors import ConfigError
@@ -169,7 +169,7 @@ def _refuse_untested(raw: Mapping[str, Any], optimizer: Optimizer | None) -> Non
     """What ``zero_allow_untested_optimizer: false`` asks for. Without the key nobody asks, and any that can be sharded
     is taken."""
     key, name = "zero_allow_untested_optimizer", section_of(raw, "optimizer").get("type")
-    if raw.get(key) is not False or not section_of(raw, "zero_optimization").get("stage"):
+    if raw.get(key) is not False or not stage_of(raw):
         return
     if optimizer is not None:
         tested, name = is_zero_supported_optimizer(optimizer), type(optimizer).__name__
@@ -181,9 +181,8 @@ def _refuse_untested(raw: Mapping[str, Any], optimizer: Optimizer | None) -> Non
 
 def _refuse_other_than_cpu_adam(raw: Mapping[str, Any], optimizer: Optimizer | None) -> None:
     """What ``zero_force_ds_cpu_optimizer: true`` asks for where states are offloaded. Without the key nobody asks."""
-    key, zero = "zero_force_ds_cpu_optimizer", section_of(raw, "zero_optimization")
-    is_offloaded = section_of(zero, "offload_optimizer").get("device", "none") != "none"
-    asks = raw.get(key) is True and is_offloaded and zero.get("stage")
+    key, offload = "zero_force_ds_cpu_optimizer", section_of(section_of(raw, "zero_optimization"), "offload_optimizer")
+    asks = raw.get(key) is True and offload.get("device", "none") != "none" and stage_of(raw)
     if asks and optimizer is not None and not isinstance(optimizer, DeepSpeedCPUAdam):
         name = type(optimizer).__name__
         raise ConfigError(key, True, f"{name} is no DeepSpeedCPUAdam: write false, or leave the key out")

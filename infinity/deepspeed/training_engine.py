@@ -25,6 +25,7 @@ from infinity.deepspeed.callers import locals_of
 from infinity.deepspeed.client_states import packed, unpacked
 from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of
 from infinity.deepspeed.distributed import get_world_group
+from infinity.deepspeed.kinds import get_zero_config
 from infinity.deepspeed.logs import logger
 from infinity.deepspeed.model_dtypes import as_given
 from infinity.deepspeed.monitors import MonitorMaster
@@ -139,7 +140,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def _zero(self) -> DeepSpeedZeroConfig:
-        return DeepSpeedZeroConfig(**section_of(self._raw, "zero_optimization"))
+        return get_zero_config(self._raw)
 
     def optimizer_name(self) -> str | None:
         """The type that the configuration names, None if it names none."""

@@ -68,6 +68,13 @@ def test_a_model_in_16_bits_trains_as_if_the_configuration_named_them(section: s
     assert engine.communication_data_type is torch.float32
 
 
+def test_it_does_under_the_sections_old_form() -> None:
+    engine = _start(_net(torch.bfloat16), _config(1) | {"zero_optimization": True})
+    assert _equal(_train(engine), _train(_start(_net(torch.bfloat16), _config(1))))
+    assert engine.zero_optimization_partition_gradients() is False
+    assert engine.zero_optimization_stage() == 1
+
+
 def test_it_does_on_nvme_and_goes_on_from_a_checkpoint(tmp_path: Path) -> None:
     place = {"device": "nvme", "nvme_path": str(tmp_path / "swap")}
     (tmp_path / "swap").mkdir()
