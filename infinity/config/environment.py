@@ -103,6 +103,11 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
     )
 
 
+def deepspeeds_timeout_min() -> int:
+    """DEEPSPEED_TIMEOUT: how long ranks of DeepSpeed's scripts wait for one another; torch's where it is not set."""
+    return _whole(os.environ, "DEEPSPEED_TIMEOUT", default=30, least=1)
+
+
 def _whole(env: Mapping[str, str], name: str, *, default: int, least: int) -> int:
     text = env.get(name, "")
     if not text:

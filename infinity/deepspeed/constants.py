@@ -5,8 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Final
 
+from infinity.config.environment import deepspeeds_timeout_min
+
 TORCH_DISTRIBUTED_DEFAULT_PORT: Final = 29500
-default_pg_timeout: Final = timedelta(minutes=30)
+default_pg_timeout: Final = timedelta(minutes=deepspeeds_timeout_min())
 DEEPSPEED_ENVIRONMENT_NAME: Final = ".deepspeed_env"
 """The file whose NAME=VALUE lines the launcher hands on to the ranks."""
 DLTS_HOSTFILE: Final = "/job/hostfile"

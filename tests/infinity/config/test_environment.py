@@ -10,6 +10,7 @@ from typing import NoReturn
 import pytest
 
 from infinity.config import read_environment
+from infinity.config.environment import deepspeeds_timeout_min
 from infinity.errors import ConfigError
 from io_daemon.config import default_socket_path
 
@@ -135,3 +136,13 @@ def test_a_directory_that_somebody_else_made_first_is_not_used(
     assert default_socket_path() == read_environment().default_socket == state_dir / "io.sock"
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     assert default_socket_path() == read_environment().default_socket == tmp_path / "infinity" / "io.sock"
+
+
+def test_scripts_of_deepspeeds_say_how_long_ranks_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT", raising=False)
+    assert deepspeeds_timeout_min() == 30
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "120")
+    assert deepspeeds_timeout_min() == 120
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "0")
+    with pytest.raises(ConfigError, match="DEEPSPEED_TIMEOUT"):
+        deepspeeds_timeout_min()
