@@ -344,14 +344,20 @@ class DeepSpeedEngine(Engine):
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End a micro-batch, as ``infinity.Engine.step`` does."""
         self._users_backward.settle()
-        is_boundary = self.is_gradient_accumulation_boundary()
+        is_boundary = self._loop.is_boundary()
         super().step(lr_kwargs)
         self._num_micro_steps += 1
         self.tput_timer.stop(global_step=is_boundary)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop what the running step has accumulated. As in DeepSpeed's, no gradient of zeros is left."""
+        """Drop what the running step has accumulated. As in DeepSpeed's, no gradient of zeros is left.
+
+        Raises:
+            EngineStateError: between the micro-batches of a step, where scripts call it behind every ``step``: it would
+                begin the step anew each time, and nothing would ever be updated.
+        """
         self._users_backward.settle()
+        self._loop.refuse_between("engine.zero_grad()")
         super().zero_grad()
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -375,6 +381,13 @@ class DeepSpeedEngine(Engine):
             self._loop.boundary = boundary
         if self._num_micro_steps != before:
             raise EngineStateError("step() belongs behind the block of coalesce_grad_reduction()")
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """Whether the next ``step`` updates; where the script decides on that (``managed_gradient_accumulation``
+        false), only while ``step`` runs."""
+        loop = self._loop
+        is_free = not loop.config.managed_gradient_accumulation and loop.boundary is None
+        return loop.phases.phase is StepPhase.OPTIMIZER if is_free else loop.is_boundary()
 
     def set_train_batch_size(self, train_batch_size: int) -> None:
         """Change the steps of accumulation, as ``infinity.Engine.set_train_batch_size`` does."""

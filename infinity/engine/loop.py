@@ -258,7 +258,7 @@ class TrainingLoop:
             self.runtime.changes.end()
         else:
             self.runtime.changes.skip()
-        self.micro_steps = 0
+        self.micro_steps, self._is_between = 0, False
 
     def _gather_gradients(self) -> None:
         """All gradients of the step are where the update reads them. Collective."""
@@ -376,17 +376,21 @@ class TrainingLoop:
     def _forget_gradient(self, param: ShardedParam) -> None:
         self._refuse_in_backward("zero_grad()")
         self.refuse_before_step("zero_grad()")
-        if self._is_between:
-            raise EngineStateError(
-                "zero_grad() of a module, or param.grad = None, between the micro-batches of a step: plain torch would "
-                "drop what was accumulated, and DeepSpeed does not: leave it out, since step() clears gradients, or "
-                "call engine.zero_grad() to begin the step anew"
-            )
+        self.refuse_between("zero_grad() of a module, or param.grad = None,")
         reducer = self.runtime.reducer
         reducer.forget(self._sharded.group_of[param.index], param)
         if not reducer.has_any:
             self.num_backwards = 0
             self._trained("zero_grad").forget_clipping()
+
+    def refuse_between(self, call: str) -> None:
+        """Raises EngineStateError behind the ``step()`` of a micro-batch that is not the step's last."""
+        if self._is_between:
+            raise EngineStateError(
+                f"{call} between the micro-batches of a step: plain torch would drop what was accumulated, and "
+                "DeepSpeed does not: leave it out, since step() clears gradients, or call "
+                "engine.optimizer.zero_grad() to drop it"
+            )
 
     def _note_zeroed(self, *, set_to_none: bool) -> None:
         for param in range(len(self._stepped)):
@@ -423,7 +427,7 @@ class TrainingLoop:
             self.update.cancel()
         self._drop_gradients()
         self.observers.drop_losses()
-        self.micro_steps = 0
+        self.micro_steps, self._is_between = 0, False
 
     def _fail_backward(self) -> None:
         """What the backward that failed has added to cannot be taken out again."""

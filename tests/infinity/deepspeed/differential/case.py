@@ -120,6 +120,8 @@ def differences(expected: Any, found: Any, relative: float, absolute: float, pla
         ]
     names = {kind.__name__ for kind in _ERRORS} | {"Exception"}
     if expected and all(isinstance(each, str) and each in names for each in expected):
+        if not all(isinstance(each, str) for each in found):
+            return [f"{place}: {expected!r} != {found!r}"]
         lacking = set(expected) - set(found) - {"Exception"}
         return [f"{place}: raises {found}, not as {sorted(lacking)}"] if lacking else []
     if len(expected) != len(found):

@@ -352,6 +352,58 @@ DECIDED: Final[tuple[Decision, ...]] = (
         _over("state.parts_of_all_ranks_make_the_whole", _BY_THREE),
         (f"[*][10]:{_NO_FLAG}",),
     ),
+    Decision(
+        "batch sizes change between steps, and nothing is loaded within one: both are refused",
+        (
+            *_over("moments.a_batch_size_changes_within_a_step", "0 1 2 3"),
+            *_over("moments.loaded_within_accumulation", "0 1 2 3"),
+        ),
+        (": 'nothing' != ['AssertionError', 'RuntimeError']",),
+    ),
+    Decision(
+        "a step without gradients changes nothing, as in torch; the real one's ends in an error of Python's own",
+        _over("moments.a_step_without_a_backward", "0 1 2 3"),
+        ("[0]: [*] != 'nothing'",),
+    ),
+    Decision(
+        "backwards before a step add up, as in torch and at the real one's stage 0; its ZeRO drops what came before",
+        (
+            *_over("moments.two_backwards_before_a_step", "1-1 1-2 2-1 2-2 3-1 3-2"),
+            *_over("moments.a_graph_that_is_kept", "1 2"),
+        ),
+        (f"[0][*]:{_NUMBER}", f"[1].*:{_NUMBER}"),
+    ),
+    Decision(
+        "two forwards before their backwards train as at stages 0 to 2",
+        ("moments.both_forwards_come_first[3]",),
+        (f"[0][*]:{_NUMBER}",),
+    ),
+    Decision(
+        "each gradient is reduced with its own, as by torch and at the real one's stage 0, also where ranks use other "
+        "weights; its ZeRO reduces those together that came at the same place",
+        _over("moments.each_rank_uses_another_head", "1 2"),
+        (f"[*][0][*]:{_NUMBER}", f"[*][1].*:{_NUMBER}"),
+    ),
+    Decision(
+        "zero_grad() drops gradients, whose ever it is",
+        (
+            *_over(
+                "moments.zeroed_between_backward_and_step",
+                " ".join(f"{stage}-{of}" for stage in (1, 2, 3) for of in ("engine", "optimizer", "module", "params")),
+            ),
+            "moments.zeroed_between_micro_batches[2-optimizer]",
+        ),
+        (f"[0][*]:{_NUMBER}",),
+    ),
+    Decision(
+        "zero_grad() between micro-batches is refused: the real one drops what was accumulated at stages 0 and 1, and "
+        "keeps it at 2 and 3",
+        _over(
+            "moments.zeroed_between_micro_batches",
+            " ".join(f"{stage}-{of}" for stage in range(4) for of in ("engine", "module", "params")),
+        ),
+        ("[0][3]: 'nothing' != ['RuntimeError']", f"[0][5]:{_NUMBER}", f"[0][6]:{_NUMBER}"),
+    ),
     Decision("the norm is told at stage 0, too", ("training.accumulation_and_clipping[0]",), ("[*][2]: 0.0 != *",)),
     Decision(
         "at stage 3 a weight that is written without a modifier_rank is refused by name; on one rank it is kept, on "
