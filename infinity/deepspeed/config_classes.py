@@ -43,6 +43,7 @@ AIO_DEFAULTS: Final[Mapping[str, Any]] = {
 }
 CHECKPOINTING_DEFAULTS: Final = {"partition_activations": False}
 """Every rank has activations of its own: what would be partitioned is not there twice, true is taken as false."""
+OWN_OPTIMIZERS: Final = ("adagrad", "adam", "adamw", "lamb", "lion", "muadam", "muadamw", "musgd", "muon")
 NAMED_OTHERWISE: Final = {
     "fp16": "float16_config",
     "bf16": "bfloat16_config",
@@ -126,8 +127,7 @@ class DeepSpeedConfig(View):
         for section in ("optimizer", "scheduler"):
             written = raw.get(section) or {}
             values |= {f"{section}_name": written.get("type"), f"{section}_params": written.get("params")}
-        if parsed.optimizer is not None and parsed.optimizer.type != "SGD":
-            values["optimizer_name"] = values["optimizer_name"].lower()
+        values["optimizer_name"] = optimizer_name(raw)
         values |= {"fp16_enabled": parsed.fp16.enabled, "bfloat16_enabled": parsed.bf16.enabled}
         autocast = values.pop("torch_autocast")
         values |= {"torch_autocast_enabled": autocast.enabled, "torch_autocast_dtype": autocast.dtype}
@@ -146,6 +146,13 @@ class DeepSpeedConfig(View):
         train, micro, accumulation = given.values()
         sizes = resolve_batch(train=train, micro=micro, accumulation=accumulation, world_size=self.world_size)
         vars(self).update(zip(BATCH_KEYS, sizes, strict=True))
+
+
+def optimizer_name(raw: Mapping[str, Any]) -> str | None:
+    """The type that a raw configuration names, None if it names none: one of DeepSpeed's own in lower case, one of
+    torch's as it is."""
+    name: str | None = section_of(raw, "optimizer").get("type")
+    return name.lower() if name is not None and name.lower() in OWN_OPTIMIZERS else name
 
 
 def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:

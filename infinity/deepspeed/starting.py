@@ -208,7 +208,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepS
     Args:
         model: built plainly or under ``zero.Init``.
         config: DeepSpeed's options of inference, of which ``zero`` (the section ``zero_optimization``, stage 3) and
-            ``dtype`` mean something here; a whole training configuration is taken, too.
+            ``dtype`` mean something here; a whole training configuration is taken, too. Where neither says in which
+            dtype, it is fp16, as DeepSpeed's.
         kwargs: the same options.
 
     Returns:
@@ -223,7 +224,7 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepS
         if value is True or value not in (None, False, 1, {}, {"tp_size": 1}, {"enabled": False}):
             raise ConfigError(name, value, why)
     raw = {name: value for name, value in options.items() if name not in ("zero", "dtype")}
-    dtype = options.get("dtype")
+    dtype = options.get("dtype", None if options.keys() & {"bf16", "bfloat16", "fp16"} else torch.float16)
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, "weights are fp32, bf16 or fp16")
     if (section := _DTYPES[dtype]) is not None:

@@ -23,7 +23,7 @@ from infinity.config import Config, read_environment
 from infinity.deepspeed.asserted import asserted, asserting
 from infinity.deepspeed.callers import locals_of
 from infinity.deepspeed.client_states import packed, unpacked
-from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of
+from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of, optimizer_name
 from infinity.deepspeed.distributed import get_world_group
 from infinity.deepspeed.kinds import get_zero_config
 from infinity.deepspeed.logs import logger
@@ -143,9 +143,8 @@ class DeepSpeedEngine(Engine):
         return get_zero_config(self._raw)
 
     def optimizer_name(self) -> str | None:
-        """The type that the configuration names, None if it names none."""
-        section = self._loop.config.optimizer
-        return None if section is None else section.type.lower()
+        """What the function of this name says of the configuration."""
+        return optimizer_name(self._raw)
 
     def optimizer_params(self) -> Mapping[str, Any] | None:
         """The parameters that the configuration gives it."""
@@ -153,8 +152,8 @@ class DeepSpeedEngine(Engine):
 
     def scheduler_name(self) -> str | None:
         """The type that the configuration names, None if it names none."""
-        section = self._loop.config.scheduler
-        return None if section is None else section.type
+        name: str | None = section_of(self._raw, "scheduler").get("type")
+        return name
 
     def scheduler_params(self) -> Mapping[str, Any] | None:
         """The parameters that the configuration gives it."""

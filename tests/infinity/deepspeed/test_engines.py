@@ -293,7 +293,7 @@ def test_the_engine_answers_as_deepspeeds_does() -> None:
     assert engine.config["zero_optimization"]["stage"] == engine.zero_optimization_stage() == 3
     assert engine.settings.gradient_clipping == engine.gradient_clipping() == 0.5
     assert engine._config.zero_config.stage == 3
-    assert (engine.optimizer_name(), engine.scheduler_name()) == ("sgd", None)
+    assert (engine.optimizer_name(), engine.scheduler_name()) == ("SGD", None)
     assert engine.optimizer_params() == {"lr": 0.1}
     assert (engine.local_rank, engine.global_rank, engine.world_size, engine.dp_world_size) == (0, 0, 1, 1)
     assert engine.get_data_types() == (torch.float32, torch.float32)
