@@ -92,7 +92,7 @@ class MuonParams(Section):
     weight_decay: NonNegative = 0.0
     betas: Betas = (0.9, 0.95)
     eps: NonNegative = 1e-10
-    ns_method: Literal["standard"] = "standard"
+    ns_method: Literal["standard", "gram"] = "gram"
     """The iteration that orthogonalises."""
 
 

@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from infinity.deepspeed import optimizer_kinds
 from infinity.deepspeed.asserted import asserted
-from infinity.deepspeed.config_classes import CLIPPING
+from infinity.deepspeed.config_classes import CLIPPING, optimizer_name
 from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed, refuse_uncounted_ranks
 from infinity.deepspeed.experts import is_moe_param
@@ -138,6 +138,8 @@ def initialize(
         optimizer = _made(optimizer, model, model_parameters)
     _refuse_untested(raw, optimizer)
     _refuse_other_than_cpu_adam(raw, optimizer)
+    if optimizer is None:
+        _refuse_clipped_muon(raw)
     if lr_scheduler is None and (torchs := _torchs_scheduler(section_of(raw, "scheduler"))) is not None:
         lr_scheduler = torchs
         with_schedule.pop("scheduler")
@@ -186,6 +188,20 @@ def _refuse_other_than_cpu_adam(raw: Mapping[str, Any], optimizer: Optimizer | N
     if asks and optimizer is not None and not isinstance(optimizer, DeepSpeedCPUAdam):
         name = type(optimizer).__name__
         raise ConfigError(key, True, f"{name} is no DeepSpeedCPUAdam: write false, or leave the key out")
+
+
+def _refuse_clipped_muon(raw: Mapping[str, Any]) -> None:
+    """ZeRO clips what Muon has made of the gradients, whose norm is the root of all matrices' ranks: a rate that was
+    found with it would be many times too high for one whose gradients are clipped."""
+    key = "gradient_clipping"
+    if stage_of(raw) and raw.get(key, CLIPPING) and optimizer_name(raw) == "muon":
+        raise ConfigError(
+            key,
+            raw.get(key),
+            f"by it, {CLIPPING} where it is not written, DeepSpeed's ZeRO clips what Muon has made of the gradients: "
+            "write 0.0, and divide muon_lr by the engine.get_global_grad_norm() of a run there; infinity.initialize() "
+            "clips the gradients",
+        )
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> None:

@@ -101,7 +101,7 @@ def make_optimizer(config: OptimizerConfig, groups: Sequence[Mapping[str, Any]])
             kind = Lion
         case MuonOptimizer():
             kind = Muon
-            for name in ("lr", "muon_lr", "adam_lr", "ns_method"):
+            for name in ("lr", "muon_lr", "adam_lr"):
                 del options[name]
         case _:
             kind = getattr(torch.optim, config.type)

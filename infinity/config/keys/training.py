@@ -113,7 +113,7 @@ OPTIMIZER: tuple[Key, ...] = (
         for name, note in (
             ("muon_lr", "Muon: learning rate of matrices instead of lr"),
             ("adam_lr", "Muon: learning rate of embeddings, lm_head and what is no matrix, instead of lr"),
-            ("ns_method", 'Muon: how matrices are orthogonalised; "standard"'),
+            ("ns_method", 'Muon: how matrices are orthogonalised: "gram" (the default) or "standard"'),
             ("alpha", "RMSprop: decay of the squares; ASGD: power of the learning rate's decay"),
             ("centered", "RMSprop: subtract the mean"),
             ("rho", "Adadelta: decay of the squares"),

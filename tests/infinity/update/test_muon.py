@@ -29,7 +29,8 @@ def muon(params: Sequence[nn.Parameter], lr: float, momentum: float, decay: floa
         {"params": [p for p in params if p.dim() > 1], "use_muon": True},
         {"params": [p for p in params if p.dim() < 2]},
     ]
-    return Muon([g for g in groups if g["params"]], lr=lr, momentum=momentum, weight_decay=decay)
+    chosen: dict[str, Any] = {"lr": lr, "momentum": momentum, "weight_decay": decay, "ns_method": "standard"}
+    return Muon([g for g in groups if g["params"]], **chosen)
 
 
 def give_gradients(params: Sequence[nn.Parameter], step: int) -> None:
@@ -79,19 +80,32 @@ def test_a_filter_is_scaled_by_its_last_two_sizes() -> None:
     before = filters.detach().clone()
     filters.grad = torch.ones_like(filters)
     direction = torch.ones_like(filters).lerp(torch.full_like(filters, 0.1), 0.9)
-    expected = before.add(orthogonalised(direction.flatten(1)).mul(4**0.5).reshape(filters.shape), alpha=-1e-2)
+    expected = before.add(
+        orthogonalised(direction.flatten(1), "standard").mul(4**0.5).reshape(filters.shape), alpha=-1e-2
+    )
     muon([filters], 1e-2, 0.9, 0.0).step()
     torch.testing.assert_close(filters.detach(), expected, rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("method", ["standard", "gram"])
 @pytest.mark.parametrize("shape", [(12, 5), (5, 12), (8, 8), (3, 4, 9)])
-def test_what_is_orthogonalised_has_singular_values_about_one(shape: tuple[int, ...]) -> None:
-    values = torch.linalg.svdvals(
-        orthogonalised(torch.randn(shape, generator=torch.Generator().manual_seed(2))).float()
-    )
+def test_what_is_orthogonalised_has_singular_values_about_one(shape: tuple[int, ...], method: str) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    values = torch.linalg.svdvals(orthogonalised(matrix, method).float())
     assert values.min() > 0.5
     assert values.max() < 1.3
-    assert orthogonalised(torch.zeros(4, 3)).isfinite().all()
+    assert orthogonalised(torch.zeros(4, 3), method).isfinite().all()
+
+
+@pytest.mark.parametrize("shape", [(12, 5), (5, 12), (8, 8), (3, 4, 9), (64, 300)])
+def test_both_ways_to_orthogonalise_are_one_but_for_rounding(shape: tuple[int, ...]) -> None:
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(2))
+    by_gram, exact = orthogonalised(matrix, "gram"), matrix.double()
+    exact = exact / exact.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(5):
+        products = exact @ exact.mT
+        exact = 3.4445 * exact + (-4.7750 * products + 2.0315 * products @ products) @ exact
+    torch.testing.assert_close(by_gram.double(), exact, rtol=0, atol=1e-2)
 
 
 def test_an_exception_leaves_all_groups_there(monkeypatch: pytest.MonkeyPatch) -> None:

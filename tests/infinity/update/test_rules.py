@@ -224,7 +224,11 @@ NAMED: list[tuple[str, dict[str, Any], Make]] = [
     ("RAdam", {"betas": [0.8, 0.9]}, lambda g: optim.RAdam(g, betas=(0.8, 0.9))),
     ("ASGD", {"lambd": 1e-3, "alpha": 0.8, "t0": 10}, lambda g: optim.ASGD(g, lambd=1e-3, alpha=0.8, t0=10)),
     ("Rprop", {"etas": [0.4, 1.3], "step_sizes": [1e-5, 10]}, lambda g: optim.Rprop(g, 0.01, (0.4, 1.3), (1e-5, 10))),
-    ("muon", {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}, lambda g: PaperMuon(g, 0.01, 0.9, 0.1)),
+    (
+        "muon",
+        {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "ns_method": "standard"},
+        lambda g: PaperMuon(g, 0.01, 0.9, 0.1),
+    ),
 ]
 
 
@@ -529,7 +533,7 @@ def test_hooks_and_schedules_of_the_users_optimizer_are_run_once_a_step_not_for_
 @pytest.mark.parametrize(
     ("section", "reason"),
     [
-        ({"type": "Muon", "params": {"ns_method": "gram"}}, "'standard'"),
+        ({"type": "Muon", "params": {"ns_method": "polar"}}, "'standard' or 'gram'"),
         ({"type": "Lamb"}, "pass a LAMB of your own"),
         ({"type": "OneBitAdam"}, "compresses what ranks exchange"),
         ({"type": "Adafactor"}, "rows and columns"),

@@ -404,6 +404,11 @@ DECIDED: Final[tuple[Decision, ...]] = (
         ),
         ("[0][3]: 'nothing' != ['RuntimeError']", f"[0][5]:{_NUMBER}", f"[0][6]:{_NUMBER}"),
     ),
+    Decision(
+        "clipping under Muon is refused: ZeRO clips what Muon has made of the gradients, also by the default of 1.0",
+        _over("defaults.muon_under_the_clipping_that_nobody_wrote", "1 2 3"),
+        ("raised: io_daemon.errors.ConfigError: gradient_clipping = *",),
+    ),
     Decision("the norm is told at stage 0, too", ("training.accumulation_and_clipping[0]",), ("[*][2]: 0.0 != *",)),
     Decision(
         "at stage 3 a weight that is written without a modifier_rank is refused by name; on one rank it is kept, on "

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed  # type: ignore[import-not-found]
+import torch
+from torch import nn
 
 from tests.infinity.deepspeed.differential.case import case, cases_over, raised
 from tests.infinity.deepspeed.differential.nets import batches, config, stack, start, train
@@ -63,6 +65,41 @@ def optimizers(_directory: Path, section: Any) -> Any:
 @cases_over({name: SECTIONS[name] for name in SECTIONS if name.startswith("adam")})
 def optimizers_offloaded(_directory: Path, section: Any) -> Any:
     return _trained(section, CPU)
+
+
+MUONS: dict[str, Any] = {
+    "bare": {"type": "Muon"},
+    "rates": {"type": "Muon", "params": {"muon_lr": 0.01, "adam_lr": 0.002}},
+    "decay": {"type": "Muon", "params": {"lr": 0.01, "weight_decay": 0.3}},
+    "betas": {"type": "Muon", "params": {"lr": 0.01, "betas": [0.8, 0.9], "eps": 1e-6, "momentum": 0.8}},
+}
+
+
+def _by_muon(stage: int, section: Any, **others: Any) -> list[float]:
+    torch.manual_seed(7)
+    model = nn.ModuleDict({"wide": nn.Linear(12, 5), "tall": nn.Linear(5, 16), "square": nn.Linear(16, 16)})
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = model
+
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            for layer in self.layers.values():
+                x = torch.tanh(layer(x))
+            return nn.functional.cross_entropy(x, y)
+
+    return train(start(Net(), config(stage, optimizer=section, zero={"reduce_scatter": False}, **others)), 5)
+
+
+@cases_over({f"{stage}-{name}": (stage, name) for stage in (0, 1, 3) for name in MUONS}, relative=1e-4)
+def muon(_directory: Path, given: tuple[int, str]) -> Any:
+    return _by_muon(given[0], MUONS[given[1]], gradient_clipping=0.0)
+
+
+@cases_over({str(stage): stage for stage in range(4)}, relative=1e-4)
+def muon_under_the_clipping_that_nobody_wrote(_directory: Path, stage: int) -> Any:
+    return _by_muon(stage, MUONS["bare"])
 
 
 @case()
