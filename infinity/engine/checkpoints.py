@@ -161,10 +161,10 @@ class Checkpoints(nn.Module):
         )
         loop.runtime.refuse_over("load_checkpoint")
         loop.phases.refuse_failed()
-        if loop.is_within_step:
+        if loop.runtime.reducer.has_any:
             raise EngineStateError(
                 "load_checkpoint() within a step, whose gradients belong to the weights as they are: call it after the "
-                "step() that updates, or drop them with zero_grad()"
+                "step() that updates, or drop them with engine.optimizer.zero_grad()"
             )
         with _whole_state(loop) as changed:
             loop.background.advance(wait=True)  # it may be what is to be loaded

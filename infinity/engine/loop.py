@@ -340,7 +340,7 @@ class TrainingLoop:
     def restore_counters(self, *, global_steps: int, global_samples: int, skipped_steps: int) -> None:
         """Go on counting from a checkpoint."""
         self.global_steps, self.global_samples = global_steps, global_samples
-        self.skipped_steps, self.micro_steps = skipped_steps, 0
+        self.skipped_steps, self.micro_steps, self._is_between = skipped_steps, 0, False
         self._lost = Lost.NOTHING
 
     def _refuse_modes(self, call: str, does: str, *, of_functions: bool = True) -> None:

@@ -128,7 +128,9 @@ class Driven:
         return returned
 
     def zero_grad(self) -> None:
-        self.engine.zero_grad()
+        infinity.Engine.zero_grad(
+            self.engine
+        )  # which begins the step anew; DeepSpeed's is refused between micro-batches
 
     def drop_gradient(self, name: str) -> None:
         self.param(name).grad = None

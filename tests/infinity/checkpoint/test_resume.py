@@ -227,6 +227,11 @@ def test_a_step_that_is_not_over_is_not_overwritten(tmp_path: Path) -> None:
     engine.backward(engine(torch.ones(4, 16)).square().mean())
     engine.zero_grad()
     engine.load_checkpoint(tmp_path)
+    engine.backward(engine(torch.ones(4, 16)).square().mean())
+    engine.step()
+    engine.optimizer.zero_grad()
+    engine.load_checkpoint(tmp_path)
+    assert not engine.is_gradient_accumulation_boundary()  # the step began anew
     engine.destroy()
 
 
