@@ -241,6 +241,13 @@ DECIDED: Final[tuple[Decision, ...]] = (
         ("raised: io_daemon.errors.ConfigError: *",),
     ),
     Decision(
+        "under autocast gradients are reduced in fp32, as by plain torch; ZeRO reduces some in the narrow dtype",
+        _over("precision.torch_autocast_by_two", "1 2 3"),
+        (f"[0][*]:{_NUMBER}", f"[1][*]:{_NUMBER}"),
+        factor=1,
+        relative=1e-3,
+    ),
+    Decision(
         "stage 0 steps no 16-bit weights without masters: it is refused; the real one's fp16 ends in NaN there",
         _over("precision.narrow_model_at_stage_0", "0-bfloat16 0-float16"),
         ("raised: io_daemon.errors.ConfigError: *",),

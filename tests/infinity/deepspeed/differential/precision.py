@@ -98,6 +98,12 @@ def torch_autocast(_directory: Path, stage: int) -> Any:
     return losses, str(next(engine.module.parameters()).dtype), engine.torch_autocast_enabled()
 
 
+@cases_over(ALL, ranks=2)
+def torch_autocast_by_two(_directory: Path, stage: int) -> Any:
+    given = config(stage, torch_autocast={"enabled": True, "dtype": "bfloat16"}, gradient_accumulation_steps=2)
+    return train(start(stack(), given), 6)
+
+
 @cases_over({"1": 1, "2": 2, "3": 3})
 def bf16_with_gradients_in(_directory: Path, stage: int) -> Any:
     out = []
