@@ -78,6 +78,8 @@ class TrainingLoop:
         """Since the last update, or since gradients were dropped."""
         self._is_between = False
         """Whether ``step`` has ended a micro-batch, and the next has had no backward yet."""
+        self._num_anew = 0
+        """How often ``zero_grad`` has begun the step anew there since the last update."""
         self._lost = Lost.NOTHING
         self._followed_buffers = FollowedBuffers(runtime.module, runtime.collectives)
         self.update: Update | None = None
@@ -258,7 +260,7 @@ class TrainingLoop:
             self.runtime.changes.end()
         else:
             self.runtime.changes.skip()
-        self.micro_steps, self._is_between = 0, False
+        self.micro_steps, self._is_between, self._num_anew = 0, False, 0
 
     def _gather_gradients(self) -> None:
         """All gradients of the step are where the update reads them. Collective."""
@@ -364,6 +366,11 @@ class TrainingLoop:
     def zero_grad(self, *, set_to_none: bool) -> None:
         """The running step begins anew."""
         self._refuse_in_backward("zero_grad()")
+        if self._is_between:
+            self._num_anew += 1
+            if self._num_anew == self.config.gradient_accumulation_steps:
+                words = "zero_grad() has begun the step anew %d times, and nothing was updated since: step() clears "
+                _log.warning(words + "gradients, leave it out between the micro-batches of a step", self._num_anew)
         self._begin_anew()
         self._note_zeroed(set_to_none=set_to_none)
 

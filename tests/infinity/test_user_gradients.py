@@ -117,6 +117,26 @@ def test_zero_grad_drops_them_and_a_step_without_any_changes_nothing() -> None:
     assert all(torch.equal(before[name], value) for name, value in after.items())
 
 
+def test_a_loop_that_never_updates_is_told_why(caplog: pytest.LogCaptureFixture) -> None:
+    engine = engine_of(2, gradient_accumulation_steps=3)
+
+    def micro_batches(count: int, *, zeroed: bool) -> None:
+        for _ in range(count):
+            if zeroed:
+                engine.zero_grad()
+            engine.backward(engine(torch.ones(1, 8)).sum())
+            engine.step()
+
+    micro_batches(3, zeroed=False)
+    micro_batches(3, zeroed=True)  # twice anew: as after batches that were not wanted
+    assert not caplog.records
+    micro_batches(4, zeroed=True)
+    assert engine.global_steps == 1
+    assert [record.getMessage().partition(" times")[0] for record in caplog.records] == [
+        "zero_grad() has begun the step anew 3"
+    ]
+
+
 @pytest.mark.parametrize(("stage", "device"), [(0, "none"), (1, "none"), (2, "cpu"), (3, "none"), (3, "cpu")])
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_the_optimizers_zero_grad_drops_what_was_accumulated(stage: int, device: str, accumulation: int) -> None:
