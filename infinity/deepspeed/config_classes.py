@@ -117,7 +117,9 @@ class DeepSpeedConfig(View):
         values["aio_config"] = aio_of(raw)
         checkpointing = {**CHECKPOINTING_DEFAULTS, **dict(sections["activation_checkpointing"])}
         values["activation_checkpointing_config"] = View(checkpointing)
-        values["bfloat16_config"] = View({**dict(parsed.bf16), "immediate_grad_update": immediate(raw)})
+        checked = section_of(raw, "bf16").get("check_grad_overflow", True)
+        immediately = {"immediate_grad_update": immediate(raw), "check_grad_overflow": checked}
+        values["bfloat16_config"] = View({**dict(parsed.bf16), **immediately})
         log = {f"comms_logger_{name}" if name == "enabled" else name: value for name, value in sections["comms_logger"]}
         values["comms_config"] = View(log | {"enabled": sections["comms_logger"].enabled})
         monitors = {name: sections[name] for name in MONITORS}
@@ -131,7 +133,8 @@ class DeepSpeedConfig(View):
         values |= {"fp16_enabled": parsed.fp16.enabled, "bfloat16_enabled": parsed.bf16.enabled}
         autocast = values.pop("torch_autocast")
         values |= {"torch_autocast_enabled": autocast.enabled, "torch_autocast_dtype": autocast.dtype}
-        values |= {"grad_accum_dtype": parsed.data_types.grad_accum_dtype, "world_size": world_size}
+        values |= {**dict(parsed.data_types), "world_size": world_size}
+        values["keep_in_fp32_modules"] = section_of(raw, "data_types").get("keep_in_fp32_modules", "auto")
         values |= {"global_rank": dist.get_rank() if is_distributed else 0, "_param_dict": config}
         super().__init__(values)
 

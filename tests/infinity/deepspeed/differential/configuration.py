@@ -384,3 +384,14 @@ def other_sections(_directory: Path) -> Any:
         made.activation_checkpointing_config.partition_activations, made.monitor_config.tensorboard.enabled,
         made.aio_config["block_size"] if isinstance(made.aio_config, dict) else made.aio_config.block_size,
     ]  # fmt: skip
+
+
+@cases_over({
+    "nothing": {}, "bf16": {"bf16": {"enabled": True}},
+    "unchecked": {"bf16": {"enabled": True, "check_grad_overflow": False}},
+    "types": {"data_types": {"grad_accum_dtype": "fp32", "buffer_dtype": "fp32", "keep_in_fp32_modules": ["norm"]}},
+})  # fmt: skip
+def dtypes_of_a_configuration(_directory: Path, given: dict[str, Any]) -> Any:
+    made = DeepSpeedConfig(config(2, **given))
+    names = ("param_dtype", "buffer_dtype", "grad_accum_dtype", "keep_in_fp32_modules")
+    return [getattr(made, name) for name in names], made.bfloat16_config.check_grad_overflow
