@@ -1,8 +1,8 @@
 """The textbook's training loop in plain torch, call by call as an engine has them. It knows nothing of infinity.
 
 16-bit weights have fp32 masters, whose gradients add up in fp32 where a step may have several micro-batches; else a
-step's gradient is autograd's. A gradient that is not finite skips a step of fp16. What an engine tells to be lost with
-a backward that failed, the judge has dropped here, too.
+step's gradient is autograd's. A gradient that is not finite skips a step of fp16, and under the name deepspeed those
+that ZeRO skips. What an engine tells to be lost with a backward that failed, the judge has dropped here, too.
 """
 
 from __future__ import annotations
@@ -167,10 +167,10 @@ class Shadow:
         finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
         if not self.clipped:
             self.norm = None
-        if not self.clipped and (self.recipe.clipping > 0 or self.asked or fp16):
+        if not self.clipped and (self.recipe.clipping > 0 or self.asked or self._skips):
             norm = nn.utils.get_total_norm(gradients) / self._unscaled()
             self.norm = float(norm)
-        if fp16 and not finite:
+        if self._skips and not finite:
             self.skipped_steps += 1
         else:
             for gradient in gradients if fp16 else ():
@@ -184,8 +184,15 @@ class Shadow:
         self.global_steps += 1
         if fp16:
             self.scale.update(overflow=not finite)
-        if self.schedule is not None and (finite or not fp16):
+        if self.schedule is not None and (finite or not self._skips):
             self.schedule.step(**scheduled)
+
+    @property
+    def _skips(self) -> bool:
+        """Whether a step with a gradient that is not finite is left out."""
+        setting = self.setting
+        zeros = setting.deepspeed and setting.update != "in_backward" and (setting.stage > 0 or setting.dtype == "bf16")
+        return setting.dtype == "fp16" or zeros
 
     def grad_norm(self) -> float | None:
         self.asked = True
