@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from enum import Enum, IntEnum, StrEnum
 from typing import Any, Final
 
+from infinity.deepspeed.raw_config import zero_of
 from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 
 ZERO_OPTIMIZATION: Final = "zero_optimization"
@@ -39,10 +40,7 @@ class ZeroParamType(Enum):
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:
     """The section ``zero_optimization`` of a raw configuration; a boolean is its old form."""
-    section = param_dict.get(ZERO_OPTIMIZATION, {})
-    if isinstance(section, bool):
-        section = {"stage": int(section)}
-    return DeepSpeedZeroConfig(**section)
+    return DeepSpeedZeroConfig(**zero_of(param_dict))
 
 
 def get_scalar_param(param_dict: Mapping[str, Any], param_name: str, param_default_value: Any) -> Any:

@@ -16,7 +16,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.deepspeed.raw_config import section_of, stage_of
-from infinity.plan.registered import named_parameters, parameters
+from infinity.plan.registered import parameters
 from infinity.weights.owners import owner_of
 
 _log = logging.getLogger(__name__)
@@ -38,7 +38,7 @@ def sections_for(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, Any]:
     """What has to stand in the configuration for the model to train in the dtype that all its weights have; empty
     where ``raw`` names a dtype, where weights are in fp32 or in several, and at stage 0, which has no masters."""
     enabled = any(section_of(raw, name).get("enabled") for name in (*_SECTIONS.values(), "torch_autocast"))
-    dtypes = {param.dtype for _, param in named_parameters(model)}
+    dtypes = {param.dtype for param in parameters(model)}
     if enabled or len(dtypes) != 1 or not stage_of(raw):
         return {}
     dtype = dtypes.pop()

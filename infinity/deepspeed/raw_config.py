@@ -51,7 +51,13 @@ def section_of(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
     return section if isinstance(section, Mapping) else {}
 
 
+def zero_of(raw: Mapping[str, Any]) -> Any:
+    """The section ``zero_optimization``; a boolean in its place is its old form."""
+    zero = raw.get("zero_optimization", {})
+    return {"stage": int(zero)} if isinstance(zero, bool) else zero
+
+
 def stage_of(raw: Mapping[str, Any]) -> Any:
-    """ZeRO's stage, as it is written; a boolean in the section's place is its old form."""
-    zero = raw.get("zero_optimization")
-    return int(zero) if isinstance(zero, bool) else section_of(raw, "zero_optimization").get("stage", 0)
+    """ZeRO's stage, as it is written; 0 where there is no section."""
+    zero = zero_of(raw)
+    return zero.get("stage", 0) if isinstance(zero, Mapping) else 0

@@ -101,6 +101,11 @@ class Observation:
     tolerance: float = 0.0
 
 
+def has_peers() -> bool:
+    """Whether others train with this rank: not in a world of one either, which a script before may have left."""
+    return dist.is_initialized() and dist.get_world_size() > 1
+
+
 class World:
     """The part that both worlds share. ``engines`` are in the order made; ``models`` also those built under Init."""
 
@@ -216,8 +221,7 @@ class PlainWorld(World):
         **changes: Any,
     ) -> Any:
         self.models.append(model)
-        several = dist.is_initialized() and dist.get_world_size() > 1  # a script before may have left a group of one
-        engine = (AveragingEngine if several else PlainEngine)(
+        engine = (AveragingEngine if has_peers() else PlainEngine)(
             model,
             bf16=self.setting.bf16,
             accumulation=accumulation,
@@ -226,7 +230,7 @@ class PlainWorld(World):
             optimizer=optimizer,
             offloaded=self.setting.nvme or self.setting.cpu,
             casts_buffers=not self.setting.dialect,  # DeepSpeed's stay in their dtype
-            **({"each": self.setting.stage >= 2} if several else {}),
+            **({"each": self.setting.stage >= 2} if has_peers() else {}),
         )
         self.engines.append(engine)
         return engine

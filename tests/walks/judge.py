@@ -22,6 +22,7 @@ from infinity.errors import CheckpointError, WorldError
 from tests.fuzz.judged import PEER_TIMEOUT_S, RANKS_TIMEOUT_S
 from tests.support.judge import REMEDIES, Verdict, _difference, _refusal_in
 from tests.support.judged_on_ranks import verdict_of_ranks
+from tests.support.world import has_peers
 from tests.walks.averaging import AveragingShadow
 from tests.walks.diverging import UNEVEN, other, usual
 from tests.walks.driven import Driven
@@ -288,11 +289,6 @@ class Walking:
     def close(self) -> None:
         for pair in self.pairs:
             pair.driven.close()
-
-
-def has_peers() -> bool:
-    """Whether others train with this rank: not in a world of one either, which a walk before may have left."""
-    return dist.is_initialized() and dist.get_world_size() > 1
 
 
 def told_by_all(what: Any) -> list[Any]:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.infinity.deepspeed.differential.case import cases_over, raised
-from tests.infinity.deepspeed.differential.nets import batches, config, stack, start, sums, train
+from tests.infinity.deepspeed.differential.nets import batches, config, stack, start, sums, train, train_on
 
 WARMUP = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.05, "warmup_num_steps": 4, "warmup_type": "linear"}}
 BF16 = {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}
@@ -95,13 +95,8 @@ class Choice(nn.Module):
 def each_rank_uses_another_head(_directory: Path, stage: int) -> Any:
     torch.manual_seed(3)
     engine = start(Choice(), config(stage))
-    losses = []
-    for x, y in batches(4):
-        loss = engine(x, y, deepspeed.comm.get_rank() == 0)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return losses, sums(engine)
+    left = deepspeed.comm.get_rank() == 0
+    return train_on(engine, [(x, y, left) for x, y in batches(4)]), sums(engine)
 
 
 @cases_over(ALL)
@@ -412,17 +407,9 @@ def zeroed_before_each_backward(_directory: Path, given: tuple[int, str]) -> Any
 def saved_within_accumulation(directory: Path, stage: int) -> Any:
     engine = _engine(stage, accumulation=2)
     pairs = batches(8)
-    for x, y in pairs[:3]:
-        engine.backward(engine(x, y))
-        engine.step()
+    train_on(engine, pairs[:3])
     saved = raised(lambda: engine.save_checkpoint(str(directory), tag="t"))
-    losses = []
-    for x, y in pairs[3:6]:
-        loss = engine(x, y)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
-    return saved, losses, counts(engine)
+    return saved, train_on(engine, pairs[3:6]), counts(engine)
 
 
 @cases_over(ALL)
@@ -445,10 +432,7 @@ def no_sync_around_a_micro_batch(_directory: Path, stage: int) -> Any:
             engine.backward(loss)
         engine.step()
         losses.append(loss.item())
-        loss = engine(*last)
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+        losses += train_on(engine, [last])
     return losses, counts(engine)
 
 
