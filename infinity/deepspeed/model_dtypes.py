@@ -16,6 +16,7 @@ from torch import nn
 
 from infinity.config import Config
 from infinity.deepspeed.raw_config import section_of, stage_of
+from infinity.plan.precision import dtype_beside
 from infinity.plan.registered import parameters
 from infinity.weights.owners import owner_of
 
@@ -35,15 +36,17 @@ def cast(model: nn.Module, raw: Mapping[str, Any]) -> None:
 
 
 def sections_for(model: nn.Module, raw: Mapping[str, Any]) -> dict[str, Any]:
-    """What has to stand in the configuration for the model to train in the dtype that all its weights have; empty
-    where ``raw`` names a dtype, where weights are in fp32 or in several, and at stage 0, which has no masters."""
+    """What has to stand in the configuration for the model to train in the dtype that its weights have; empty where
+    ``raw`` names a dtype, where those that learn are in fp32 or in several, where others would be cast, and at stage 0,
+    which has no masters."""
     enabled = any(section_of(raw, name).get("enabled") for name in (*_SECTIONS.values(), "torch_autocast"))
-    dtypes = {param.dtype for param in parameters(model)}
-    if enabled or len(dtypes) != 1 or not stage_of(raw):
+    weights = {(param.dtype, param.requires_grad) for param in parameters(model)}
+    trained = {dtype for dtype, trains in weights if trains} or {dtype for dtype, _ in weights}
+    if enabled or len(trained) != 1 or not stage_of(raw):
         return {}
-    dtype = dtypes.pop()
+    dtype = trained.pop()
     name = _SECTIONS.get(dtype)
-    if name is None:
+    if name is None or any(dtype_beside(dtype, own, trainable=trains) is not own for own, trains in weights):
         return {}
     _log.info("weights are %s and the configuration names no dtype: they train so, over fp32 masters", dtype)
     return {

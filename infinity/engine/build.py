@@ -60,7 +60,10 @@ def build_engine(
         precision = replace(Precision.of(config), keeps_gradients=False)
     else:
         precision = Precision.of(config, optimizer.rule.states, unsigned=optimizer.rule.unsigned_kinds)
-    came_in_fp32 = all(_came_in_fp32(param) for param in layout.params)
+    dtypes = layout.dtypes()
+    came_in_fp32 = all(
+        _came_in_fp32(param) for index, param in enumerate(layout.params) if dtypes[index] is precision.weight
+    )
     sharded = ShardedModel(
         layout,
         config=config,

@@ -30,22 +30,20 @@ def kind_names(precision: Precision) -> dict[ObjectKind, str]:
 def described_params(runtime: Runtime) -> dict[str, TensorEntry]:
     """Name -> entry, in the order of the engine's parameters. Raises WeightsError for one that is not the engine's."""
     runtime.structure.check_owned("a checkpoint")
-    precision, names = runtime.sharded.precision, kind_names(runtime.sharded.precision)
+    names = kind_names(runtime.sharded.precision)
     all_names: dict[int, list[str]] = {}
     for name, user_param in named_parameters(runtime.module, remove_duplicate=False):
         all_names.setdefault(id(user_param), []).append(name)
-    trainable = {
-        p.param: placement.trainable for placement in runtime.sharded.layout.placements for p in placement.params
-    }
     found = {}
     for param in runtime.sharded.params:
-        dtypes = precision.dtypes(trainable=trainable[param.index])
+        placement = runtime.sharded.group_of[param.index].placement
+        dtypes = runtime.sharded.dtypes_of(placement.index)
         found[param.name] = TensorEntry(
             name=param.name,
             aliases=tuple(name for name in all_names.get(id(param.param), ()) if name != param.name),
             shape=tuple(param.shape),
             order=tuple(param.order),
-            trainable=trainable[param.index],
+            trainable=placement.trainable,
             kinds={names[kind]: dtype_name(dtypes[kind]) for kind in runtime.io.lasting(param.index)},
         )
     return found

@@ -67,8 +67,8 @@ def full_master_state_dict(runtime: Runtime) -> dict[str, torch.Tensor]:
 
 def _gathered(runtime: Runtime, kind: ObjectKind, groups: Iterable[ParamGroup]) -> Iterator[tuple[int, torch.Tensor]]:
     """The id of every parameter of ``groups``, and its contents of the kind as the parameter lies."""
-    dtype = runtime.sharded.precision.dtype(kind)
     for group in groups:
+        dtype = group.dtype if kind is ObjectKind.WEIGHT else runtime.sharded.precision.dtype(kind)
         home = runtime.sharded.precision.home(trainable=group.placement.trainable)
         runtime.sharded.refuse_away((home if kind is ObjectKind.WEIGHT else kind).mask)
         flats = group.gather(kind, dtype)

@@ -3,16 +3,18 @@
 A group is the largest module subtree that holds at most ``numel_max`` elements; elements of a ModuleList stay apart,
 since a list is never called. A leaf, see ``leaves``, is one group whatever it holds. Parameters not above the
 persistence threshold, and those of PEFT's encoders of prompts, form groups of their own, which stay unsharded;
-trainable and frozen parameters never share a group, so that frozen ones carry no optimizer state.
+trainable and frozen parameters never share a group, so that frozen ones carry no optimizer state, and neither do
+weights of two dtypes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Final
 
+import torch
 from torch import nn
 
 from infinity.plan.leaves import is_leaf, lay_out
@@ -30,6 +32,8 @@ class GroupMembers:
     """The module whose call uses the group; None for persistent groups."""
     trainable: bool
     persistent: bool
+    dtype: torch.dtype
+    """What the weights are once they are an engine's."""
 
 
 def group_params(
@@ -39,6 +43,7 @@ def group_params(
     persistent_numel_max: int | None,
     persistent_total_max: int | None = None,
     bucket_numel: int | None = None,
+    dtype_of: Callable[[nn.Parameter], torch.dtype] = lambda param: param.dtype,
 ) -> list[GroupMembers]:
     """Every parameter of the model in exactly one group; a shared one belongs to the module that comes first.
 
@@ -47,14 +52,18 @@ def group_params(
         persistent_numel_max: of a persistent parameter; None = all are.
         persistent_total_max: bounds all persistent parameters together: what comes first and still fits is one.
         bucket_numel: of a group of persistent parameters, if it is more than one; these are reduced together.
+        dtype_of: what a parameter's weight is once it is an engine's.
     """
     seen: set[int] = set()
     names = {id(param): name for name, param in named_parameters(model)}
     persistent = _persistent(model, persistent_numel_max, persistent_total_max)
     seen.update(id(p) for p in persistent)
-    groups = [g for anchor, params in _subtrees(model, numel_max, seen) for g in _by_training(params, anchor, names)]
+    subtrees = _subtrees(model, numel_max, seen)
+    groups = [group for anchor, params in subtrees for group in _alike(params, anchor, names, dtype_of)]
     lay_out(model)
-    buckets = [g for bucket in _buckets(persistent, bucket_numel) for g in _by_training(bucket, None, names)]
+    buckets = [
+        group for bucket in _buckets(persistent, bucket_numel) for group in _alike(bucket, None, names, dtype_of)
+    ]
     return [*buckets, *_with_choosers(model, groups)]
 
 
@@ -114,19 +123,25 @@ def _with_choosers(model: nn.Module, groups: Sequence[GroupMembers]) -> Iterator
         yield replace(group, name=f"{group.name}, called by {chooser}") if chooser else group
 
 
-def _by_training(
-    params: list[nn.Parameter], anchor: nn.Module | None, names: Mapping[int, str]
+def _alike(
+    params: list[nn.Parameter],
+    anchor: nn.Module | None,
+    names: Mapping[int, str],
+    dtype_of: Callable[[nn.Parameter], torch.dtype],
 ) -> Iterator[GroupMembers]:
-    for trainable in (True, False):
-        members = tuple(p for p in params if p.requires_grad is trainable)
-        if members:
-            yield GroupMembers(
-                params=members,
-                name=common_name([names[id(param)] for param in members]),
-                anchor=anchor,
-                trainable=trainable,
-                persistent=anchor is None,
-            )
+    """``params`` parted by what they are to an engine, trainable ones first."""
+    parts: dict[tuple[bool, torch.dtype], list[nn.Parameter]] = {}
+    for param in sorted(params, key=lambda param: not param.requires_grad):
+        parts.setdefault((param.requires_grad, dtype_of(param)), []).append(param)
+    for (trainable, dtype), members in parts.items():
+        yield GroupMembers(
+            params=tuple(members),
+            name=common_name([names[id(param)] for param in members]),
+            anchor=anchor,
+            trainable=trainable,
+            persistent=anchor is None,
+            dtype=dtype,
+        )
 
 
 def _subtrees(module: nn.Module, numel_max: int, seen: set[int]) -> Iterator[tuple[nn.Module, list[nn.Parameter]]]:

@@ -14,7 +14,7 @@ from typing import Final
 from infinity.errors import BudgetError
 from infinity.plan.device_share import DeviceShare
 from infinity.plan.sharding import NORM_BLOCK
-from io_daemon.shared.protocol import PAGE_BYTES, align_up
+from io_daemon.shared.protocol import PAGE_BYTES, ObjectKind, align_up
 
 DEMAND_SETS_MIN: Final = 2
 """Frame sets of one update that must fit: the one in use, and one on its way in or out."""
@@ -76,6 +76,8 @@ class StateShape:
     """Kinds that only other groups have."""
     ratio: float = 1.0
     """The part of the trained elements whose kinds of ``trained_mask`` are here; the others' are on the device."""
+    group_weight_bytes: Sequence[int] = ()
+    """Bytes per element of each group's weights, where they are not alike in all."""
 
     def device_share(self) -> DeviceShare:
         numels = zip(self.group_shard_numels, self.group_trainable, strict=True)
@@ -84,6 +86,17 @@ class StateShape:
     def kinds(self, group: int) -> list[int]:
         others = self.frozen_mask if self.group_trainable[group] else self.trained_mask
         return [k for k in self.itemsizes if not others >> k & 1]
+
+    def itemsize(self, group: int, kind: int) -> float:
+        """Bytes per element of a kind that the group has."""
+        is_own = kind == ObjectKind.WEIGHT and self.group_weight_bytes
+        return self.group_weight_bytes[group] if is_own else self.itemsizes[kind]
+
+    @property
+    def frame_itemsize(self) -> float:
+        """Bytes per element of a frame: of the narrowest kind that any group has."""
+        own = self.group_weight_bytes if ObjectKind.WEIGHT in self.itemsizes else ()
+        return min((*own, *self.itemsizes.values()))
 
 
 def plan_memory(
@@ -141,15 +154,14 @@ def plan_memory(
 
 
 def _plan_for_chunk(shape: StateShape, chunk_numel: int, budget_bytes: int | None, local_world_size: int) -> MemoryPlan:
-    itemsize = min(shape.itemsizes.values())
-    frame_bytes = align_up(int(chunk_numel * itemsize), PAGE_BYTES)
+    frame_bytes = align_up(int(chunk_numel * shape.frame_itemsize), PAGE_BYTES)
     pinned_frames = streamed_frames = swap_bytes = num_chunks = 0
     demand_frames = 0
     share = shape.device_share()
     for group, shard_numel in enumerate(shape.group_shard_numels):
         for numel, count, kinds in _chunk_sizes(shape, group, shard_numel, chunk_numel, share):
             num_chunks += count
-            needs = {k: align_up(int(numel * shape.itemsizes[k]), PAGE_BYTES) for k in kinds}
+            needs = {k: align_up(int(numel * shape.itemsize(group, k)), PAGE_BYTES) for k in kinds}
             frames = {k: -(-needs[k] // frame_bytes) for k in kinds}
             demand_frames = max(demand_frames, sum(n for k, n in frames.items() if not shape.pinned_mask >> k & 1))
             for kind in kinds:

@@ -22,10 +22,16 @@ STATES_MASK: Final = 0xFF & ~ObjectKind.WEIGHT.mask
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+def dtype_beside(weight: torch.dtype, dtype: torch.dtype, *, trainable: bool) -> torch.dtype:
+    """What a weight that comes in ``dtype`` is where weights are to be in ``weight``. A frozen one that is narrower, or
+    of bytes, stays as it came: fp32 has its every value, so that nothing is lost on any way through it."""
+    return dtype if not trainable and dtype.itemsize < weight.itemsize else weight
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Precision:
     weight: torch.dtype
-    """The dtype of the module's parameters, and of forward and backward."""
+    """The dtype of the module's parameters, and of forward and backward; of frozen ones see ``dtype_beside``."""
     reduce: torch.dtype
     """The dtype of the gradients' reduction."""
     gradient: torch.dtype
@@ -94,11 +100,15 @@ class Precision:
             narrows=narrows_of(config.io_daemon.moments, states or {}, unsigned),
         )
 
-    def dtypes(self, *, trainable: bool) -> dict[int, torch.dtype]:
-        """dtype by object kind of a chunk whose parameters are trainable, or frozen."""
+    def dtypes(self, *, trainable: bool, weight: torch.dtype | None = None) -> dict[int, torch.dtype]:
+        """dtype by object kind of a chunk whose parameters are trainable, or frozen.
+
+        Args:
+            weight: of weights that stay in a dtype of their own.
+        """
         kinds: dict[int, torch.dtype] = {}
         if self.keeps_weights or not trainable:
-            kinds[ObjectKind.WEIGHT] = self.weight
+            kinds[ObjectKind.WEIGHT] = weight or self.weight
         if trainable:
             if self.keeps_gradients:
                 kinds[ObjectKind.GRAD] = self.gradient
@@ -107,9 +117,9 @@ class Precision:
             kinds.update(zip(STATE_KINDS, self.states.values(), strict=False))
         return kinds
 
-    def stored_bytes(self, *, trainable: bool) -> dict[int, float]:
+    def stored_bytes(self, dtypes: Mapping[int, torch.dtype]) -> dict[int, float]:
         """Bytes of an element that the store has of each of ``dtypes``: the rest of a master is of 16 bits."""
-        found: dict[int, float] = {kind: d.itemsize for kind, d in self.dtypes(trainable=trainable).items()}
+        found: dict[int, float] = {kind: dtype.itemsize for kind, dtype in dtypes.items()}
         if self.markers is not None and ObjectKind.MASTER in found:
             found[ObjectKind.MASTER] = REST.itemsize
         return found | {kind: form.bytes_per_value for kind, form in self.narrows.items() if kind in found}

@@ -206,6 +206,7 @@ class Collectives:
         if self._peers is None:
             output.copy_(shard)
             return
+        output, shard = _carried(output), _carried(shard)
         with _in_words("gather weights", self._peers):
             match self._gathering:
                 case Gathering.ALL_GATHER:
@@ -295,7 +296,7 @@ class Collectives:
             self.agree(what)
             group = self._peers.control if tensor.device.type == "cpu" else self._peers.data
             with _in_words(what, self._peers), self.log.timed("broadcast", tensor.nbytes, what):
-                dist.broadcast(tensor, group_src=source, group=group)
+                dist.broadcast(_carried(tensor), group_src=source, group=group)
 
     def broadcast_object(self, value: object, what: str) -> Any:
         """``value`` of rank 0."""
@@ -359,6 +360,11 @@ class _ReducingInWords:
 
 _Words = tuple[str, str, str]
 """What a rank is about to do, of which user of the ranks, of whom all may have the same words, and why it cannot."""
+
+
+def _carried(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes where they are values of 8 bits, whose dtypes not every backend knows."""
+    return tensor.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor
 
 
 def _agree(peers: Peers, told: _Words, timeout_s: float) -> None:

@@ -13,6 +13,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from infinity.errors import ConfigError
+from infinity.files.entry import is_shell
+from infinity.plan.precision import dtype_beside
 from infinity.plan.registered import modules, named_buffers, named_modules, named_parameters
 from infinity.weights.owners import Owner, owner_of, users_class
 from infinity.weights.promises import check_promise
@@ -24,11 +26,12 @@ _WRAPPERS: Final = (
 """Classes of modules that train what they wrap in their own way."""
 
 
-def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
+def admit(model: nn.Module, weight_dtype: torch.dtype, *, trains: bool = True) -> None:
     """Raises ConfigError for the first parameter or module that cannot be sharded.
 
     Args:
         weight_dtype: what the config has weights be: fp32 as they are, or a 16-bit dtype that fp32 weights are cast to.
+        trains: false where every parameter is as good as frozen.
     """
     named = list(named_parameters(model))
     if not named:
@@ -45,7 +48,7 @@ def admit(model: nn.Module, weight_dtype: torch.dtype) -> None:
                 raise ConfigError(f"model.{name}".rstrip("."), kind.__name__, remedy)
     for name, param in named:
         _admit_param(name, param)
-    _admit_dtypes(named, weight_dtype)
+    _admit_dtypes([each for each in named if not _stays(each[1], weight_dtype, trains=trains)], weight_dtype)
     _part_spectral_norms(model)
     _admit_memory(model, [(name, param) for name, param in named if owner_of(param) is None])
 
@@ -100,12 +103,16 @@ def admit_kind(key: str, param: nn.Parameter) -> None:
 
 def _admit_param(name: str, param: nn.Parameter) -> None:
     key = f"model.{name}"
+    kind = users_class(param)
+    if kind is not nn.Parameter and not param.is_floating_point() and not param.is_complex():
+        raise ConfigError(key, f"{kind.__name__} of {param.dtype}", "a base in 4 or 8 bits: load it in bf16")
     admit_kind(key, param)
     if param.is_complex():
         remedy = "only real parameters are sharded: register torch.view_as_real() of it"
         raise ConfigError(key, str(param.dtype), f"{remedy}, and take torch.view_as_complex() of that in forward")
-    if not param.is_floating_point():
-        remedy = "only floating-point parameters are sharded: load a quantised base in bf16, or use register_buffer()"
+    packs = is_shell(param.dtype) or param.is_quantized or str(param.dtype).startswith("torch.float4")
+    if packs or not (param.is_floating_point() or param.itemsize == 1):
+        remedy = "only floating-point parameters, and frozen bytes, are sharded: use register_buffer()"
         raise ConfigError(key, str(param.dtype), remedy)
     if owner_of(param) is None and param.requires_grad and not param.is_leaf:
         raise ConfigError(key, "not a leaf", "it has a history: register nn.Parameter(value.detach())")
@@ -134,6 +141,11 @@ def _admit_lasting(named: Sequence[tuple[str, nn.Parameter]], model: nn.Module) 
                 "its module makes another parameter of it each time that parameters are listed (as LoRA by PEFT does "
                 "over nn.MultiheadAttention): leave that module out of target_modules, or build attention of nn.Linear",
             )
+
+
+def _stays(param: nn.Parameter, weight_dtype: torch.dtype, *, trains: bool) -> bool:
+    """Whether it keeps a dtype of its own."""
+    return dtype_beside(weight_dtype, param.dtype, trainable=trains and param.requires_grad) is not weight_dtype
 
 
 def _admit_dtypes(named: Iterable[tuple[str, nn.Parameter]], weight_dtype: torch.dtype) -> None:

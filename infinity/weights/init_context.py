@@ -41,7 +41,8 @@ class Init:
         config_dict_or_path: the same configuration that ``initialize`` gets; a trainer may fill in "auto" later.
             Without one, shards stay in memory.
         module: a module that is built already: its parameters are staged at once, and there is no need for ``with``.
-        dtype: what floating-point parameters are made in, or cast to; by default what their constructors say.
+        dtype: what floating-point parameters are made in, or cast to, those of 8 bits aside; by default what their
+            constructors say.
         enabled: false makes this nothing.
         config: the dialect's old name of ``config_dict_or_path``.
         process_group: the ranks that share the model; by default all, whom this starts torch.distributed for where
@@ -152,7 +153,7 @@ class Init:
         if self._area is None:
             raise AssertionError("registered outside the context")
         dtype = self._dtype_of(param)
-        if dtype is not None and dtype is not param.dtype and param.is_floating_point():
+        if dtype is not None and dtype is not param.dtype and param.is_floating_point() and param.itemsize > 1:
             self._area.casts_weights |= param.dtype is torch.float32
             param.data = param.data.to(dtype)
         self._area.adopt(param, key)

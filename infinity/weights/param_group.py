@@ -118,7 +118,7 @@ class ParamGroup:
         self._under_way = under_way if under_way is not None else UnderWay()
         self._reductions = collectives if reductions is None else reductions
         self._all_reduces = all_reduces
-        self._dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
+        self.dtype, self._reduce_dtype, self._home = dtype, reduce_dtype, home
         self._updated_in_place = updated_in_place
         self._pool = pool if pool is not None else MemoryPool(0, params[0].device)
         self._remade = remade
@@ -174,7 +174,7 @@ class ParamGroup:
                     # what is computed now may read memory that was there before
                     with self._copies.issue(after_current=any(param.has_memory for param in self.params)):
                         flats = {param.index: param.allocate() for param in self.params}
-                    self._gather_into(flats, self._home, self._dtype, gives_up=gives_up)
+                    self._gather_into(flats, self._home, self.dtype, gives_up=gives_up)
         except BaseException:  # whoever comes next begins anew, be the weights to stay or not
             with suppress(WorldError):  # the first error says what is wrong
                 if self.state is not ShardedState.SHARDED:
@@ -198,7 +198,7 @@ class ParamGroup:
     def _views_of(self, chunk: ChunkPlacement, params: Mapping[int, ShardedParam]) -> Views:
         """What gives a chunk's weights within the parameters, with something in between where there is padding."""
         parts = [(params[segment.param], segment) for segment in chunk.segments]
-        numel, dtype, device = chunk.numel, self._dtype, self.params[0].device
+        numel, dtype, device = chunk.numel, self.dtype, self.params[0].device
 
         def views() -> list[torch.Tensor]:
             found, done = [], 0
@@ -272,7 +272,7 @@ class ParamGroup:
                     shard[param.offset : param.offset + valid].copy_(flats[param.param][start : start + valid])
 
         try:
-            self._exchange(flats, fill, "weight", self._dtype)
+            self._exchange(flats, fill, "weight", self.dtype)
         finally:
             self._copies.join(flats.values())
 

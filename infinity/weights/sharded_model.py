@@ -21,7 +21,7 @@ from infinity.files.pieces import pieces
 from infinity.plan.grouping import GroupMembers, group_params
 from infinity.plan.leaves import is_leaf
 from infinity.plan.memory_plan import DEVICE_LARGE_NUMEL, LARGE_NUMEL, MemoryPlan, StateShape, plan_memory
-from infinity.plan.precision import FP32, STATES_MASK, Precision, Tiers
+from infinity.plan.precision import FP32, STATES_MASK, Precision, Tiers, dtype_beside
 from infinity.plan.registered import modules, named_parameters, parameters
 from infinity.plan.sharding import NORM_BLOCK, ChunkPlacement, GroupPlacement, Segment, cut_chunks, place_group
 from infinity.plan.stage import Reduction, StagePolicy
@@ -82,8 +82,8 @@ class Layout:
         """``trains``: false of an engine without an optimizer. To it every parameter is as good as frozen, but for
         those that it would keep in 16 bits and that may be trained later: of these it has masters, too."""
         zero = config.zero_optimization
-        policy = StagePolicy.of(config)
-        admit(model, Precision.of(config).weight)
+        policy, precision = StagePolicy.of(config), Precision.of(config)
+        admit(model, precision.weight, trains=trains)
         named = list(named_parameters(model))
         index_of = {id(param): index for index, (_, param) in enumerate(named)}
         members = group_params(
@@ -92,10 +92,14 @@ class Layout:
             persistent_numel_max=zero.stage3_param_persistence_threshold if policy.shards_weights else None,
             persistent_total_max=zero.stage3_model_persistence_threshold if policy.shards_weights else None,
             bucket_numel=zero.reduce_bucket_size,
+            dtype_of=lambda p: dtype_beside(precision.weight, p.dtype, trainable=trains and p.requires_grad),
         )
         if not trains:
-            rounds = Precision.of(config).master and any(param.dtype is FP32 for param in parameters(model))
-            members = [replace(group, trainable=group.trainable and rounds) for group in members]
+            rounds = precision.master and any(param.dtype is FP32 for param in parameters(model))
+            members = [
+                replace(group, trainable=group.trainable and rounds and group.dtype is precision.weight)
+                for group in members
+            ]
         placements = [
             place_group(
                 number,
@@ -125,6 +129,11 @@ class Layout:
             for p in placement.params
         ]
 
+    def dtypes(self) -> dict[int, torch.dtype]:
+        """What each parameter's weight is here, by its index."""
+        pairs = zip(self.members, self.placements, strict=True)
+        return {param.param: members.dtype for members, placement in pairs for param in placement.params}
+
     @property
     def gradients_numel(self) -> int:
         """Elements of this rank's gradients."""
@@ -148,10 +157,11 @@ class Layout:
         return num_bytes <= kept * precision.weight.itemsize
 
     def state_shape(self, precision: Precision, tiers: Tiers) -> StateShape:
-        stored = precision.stored_bytes(trainable=True) | precision.stored_bytes(trainable=False)
+        stored = precision.stored_bytes(precision.dtypes(trainable=True) | precision.dtypes(trainable=False))
         return StateShape(
             group_shard_numels=[placement.shard_numel for placement in self.placements],
             group_trainable=[placement.trainable for placement in self.placements],
+            group_weight_bytes=[members.dtype.itemsize for members in self.members],
             itemsizes={k: size for k, size in stored.items() if tiers.host_mask >> k & 1},
             trained_mask=~ObjectKind.WEIGHT.mask,
             frozen_mask=0 if precision.keeps_weights else ObjectKind.WEIGHT.mask,
@@ -279,8 +289,9 @@ class ShardedModel:
         """Parameters whose weights are on the device now, by the identity of their storage."""
         self.left_behind: dict[int, ShardedParam] = {}
         """... and those whose weights have left a memory that somebody has still."""
+        dtypes = layout.dtypes()
         self.params = [
-            ShardedParam(index, name, param, precision.weight, device, self.resident, self.pool, self.left_behind)
+            ShardedParam(index, name, param, dtypes[index], device, self.resident, self.pool, self.left_behind)
             for index, (name, param) in enumerate(zip(layout.names, layout.params, strict=True))
         ]
         self.groups = self._build_groups()
@@ -312,7 +323,7 @@ class ShardedModel:
         """Write weights and master weights, and take each parameter's own memory away as it is done."""
         for group in self.groups:
             for chunk_id, chunk in group.chunks:
-                self._write_chunk(chunk_id, chunk, values_of, trainable=group.placement.trainable)
+                self._write_chunk(chunk_id, chunk, values_of)
             for param in group.params:
                 gradient = access.take_gradient(param.param)
                 if gradient is not None and group.placement.trainable:
@@ -358,7 +369,7 @@ class ShardedModel:
         leave holes. What nobody touches is address space."""
         num_bytes = 0
         for mask, chunk in zip(masks, self.chunks, strict=True):
-            sizes = self.precision.stored_bytes(trainable=self._is_trained(chunk))
+            sizes = self.precision.stored_bytes(self.dtypes_of(chunk.group))
             num_bytes += int(chunk.numel * sum(size for kind, size in sizes.items() if mask >> kind & 1))
         return num_bytes * 5 // 4 + len(self.chunks) * ALIGNMENT_BYTES
 
@@ -413,7 +424,12 @@ class ShardedModel:
         return kinds & self._device_mask & ~self.device_store.away
 
     def _chunk_layout(self, chunk: ChunkPlacement) -> ChunkLayout:
-        return ChunkLayout(numel=chunk.numel, dtypes=self.precision.dtypes(trainable=self._is_trained(chunk)))
+        return ChunkLayout(numel=chunk.numel, dtypes=self.dtypes_of(chunk.group))
+
+    def dtypes_of(self, group: int) -> dict[int, torch.dtype]:
+        """dtype by object kind of what the group of that index has."""
+        trainable, weight = self.layout.placements[group].trainable, self.layout.members[group].dtype
+        return self.precision.dtypes(trainable=trainable, weight=weight)
 
     def _is_trained(self, chunk: ChunkPlacement) -> bool:
         return self.layout.placements[chunk.group].trainable
@@ -421,14 +437,18 @@ class ShardedModel:
     def _build_groups(self) -> list[ParamGroup]:
         streamed = self.plan.num_frames - self.plan.pinned_frames if self.plan else len(self.chunks) * LEASE_SHARE
         due_frames = self.plan.demand_frames if self.plan else 1
-        master_frames = -(-FP32.itemsize // self.precision.weight.itemsize)
+        weight_bytes = self.precision.weight.itemsize
+        frame_itemsize = self.plan.frame_bytes // self.plan.chunk_numel if self.plan else weight_bytes
+
+        def frames_in(chunk: int, kind: ObjectKind) -> int:
+            return -(-self.dtypes_of(self.chunks[chunk].group)[kind].itemsize // frame_itemsize)
 
         def frames_of(chunk: int) -> int:
             if self.store.is_due(chunk):
                 return due_frames
-            if self.precision.home(trainable=self._is_trained(self.chunks[chunk])) is ObjectKind.MASTER:
-                return master_frames
-            return 1 + master_frames if self._makes_weights(chunk) else 1
+            home = self.precision.home(trainable=self._is_trained(self.chunks[chunk]))
+            beside = frames_in(chunk, ObjectKind.MASTER) if self._makes_weights(chunk) else 0
+            return frames_in(chunk, home) + beside
 
         allowance = LeaseAllowance(max(0, min(streamed // LEASE_SHARE, LEASES_AHEAD_MAX)), frames_of)
         chunks_of: list[list[tuple[int, ChunkPlacement]]] = [[] for _ in self.layout.placements]
@@ -446,7 +466,7 @@ class ShardedModel:
                 allowance=allowance,
                 copies=self.copies,
                 under_way=self.under_way,
-                dtype=self.precision.weight,
+                dtype=members.dtype,
                 reduce_dtype=self.precision.reduce,
                 home=self.precision.home(trainable=placement.trainable),
                 updated_in_place=placement.trainable and self.precision.rounds_in_place,
@@ -459,8 +479,8 @@ class ShardedModel:
             for placement, members in zip(self.layout.placements, self.layout.members, strict=True)
         ]
 
-    def _write_chunk(self, chunk_id: int, chunk: ChunkPlacement, values_of: ValuesOf, *, trainable: bool) -> None:
-        has = self.precision.dtypes(trainable=trainable)
+    def _write_chunk(self, chunk_id: int, chunk: ChunkPlacement, values_of: ValuesOf) -> None:
+        has = self.dtypes_of(chunk.group)
         kinds = [kind for kind in (ObjectKind.WEIGHT, ObjectKind.MASTER) if kind in has]
         mask = sum(kind.mask for kind in kinds)
         with leased(self.store, chunk_id, write=mask) as lease:

@@ -40,14 +40,12 @@ class StateIO:
         self._refuse_away = sharded.refuse_away
         self._num_ahead = sharded.chunks_ahead
         self._collectives, self._chunks = sharded.sharers, sharded.chunks
-        self._weight_dtype = sharded.precision.weight
         self._segments: dict[int, list[tuple[int, Segment]]] = {param.index: [] for param in sharded.params}
         for chunk_id, chunk in enumerate(sharded.chunks):
             for segment in chunk.segments:
                 self._segments[segment.param].append((chunk_id, segment))
         self._placements = {p.param: p for placement in sharded.layout.placements for p in placement.params}
-        dtypes = {trainable: sharded.precision.dtypes(trainable=trainable) for trainable in (True, False)}
-        self._dtypes = {p.param: dtypes[group.trainable] for group in sharded.layout.placements for p in group.params}
+        self._dtypes = {p.param: sharded.dtypes_of(g.index) for g in sharded.layout.placements for p in g.params}
 
     def has(self, param: ShardedParam, kind: int) -> bool:
         """Whether the parameter has state of that kind: a frozen one has weights only."""
@@ -140,7 +138,7 @@ class StateIO:
     ) -> torch.Tensor:
         """Elements [first, first + numel) of this rank's part in the kind's own dtype; of a model on the meta device
         there."""
-        dtype = self._weight_dtype if kind is ObjectKind.WEIGHT else self._dtypes[param.index][kind]
+        dtype = param.dtype if kind is ObjectKind.WEIGHT else self._dtypes[param.index][kind]
         values = torch.empty(numel, dtype=dtype, device=param.device if param.device.type == "meta" else device)
         kind = self._stored(param.index, kind)
         self._refuse_away(kind.mask)

@@ -9,7 +9,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.odd.nets import ROWS, WIDTH, Block, Net, square, trains
-from tests.support.cases import DEFAULT, EACH, EACH_BF16, GROUPED, GROUPED_BF16, STAGE_2, STAGE_2_BF16, Case, Cases
+from tests.support.cases import (
+    DEFAULT,
+    EACH,
+    EACH_BF16,
+    GROUPED,
+    GROUPED_BF16,
+    NVME,
+    SETTINGS,
+    STAGE_2,
+    STAGE_2_BF16,
+    Case,
+    Cases,
+)
 
 cases = Cases(__name__)
 
@@ -109,6 +121,21 @@ def fp16_adapters_and_a_head_over_a_frozen_bf16_base(world: Any) -> None:
     trains(world, Adapted(torch.float16))
 
 
+@cases(settings=(EACH, GROUPED, DEFAULT, NVME, STAGE_2), must="equal")
+def a_frozen_bf16_layer_and_a_frozen_fp16_one_between_layers_in_fp32(world: Any) -> None:
+    class Towers(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seeing, self.reading = Mixed(torch.bfloat16), Mixed(torch.float16)
+            for tower in (self.seeing, self.reading):
+                tower.middle.requires_grad_(False)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            return self.reading(self.seeing(x))
+
+    trains(world, Towers())
+
+
 @cases
 def a_complex_parameter(world: Any) -> None:
     class Spectral(nn.Module):
@@ -123,7 +150,7 @@ def a_complex_parameter(world: Any) -> None:
     trains(world, Spectral())
 
 
-@cases
+@cases(settings=(*SETTINGS, NVME), must="equal")
 def an_int8_frozen_parameter(world: Any) -> None:
     class Quantised(nn.Module):
         def __init__(self) -> None:
@@ -138,7 +165,7 @@ def an_int8_frozen_parameter(world: Any) -> None:
     trains(world, Quantised())
 
 
-@cases
+@cases(settings=(*SETTINGS, NVME), must="equal")
 def a_bool_frozen_parameter(world: Any) -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
@@ -152,7 +179,7 @@ def a_bool_frozen_parameter(world: Any) -> None:
     trains(world, Masked())
 
 
-@cases
+@cases(settings=(*SETTINGS, NVME), must="equal")
 def a_float8_frozen_parameter(world: Any) -> None:
     class Eighth(nn.Module):
         def __init__(self) -> None:

@@ -43,8 +43,9 @@ SCRIPTS: dict[str, str] = {
     "Experts of single ranks": "model[1].weight.allreduce = False\nstart()",
     "Apex": 'start(amp={"enabled": True, "opt_level": "O1"})',
     "A base in 4 or 8 bits": (
+        'Params4bit = type("Params4bit", (nn.Parameter,), {})  # as of bitsandbytes\n'
         "model.base = nn.Module()\n"
-        "model.base.weight = nn.Parameter(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False)\n"
+        "model.base.weight = Params4bit(torch.zeros(8, 8, dtype=torch.uint8), requires_grad=False)\n"
         "start()"
     ),
     "Autotuning": 'start(autotuning={"enabled": True})',

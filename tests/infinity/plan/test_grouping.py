@@ -49,6 +49,20 @@ def test_elements_of_a_list_stay_apart() -> None:
     assert anchors == [model.embedding, *model.blocks]
 
 
+def test_weights_of_two_dtypes_are_apart_and_those_of_one_together() -> None:
+    model = Model().requires_grad_(False)
+    for block in model.blocks:
+        block.get_submodule("up").bfloat16()
+    for persistent_numel in (0, None):
+        groups = group_params(model, numel_max=10**9, persistent_numel_max=persistent_numel)
+        assert [{param.dtype for param in group.params} for group in groups] == [{group.dtype} for group in groups]
+        as_one = group_params(
+            model, numel_max=10**9, persistent_numel_max=persistent_numel, dtype_of=lambda _: torch.float16
+        )
+        assert {group.dtype for group in as_one} == {torch.float16}
+        assert len(as_one) < len(groups)
+
+
 def test_subtrees_above_the_limit_are_opened() -> None:
     model = Model()
     groups = group_params(model, numel_max=300, persistent_numel_max=0)

@@ -29,6 +29,7 @@ BF16: Mapping[int, int] = {
     ObjectKind.STATE_0: 4,
     ObjectKind.STATE_1: 4,
 }
+FP32: Mapping[int, int] = {kind: 4 for kind in BF16 if kind != ObjectKind.MASTER}
 WEIGHT_ONLY: Mapping[int, int] = {ObjectKind.WEIGHT: 2}
 
 
@@ -83,6 +84,15 @@ def test_groups_have_room_for_their_own_kinds() -> None:
         made = plan(replace(state, frozen_mask=frozen_mask), 1 << 30)
         assert made.holds_all
         assert made.swap_bytes == shard * itemsize
+
+
+def test_groups_have_weights_of_their_own_size() -> None:
+    shard = 1 << 20
+    state = replace(shape([shard, shard], FP32), group_trainable=[True, False], group_weight_bytes=[4, 1])
+    made = plan(state, 1 << 30)
+    assert made.frame_bytes == made.chunk_numel
+    assert made.swap_bytes == shard * (sum(FP32.values()) + 1)
+    assert made.demand_frames == sum(FP32.values())
 
 
 def test_fp32_objects_of_a_bf16_model_take_two_frames() -> None:

@@ -73,10 +73,22 @@ def test_a_lazy_part_is_refused() -> None:
         admit(nn.Sequential(nn.LazyLinear(2)), torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.bool])
-def test_only_floating_point_is_taken(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("dtype", [torch.int16, torch.int64, torch.float4_e2m1fn_x2])
+def test_only_floating_point_and_bytes_are_taken(dtype: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=rf"model\.1\.weight = '?{dtype}.*register_buffer"):
-        admit(with_weight(torch.zeros(2, 3, dtype=dtype), requires_grad=False), torch.float32)
+        admit(with_weight(torch.empty(2, 3, dtype=dtype), requires_grad=False), torch.float32)
+    for taken in (torch.int8, torch.uint8, torch.bool, torch.float8_e5m2, torch.float16):
+        admit(with_weight(torch.empty(2, 3, dtype=taken), requires_grad=False), torch.float32)
+
+
+def test_codes_that_a_class_of_their_own_reads_are_refused_with_what_they_are() -> None:
+    class Params4bit(nn.Parameter):
+        pass
+
+    model = net()
+    model[1].weight = Params4bit(torch.zeros(2, 3, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"model\.1\.weight = 'Params4bit of torch.uint8.*load it in bf16"):
+        admit(model, torch.float32)
 
 
 def test_complex_numbers_are_refused_with_their_real_view_for_a_remedy() -> None:
@@ -361,6 +373,16 @@ def test_a_layer_of_that_base_may_learn_beside_them() -> None:
 def test_other_mixtures_of_dtypes_are_refused(frozen: torch.dtype, trained: torch.dtype) -> None:
     with pytest.raises(ConfigError, match=r"two dtypes are not kept apart|the config makes weights"):
         admit(adapted(frozen=frozen, trained=trained), torch.bfloat16)
+
+
+def test_what_is_narrower_stays_beside_weights_that_learn_and_alone_is_refused() -> None:
+    for dtype in (torch.bfloat16, torch.float16, torch.float8_e4m3fn):
+        model = adapted(frozen=dtype, trained=torch.float32)
+        admit(model, torch.float32)
+        model.requires_grad_(True)
+        with pytest.raises(ConfigError, match=r"the config makes weights torch.float32"):
+            admit(model, torch.float32)
+        admit(model, torch.float32, trains=False)
 
 
 def test_parameters_of_one_memory_are_looked_at_by_their_place() -> None:

@@ -47,6 +47,7 @@ def io_of(collectives: Any, precision: Precision = BF16) -> tuple[StateIO, Small
         precision=precision,
         params=shards.params,
         layout=SimpleNamespace(placements=shards.placements),
+        dtypes_of=lambda group: precision.dtypes(trainable=shards.placements[group].trainable),
         refuse_away=lambda kinds: None,
     )
     return StateIO(sharded), shards

@@ -35,7 +35,8 @@ class PlainEngine(nn.Module):
             raise NotImplementedError("plain torch has no rule for buffers")
         named = next((name for name in HALVES if given.get(name, {}).get("enabled")), None)
         stage = int(given.get("zero_optimization", {}).get("stage", 0))
-        section = named or (OF_MODEL.get(next(model.parameters()).dtype) if stage else None)
+        of_model = next((p.dtype for p in model.parameters() if p.requires_grad), torch.float32)
+        section = named or (OF_MODEL.get(of_model) if stage else None)
         self._named = HALVES[named] if named else None
         self._half = HALVES[section] if section else None
         narrow = bool(named) and given[named].get("bf16_master_weights_and_grads", False)

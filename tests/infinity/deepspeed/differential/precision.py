@@ -10,7 +10,7 @@ import deepspeed  # type: ignore[import-not-found]
 import torch
 
 from tests.infinity.deepspeed.differential.case import case, cases_over, raised
-from tests.infinity.deepspeed.differential.nets import batches, config, stack, start, sums, train
+from tests.infinity.deepspeed.differential.nets import WIDTH, batches, config, stack, start, sums, train
 
 ALL = {str(stage): stage for stage in range(4)}
 ZERO = {"1": 1, "2": 2, "3": 3}
@@ -275,3 +275,29 @@ def dtype_made_under_init(_directory: Path, given: tuple[torch.dtype, str, str])
 @cases_over({"0-bfloat16": torch.bfloat16, "0-float16": torch.float16})
 def narrow_model_at_stage_0(_directory: Path, dtype: torch.dtype) -> Any:
     return _narrow(0, dtype)
+
+
+class _OverStored(torch.nn.Module):
+    """A frozen matrix in a dtype of its own before the stack."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        drawn = torch.randn(WIDTH, WIDTH, generator=torch.Generator().manual_seed(11))
+        stored = drawn if dtype.is_floating_point else 20 * drawn
+        self.stored = torch.nn.Parameter(stored.to(dtype), requires_grad=False)
+        self.stack = stack()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Any:
+        return self.stack(x @ self.stored.to(x.dtype) / 20, y)
+
+
+@cases_over({
+    f"{stage}-{name}": (stage, getattr(torch, name))
+    for stages, names in ((range(4), "bfloat16 float16"), (range(2), "float8_e4m3fn int8"))
+    for stage in stages
+    for name in names.split()
+})  # fmt: skip
+def frozen_weights_in_a_dtype_of_their_own(_directory: Path, given: tuple[int, torch.dtype]) -> Any:
+    model = _OverStored(given[1])
+    engine = start(model, config(given[0]))
+    return train(engine, 4), str(model.stored.dtype), engine.bfloat16_enabled()
