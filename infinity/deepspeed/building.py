@@ -12,6 +12,8 @@ from torch import nn
 
 from infinity import zero
 from infinity.deepspeed.distributed import init_distributed
+from infinity.deepspeed.raw_config import raw_config
+from infinity.deepspeed.swap_dirs import make_swap_dirs
 from infinity.plan.precision import Precision
 from infinity.weights.ds_names import GatheredParameter
 from infinity.weights.owners import owner_of
@@ -26,6 +28,8 @@ class Init(zero.Init):
 
     def __enter__(self) -> Init:
         init_distributed()
+        if self._enabled and self._has_config:
+            make_swap_dirs(raw_config(self._config_source))
         super().__enter__()
         return self
 

@@ -163,6 +163,12 @@ def get_gradient_clipping(param_dict: Mapping[str, Any]) -> float:
     return float(param_dict.get("gradient_clipping", CLIPPING))
 
 
+def get_log_level(param_dict: Mapping[str, Any]) -> str | None:
+    """The level that a raw configuration names, None if it names none."""
+    level: str | None = param_dict.get("log_level")
+    return level
+
+
 def aio_of(raw: Mapping[str, Any]) -> dict[str, Any]:
     """The section ``aio`` with DeepSpeed's defaults."""
     return {**AIO_DEFAULTS, **section_of(raw, "aio")}

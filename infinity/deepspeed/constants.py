@@ -12,6 +12,8 @@ default_pg_timeout: Final = timedelta(minutes=deepspeeds_timeout_min())
 DEEPSPEED_ENVIRONMENT_NAME: Final = ".deepspeed_env"
 """The file whose NAME=VALUE lines the launcher hands on to the ranks."""
 DLTS_HOSTFILE: Final = "/job/hostfile"
+LOG_LEVEL: Final = "log_level"
+LOG_LEVEL_DEFAULT: Final = None
 ROUTE_TRAIN: Final = "train"
 ROUTE_EVAL: Final = "eval"
 ROUTE_PREDICT: Final = "predict"

@@ -25,6 +25,7 @@ from infinity.deepspeed.experts import is_moe_param
 from infinity.deepspeed.model_dtypes import as_given, cast, sections_for
 from infinity.deepspeed.optimizers import TESTED_TYPES, DeepSpeedCPUAdam, is_zero_supported_optimizer
 from infinity.deepspeed.raw_config import raw_config, section_of, stage_of
+from infinity.deepspeed.swap_dirs import make_swap_dirs
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
 from infinity.errors import ConfigError
@@ -117,6 +118,7 @@ def initialize(
             remedy = "there is no expert parallelism: every rank has every expert, leave allreduce=False out"
             raise ConfigError(f"{name}.allreduce", False, remedy)
     raw = raw_config(config, args, config_params)
+    make_swap_dirs(raw)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     refuse_uncounted_ranks()
     for former in [each for each in _engines if each.holds(model)]:

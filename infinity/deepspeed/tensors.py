@@ -89,6 +89,14 @@ def get_inactive_params(param_list: Iterable[Any]) -> list[Any]:
     return [each for each in param_list if getattr(each, "ds_status", None) is ZeroParamStatus.NOT_AVAILABLE]
 
 
+def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """The dense ones of each floating dtype, in the order fp16, fp32, fp64, bf16; none of other dtypes."""
+    tensors = list(tensors)
+    dtypes = (torch.float16, torch.float32, torch.float64, torch.bfloat16)
+    found = ([each for each in tensors if each.dtype is dtype and each.layout is torch.strided] for dtype in dtypes)
+    return [several for several in found if several]
+
+
 def set_random_seed(seed: int) -> None:
     """Seed Python, numpy and torch."""
     random.seed(seed)

@@ -102,6 +102,8 @@ class DeepSpeedEngine(Engine):
         self.tput_timer = ThroughputTimer(timed, batch_size=self.train_batch_size())
         self.loaded_checkpoint_dp_world_size: int | None = None
         self.loaded_checkpoint_mp_world_size: int | None = None
+        if self.settings.log_level is not None:
+            logging.Logger.setLevel(logger, self.settings.log_level.upper())  # its own is the Trainer's to call
 
     def __getattr__(self, name: str) -> Any:
         if name in OF_ZERO:
@@ -162,6 +164,11 @@ class DeepSpeedEngine(Engine):
     def steps_per_print(self) -> Any:
         """What the configuration says, None if it says nothing."""
         return self._raw.get("steps_per_print")
+
+    def log_level(self) -> str | None:
+        """What the configuration says, None if it says nothing."""
+        level: str | None = self._raw.get("log_level")
+        return level
 
     def aio_config(self) -> dict[str, Any]:
         """The section ``aio`` with DeepSpeed's defaults."""

@@ -226,7 +226,7 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.bf16_optimizer": _of(f"{_OURS}.optimizer_kinds", "BF16_Optimizer"),
     "runtime.config": _CONFIG
     | _ZERO_CONFIG
-    | _of(f"{_OURS}.config_classes", "get_gradient_clipping")
+    | _of(f"{_OURS}.config_classes", "get_gradient_clipping get_log_level")
     | _of(
         f"{_OURS}.constants",
         "ADAGRAD_OPTIMIZER ADAM_OPTIMIZER ADAMW_OPTIMIZER LAMB_OPTIMIZER LION_OPTIMIZER MUON_OPTIMIZER "
@@ -234,7 +234,9 @@ TREE: Final[Mapping[str, Names]] = {
     ),
     "runtime.config_utils": _of(f"{_OURS}.kinds", "get_scalar_param get_list_param get_dict_param")
     | _of(f"{_OURS}.config_model", "DeepSpeedConfigModel get_config_default"),
-    "runtime.constants": _of(f"{_OURS}.constants", "ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE")
+    "runtime.constants": _of(
+        f"{_OURS}.constants", "LOG_LEVEL LOG_LEVEL_DEFAULT ROUTE_TRAIN ROUTE_EVAL ROUTE_PREDICT ROUTE_ENCODE"
+    )
     | _renamed(f"{_OURS}.config_classes", GRADIENT_CLIPPING_DEFAULT="CLIPPING"),
     "runtime.dataloader": _LOADERS,
     "runtime.data_pipeline": {},
@@ -305,7 +307,9 @@ TREE: Final[Mapping[str, Names]] = {
     "runtime.zero.stage3": _ZERO_3_NEEDS
     | _GENERATION
     | _of(f"{_OURS}.optimizer_kinds", "DeepSpeedZeroOptimizer_Stage3"),
-    "runtime.zero.stage_1_and_2": _ZERO_2_NEEDS | _of(f"{_OURS}.optimizer_kinds", "DeepSpeedZeroOptimizer"),
+    "runtime.zero.stage_1_and_2": _ZERO_2_NEEDS
+    | _of(f"{_OURS}.tensors", "split_half_float_double")
+    | _of(f"{_OURS}.optimizer_kinds", "DeepSpeedZeroOptimizer"),
     "runtime.zero.tiling": _TILING | _of(f"{_OURS}.building", "split_tensor_along_last_dim"),
     "runtime.zero.utils": _ZERO_SUPPORTED
     | _of(f"{_OURS}.building", "is_zero_param")

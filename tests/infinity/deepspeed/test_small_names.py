@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import logging
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,7 @@ from infinity.deepspeed.accelerators import get_accelerator
 from infinity.deepspeed.linear_layers import LinearFunctionForZeroStage3, LinearModuleForZeroStage3, zero3_linear_wrap
 from infinity.deepspeed.page_locked import NativePinnedMemory
 from infinity.deepspeed.tensors import see_memory_usage
+from infinity.errors import ConfigError
 
 
 def config(**sections: object) -> dict[str, object]:
@@ -136,3 +138,54 @@ def test_both_ways_of_checkpointing_are_one_and_model_parallel_seeds_are_refused
     for name in ("get_cuda_rng_tracker", "model_parallel_cuda_manual_seed"):
         with pytest.raises(AttributeError, match=r"there is no model parallelism, .* torch\.manual_seed\(\) seeds"):
             getattr(checkpointing, name)
+
+
+def test_swap_directories_are_made_as_there_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    zero = {
+        "stage": 3,
+        "stage3_param_persistence_threshold": 0,
+        "offload_param": {"device": "nvme", "nvme_path": str(tmp_path / "weights" / "here")},
+        "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path / "weights" / "here")},
+    }
+    with deepspeed.zero.Init(config_dict_or_path=config(zero_optimization=zero)):
+        model = nn.Linear(8, 8)
+    assert (tmp_path / "weights" / "here").is_dir()
+    assert caplog.text.count("was not there: made") == 1
+    deepspeed.initialize(model=model, config=config(zero_optimization=zero))[0].destroy()
+    for path, told in (("~/swap", "stand for nothing"), (str(Path(__file__) / "under"), "Not a directory")):
+        zero["offload_param"] = zero["offload_optimizer"] = {"device": "nvme", "nvme_path": path}
+        with pytest.raises(ConfigError, match=rf"nvme_path = '{re.escape(path)}'.*{told}"):
+            deepspeed.initialize(model=nn.Linear(8, 8), config=config(zero_optimization=zero))
+    zero["offload_param"] = zero["offload_optimizer"] = {"device": "cpu", "nvme_path": str(tmp_path / "unused")}
+    deepspeed.initialize(model=nn.Linear(8, 8), config=config(zero_optimization=zero))[0].destroy()
+    assert not (tmp_path / "unused").exists()
+
+
+def test_gradients_are_parted_by_their_dtype() -> None:
+    stage_2 = importlib.import_module("infinity.deepspeed.runtime.zero.stage_1_and_2")
+    dense = [torch.zeros(2, dtype=dtype) for dtype in (torch.bfloat16, torch.int8, torch.float64, torch.float32)]
+    parted = stage_2.split_half_float_double(each for each in [*dense, torch.eye(2).to_sparse(), dense[3][:1]])
+    assert [[each.dtype for each in several] for several in parted] == [
+        [torch.float32] * 2,
+        [torch.float64],
+        [torch.bfloat16],
+    ]
+    assert parted[0][0] is dense[3]
+
+
+def test_the_level_of_the_logger_is_the_configurations() -> None:
+    own = importlib.import_module("infinity.deepspeed.runtime.config")
+    others = importlib.import_module("infinity.deepspeed.utils.logging").logger
+    before = [logging.getLogger(name).level for name in ("infinity", "io_daemon", others.name)]
+    others.setLevel(logging.DEBUG)
+    try:
+        for level, found in ((None, logging.DEBUG), ("ERROR", logging.ERROR)):
+            given = config(**({"log_level": level} if level else {}))
+            assert own.get_log_level(given) == level
+            engine = deepspeed.initialize(model=nn.Linear(8, 8), config=given)[0]
+            assert engine.log_level() == level
+            assert others.getEffectiveLevel() == found
+            engine.destroy()
+    finally:
+        for name, former in zip(("infinity", "io_daemon", others.name), before, strict=True):
+            logging.getLogger(name).setLevel(former)
