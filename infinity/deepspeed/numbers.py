@@ -71,9 +71,23 @@ def get_only_unique_item(items: Iterable[Item]) -> Item:
     return unique.pop()
 
 
+def is_invalid_grad_norm(norm: Norm) -> bool:
+    """Whether the norm, or any in a tensor, is of gradients that are not finite, of which DeepSpeed's is -1."""
+    values = torch.as_tensor(norm)
+    return bool((~torch.isfinite(values) | (values < 0)).any())
+
+
 def get_global_norm(norm_list: Iterable[Norm]) -> Norm:
-    """The 2-norm of what has these 2-norms."""
-    return sum(norm**2.0 for norm in norm_list) ** 0.5
+    """The 2-norm of what has these 2-norms; inf if one of them is invalid."""
+    norms = list(norm_list)
+    return math.inf if any(map(is_invalid_grad_norm, norms)) else sum(norm**2.0 for norm in norms) ** 0.5
+
+
+def combine_grad_norm_groups(norm_groups: Iterable[Norm], norm_type: float = 2) -> torch.Tensor:
+    """The norm of what has these norms, 0-d; inf if one of them is invalid."""
+    norms = torch.stack([torch.as_tensor(norm) for norm in norm_groups])
+    combined = torch.linalg.vector_norm(norms, ord=norm_type)
+    return torch.full_like(combined, math.inf) if is_invalid_grad_norm(norms) else combined
 
 
 def get_weight_norm(parameters: nn.Parameter | Iterable[nn.Parameter], norm_type: float = 2.0, mpu: Any = None) -> Norm:
@@ -163,11 +177,10 @@ class CheckOverflow:
         self.params = [param for group in param_groups or () for param in group]
 
     def check_using_norm(self, norm_group: Iterable[Norm], reduce_overflow: bool = True) -> bool:
-        """Whether any of the norms is of gradients that are not finite; with ``reduce_overflow``, and where parameters
-        are of experts, on any rank. DeepSpeed's norm of such gradients is -1. Collective."""
-        norms = [float(norm) for norm in norm_group]
+        """Whether any of the norms is invalid; with ``reduce_overflow``, and where parameters are of experts, on any
+        rank. Collective."""
         is_shared = reduce_overflow or any(is_moe_param(param) for param in self.params)
-        return _anywhere(any(norm == -1 or not math.isfinite(norm) for norm in norms), is_shared=is_shared)
+        return _anywhere(any(map(is_invalid_grad_norm, norm_group)), is_shared=is_shared)
 
     def check(self, param_groups: Any = None) -> bool:
         """Whether any gradient of the groups is not finite, on any rank."""

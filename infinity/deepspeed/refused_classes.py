@@ -78,6 +78,12 @@ class ZeroOneAdam(_NoOptimizer):
     PLACE = "runtime.fp16.onebit.ZeroOneAdam"
 
 
+class SuperOffloadOptimizer_Stage3(metaclass=Refused):  # noqa: N801 (the name is DeepSpeed's)
+    """ZeRO-3's optimizer whose steps another process takes while backward goes on."""
+
+    PLACE = "runtime.superoffload.superoffload_stage3.SuperOffloadOptimizer_Stage3"
+
+
 class DeepSpeedCheckpoint(metaclass=Refused):
     """A directory that DeepSpeed has saved, by stages and parts of tensors."""
 

@@ -270,6 +270,8 @@ TREE: Final[Mapping[str, Names]] = {
         "DeepSpeedFP16Config DeepSpeedBF16Config get_float16_config get_bfloat16_config FP16 BFLOAT16 BFLOAT16_OLD "
         "INITIAL_LOSS_SCALE SCALE_WINDOW DELAYED_SHIFT CONSECUTIVE_HYSTERESIS MIN_LOSS_SCALE",
     ),
+    "runtime.superoffload": {},
+    "runtime.superoffload.superoffload_stage3": _of(_REFUSED, "SuperOffloadOptimizer_Stage3"),
     "runtime.swap_tensor": _of(f"{_OURS}.constants", "MIN_SWAPPABLE_BYTES"),
     "runtime.utils": _of(
         f"{_OURS}.tensors",
@@ -279,6 +281,7 @@ TREE: Final[Mapping[str, Names]] = {
     | _of(
         f"{_OURS}.numbers",
         "prefix_sum_inc partition_uniform partition_balanced get_only_unique_item get_global_norm get_weight_norm "
+        "is_invalid_grad_norm combine_grad_norm_groups "
         "get_flattened_grad_norm clip_tensors_by_global_norm align_dense_tensors is_model_parallel_parameter "
         "noop_decorator noop_context CheckOverflow count_used_parameters_in_backward mask_nan_or_inf_with_val_inplace",
     )

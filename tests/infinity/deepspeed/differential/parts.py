@@ -189,6 +189,28 @@ def norms(_directory: Path) -> Any:
 
 
 @case()
+def invalid_norms(_directory: Path) -> Any:
+    found = []
+    for bad in (-1.0, -0.5, float("nan"), float("inf"), 0.0):
+        as_tensor = torch.tensor([bad, 1.0])
+        found.append([
+            utils.is_invalid_grad_norm(bad), utils.is_invalid_grad_norm(as_tensor),
+            utils.get_global_norm([3.0, bad]), utils.combine_grad_norm_groups([torch.tensor(3.0), torch.tensor(bad)]),
+            utils.CheckOverflow().check_using_norm([1.0, bad], reduce_overflow=False),
+        ])  # fmt: skip
+    return found, utils.combine_grad_norm_groups([torch.tensor(3.0), torch.tensor(4.0)])
+
+
+@case()
+def tensors_by_dtype(_directory: Path) -> Any:
+    from deepspeed.runtime.zero.stage_1_and_2 import split_half_float_double
+
+    given = [torch.zeros(2, dtype=dtype) for dtype in (torch.bfloat16, torch.int8, torch.float64, torch.float32)]
+    parted = split_half_float_double([*given, torch.eye(2).to_sparse(), torch.ones(3)])
+    return [[str(each.dtype) for each in several] for several in parted]
+
+
+@case()
 def overflow_is_found(_directory: Path) -> Any:
     checker = utils.CheckOverflow()
     good, bad = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
