@@ -164,8 +164,8 @@ ON_RANKS = """
     from tests.infinity.test_frozen_dtypes import NARROW, Adapted, config_of, plain, train, unlike
 
     found = {}
-    for dtype in NARROW:
-        for stage, device in ((1, "none"), (3, "none"), (3, "nvme")):
+    for dtype in NARROW[::2]:
+        for stage, device in ((1, "none"), (3, "nvme")):
             config = config_of(Path.cwd(), stage=stage, device=device)
             with infinity.Init(config=config, enabled=device == "nvme"):
                 model = Adapted(dtype)
@@ -179,4 +179,4 @@ ON_RANKS = """
 def test_they_are_gathered_of_several_ranks(tmp_path: Path) -> None:
     for ended in run_ranks(ON_RANKS, tmp_path, num_ranks=2):
         assert {name: which for name, which in ended.answer.items() if which} == {}
-        assert len(ended.answer) == 3 * len(NARROW)
+        assert len(ended.answer) == 2 * len(NARROW[::2])
