@@ -64,12 +64,15 @@ class Gathering:
 
         Args:
             in_pass: a pass of the model is open, and will ask for the weights at this place again.
-            modifier_rank: the rank whose changes become everybody's, and are kept; None: changes are refused.
+            modifier_rank: the rank whose changes become everybody's, and are kept; None: changes are refused, but for
+                those that leave every bit as it was, such as of a state dict that is loaded to be looked at.
         """
         groups = self._begin(params, in_pass=in_pass, modifier_rank=modifier_rank)
         whole_world = True
         try:
             yield
+            if modifier_rank is None:
+                self._overlook_unchanged(params)
         except WorldError:
             whole_world = False  # nobody is there to agree with
             raise
@@ -145,6 +148,12 @@ class Gathering:
                 data if access.param_behind(data) is None else data.clone(),
                 takes_over=not self._sharded.policy.shards_weights,
             )
+
+    @transforms.apart
+    def _overlook_unchanged(self, params: Sequence[ShardedParam]) -> None:
+        for param in params:
+            if self._sharded.policy.shards_weights and param.is_written() and not self.keeps_writes(param):
+                self._written.overlook_unchanged(param)
 
     @transforms.apart
     def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:

@@ -25,7 +25,8 @@ class GatheredParameters:
     Args:
         params: one parameter, or any iterable of them.
         modifier_rank: the rank (of the ranks that share the model) whose changes are broadcast and kept, in the weights
-            and in their master weights. By default none: then a change is refused, by name, at the end.
+            and in their master weights. By default none: then a change of any bit is refused, by name, at the end;
+            what was written with the values that were there (a state dict that is loaded to be looked at) is none.
         fwd_module: the module that uses the parameters though others own them. Taken for the dialect's sake: here
             every use of a weight finds it, wherever it happens.
         enabled: False makes the context do nothing.

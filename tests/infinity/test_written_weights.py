@@ -305,3 +305,53 @@ def test_a_parameters_name_is_not_taken_for_a_save(tmp_path: Path) -> None:
     for rank in run_ranks(NAMED_LIKE_A_SAVE, tmp_path, num_ranks=2):
         assert "modifier_rank=its number" in rank.answer
         assert "saved by all ranks" not in rank.answer
+
+
+LOADED_TO_BE_READ = """
+    import json, os
+    import torch
+    from torch import nn
+    import infinity
+    from infinity.errors import WeightsError
+
+    rank, found = int(os.environ["RANK"]), {}
+    for precision in ({}, {"bf16": {"enabled": True}}):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(70, 30), nn.Linear(30, 3))
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+            "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 40},
+            **precision,
+        }
+        engine = infinity.initialize(model=model, config=config)[0]
+        params = list(model.parameters())
+        for _ in range(2):
+            engine.backward(engine(torch.ones(2, 70).to(params[0].dtype)).float().sum())
+            engine.step()
+        masters = engine.full_master_state_dict()
+        with infinity.zero.GatheredParameters(params):
+            model.load_state_dict(masters)  # rounded, they are the weights
+            read = {name: value.clone() for name, value in model.state_dict().items()}
+        before = engine.full_state_dict()
+        assert all(torch.equal(before[name], value) for name, value in read.items())
+        told = []
+        # the last elements are those of the last rank; the third change is one rank's alone
+        for change in (lambda p: p[0].add_(1), lambda p: p[-1].add_(1), lambda p: p[rank % 2 * -1].add_(1)):
+            try:
+                with infinity.zero.GatheredParameters(params), torch.no_grad():
+                    change(params[0])
+            except WeightsError as error:
+                told.append(str(error).split(" (")[0] if "was changed in place" in str(error) else str(error))
+        assert all(torch.equal(before[name], value) for name, value in engine.full_state_dict().items())
+        assert all(torch.equal(masters[name], value) for name, value in engine.full_master_state_dict().items())
+        found[str(precision)] = told
+        engine.destroy()
+    print(json.dumps(found))
+"""
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_values_that_are_written_as_they_were_are_no_change(num_ranks: int, tmp_path: Path) -> None:
+    for ended in run_ranks(LOADED_TO_BE_READ, tmp_path, num_ranks=num_ranks):
+        assert list(ended.answer.values()) == [["0.weight"] * 3] * 2
