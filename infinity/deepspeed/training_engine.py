@@ -50,10 +50,11 @@ from infinity.zero import OffloadStateTypeEnum
 SCRIPTS: Final[Mapping[str, str]] = {"zero_to_fp32.py": "recovery.py", "zero_to_torch.py": "conversion.py"}
 """What lies beside checkpoints, and the file here that it is a copy of."""
 
-
 _log = logging.getLogger(__name__)
 _exit = threading.Event()
 """The interpreter is about to end, and nobody will use a model any more."""
+
+_NARROWED_LAYERS: Final = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 @cache
@@ -169,6 +170,11 @@ class DeepSpeedEngine(Engine):
         """What the configuration says, None if it says nothing."""
         level: str | None = self._raw.get("log_level")
         return level
+
+    def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
+        """The classes of layers that the configuration names, or those that autocast narrows."""
+        named = section_of(self._raw, "torch_autocast").get("lower_precision_safe_modules")
+        return [f"{kind.__module__}.{kind.__name__}" for kind in _NARROWED_LAYERS] if named is None else list(named)
 
     def aio_config(self) -> dict[str, Any]:
         """The section ``aio`` with DeepSpeed's defaults."""

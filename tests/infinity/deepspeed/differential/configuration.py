@@ -395,3 +395,13 @@ def dtypes_of_a_configuration(_directory: Path, given: dict[str, Any]) -> Any:
     made = DeepSpeedConfig(config(2, **given))
     names = ("param_dtype", "buffer_dtype", "grad_accum_dtype", "keep_in_fp32_modules")
     return [getattr(made, name) for name in names], made.bfloat16_config.check_grad_overflow
+
+
+@cases_over({
+    "unwritten": {}, "named": {"lower_precision_safe_modules": ["torch.nn.modules.linear.Linear"]},
+    "none": {"lower_precision_safe_modules": []},
+})  # fmt: skip
+def engines_answers_on_autocast(_directory: Path, given: dict[str, Any]) -> Any:
+    asked = config(0, torch_autocast={"enabled": True, "dtype": "bfloat16", **given}, log_level="ERROR")
+    engine = start(stack(), asked)
+    return engine.torch_autocast_lower_precision_safe_modules(), str(engine.torch_autocast_dtype()), engine.log_level()
