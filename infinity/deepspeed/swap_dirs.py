@@ -22,7 +22,8 @@ def make_swap_dirs(raw: Mapping[str, Any]) -> None:
         path = section.get("nvme_path")
         if section.get("device") != "nvme" or not isinstance(path, (str, os.PathLike)) or os.path.exists(path):
             continue
-        if not str(path).startswith("~") and "$" not in str(path):
+        # "none" is what Accelerate's launcher says where it drops the path
+        if str(path) != "none" and not str(path).startswith("~") and "$" not in str(path):
             with contextlib.suppress(OSError, ValueError):
                 os.makedirs(path, exist_ok=True)
                 _log.warning("zero_optimization.%s.nvme_path = %r was not there: made", name, str(path))

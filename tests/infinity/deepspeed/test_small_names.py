@@ -152,7 +152,11 @@ def test_swap_directories_are_made_as_there_and_said(tmp_path: Path, caplog: pyt
     assert (tmp_path / "weights" / "here").is_dir()
     assert caplog.text.count("was not there: made") == 1
     deepspeed.initialize(model=model, config=config(zero_optimization=zero))[0].destroy()
-    for path, told in (("~/swap", "stand for nothing"), (str(Path(__file__) / "under"), "Not a directory")):
+    for path, told in (
+        ("~/swap", "stand for nothing"),
+        ("none", "environment"),
+        (str(Path(__file__) / "under"), "Not a directory"),
+    ):
         zero["offload_param"] = zero["offload_optimizer"] = {"device": "nvme", "nvme_path": path}
         with pytest.raises(ConfigError, match=rf"nvme_path = '{re.escape(path)}'.*{told}"):
             deepspeed.initialize(model=nn.Linear(8, 8), config=config(zero_optimization=zero))
