@@ -9,6 +9,7 @@ import torch
 
 from infinity.plan.trace import AccessRecorder
 from infinity.tiers.base import ChunkLayout, Lease, ShardStore, StoreLayer
+from infinity.tiers.pool import POISON
 from io_daemon.shared.protocol import Access, kinds_of
 
 
@@ -172,7 +173,7 @@ class PoisonLease(Lease):
         for kind in kinds_of(self._read | self._write):
             pieces = self._inner.pieces(kind)
             readable = self._read >> kind & 1
-            self._copies[kind] = [p.clone() if readable else torch.full_like(p, torch.nan) for p in pieces]
+            self._copies[kind] = [piece.clone() if readable else _poison(torch.empty_like(piece)) for piece in pieces]
 
     def pieces(self, kind: int) -> list[torch.Tensor]:
         return self._copies[kind]
@@ -185,8 +186,14 @@ class PoisonLease(Lease):
                 target.copy_(copy)
         for copies in self._copies.values():
             for copy in copies:
-                copy.fill_(torch.nan)
+                _poison(copy)
         self._inner.release(dirty=dirty, dead=dead)
+
+
+def _poison(values: torch.Tensor) -> torch.Tensor:
+    """By bytes: integers have no NaN to be filled with."""
+    values.view(torch.uint8).fill_(POISON)
+    return values
 
 
 class PoisonStore(TracedStore):

@@ -100,7 +100,10 @@ def train(engine: Any, first: int, stop: int, inputs: torch.dtype = torch.float3
     ],
     ids=str,
 )
-def test_they_train_as_in_plain_torch(stage: int, device: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_they_train_as_in_plain_torch(
+    stage: int, device: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("INFINITY_DEBUG", "poison")
     config = config_of(tmp_path, stage=stage, device=device)
     with infinity.initialize(model=Adapted(dtype), config=config)[0] as engine:
         train(engine, 0, 2)
