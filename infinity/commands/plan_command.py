@@ -103,17 +103,20 @@ def _predict(parsed: argparse.Namespace, budget: int, interpreter_bytes: int, di
 def _beside_arena(step: StepOfModel) -> int:
     """Bytes of a rank's full-size weights in use, and of gradients: those that stay, and one group's on their way."""
     precision, layout = Precision.of(step.config), step.layout
-    numels = [sum(param.numel() for param in members.params) for members in layout.members]
-    largest, total = max(numels), sum(numels)
-    live = total
+    groups = [(members, sum(param.numel() for param in members.params)) for members in layout.members]
+    live = sum(numel for _, numel in groups)
     if StagePolicy.of(step.config).shards_weights:
-        live = min(total, max(largest, step.config.zero_optimization.stage3_max_live_parameters))
-    weights = precision.weight.itemsize * (live + largest)
+        live = min(live, max(step.config.zero_optimization.stage3_max_live_parameters, *(n for _, n in groups)))
+    weights = max(numel * members.dtype.itemsize for members, numel in groups)
+    for members, numel in sorted(groups, key=lambda group: -group[0].dtype.itemsize):  # the widest may be the live ones
+        weights += members.dtype.itemsize * min(numel, live)
+        live -= min(numel, live)
+    on_their_way = 4 * max((numel for members, numel in groups if members.trainable), default=0)
     if not layout.gradients_stay(step.config, precision):
-        return weights + 4 * largest
+        return weights + on_their_way
     gradients = precision.gradient.itemsize * layout.gradients_numel
     # of one micro-batch they take turns with weights
-    return (weights + gradients if step.config.accumulates else max(weights, gradients)) + 4 * largest
+    return (weights + gradients if step.config.accumulates else max(weights, gradients)) + on_their_way
 
 
 def _replay(parsed: argparse.Namespace, trace: Path) -> dict[str, Any]:

@@ -8,13 +8,18 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import infinity
 from infinity.commands.cli import main
+from infinity.commands.plan_command import _beside_arena
+from infinity.config import parse_config
+from infinity.weights.sharded_model import Layout
 from tests.infinity.commands.test_trace_command import MODEL, config, tiny_gpt
 from tests.support.daemon import eventually
 from tests.support.ranks import REPOSITORY
@@ -67,6 +72,28 @@ def test_the_traffic_is_that_of_training(tmp_path: Path, capsys: pytest.CaptureF
     assert cost["memory_bytes"] > BUDGET
     assert picture.read_text().startswith("<?xml")
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "plan.svg"}
+
+
+def test_weights_in_use_are_counted_in_the_dtypes_that_they_have() -> None:
+    """Those of a frozen base in bf16 beside an adapter in fp32; and nobody waits for gradients of the base."""
+
+    def beside_arena(dtype: torch.dtype) -> int:
+        base = nn.ParameterList([nn.Parameter(torch.zeros(1000, 1000, dtype=dtype), requires_grad=False)])
+        parsed = parse_config(
+            {
+                "train_micro_batch_size_per_gpu": 1,
+                "optimizer": {"type": "AdamW"},
+                "zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 1_000_000},
+            },
+            world_size=1,
+        )
+        layout = Layout.of(nn.ModuleList([base, nn.Linear(1000, 10, bias=False)]), parsed, 1)
+        step: Any = SimpleNamespace(config=parsed, layout=layout)
+        return _beside_arena(step)
+
+    adapter = 10_000
+    for dtype in (torch.float32, torch.bfloat16, torch.int8):
+        assert beside_arena(dtype) == 2 * dtype.itemsize * 1_000_000 + 4 * adapter + 4 * adapter
 
 
 def test_no_budget_that_works_is_a_failure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
