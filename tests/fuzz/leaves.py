@@ -123,6 +123,31 @@ class LowRank(Part):
         return self.base(x) + self.up(self.down(x))
 
 
+class Stored(Part):
+    """A frozen weight in fewer bits than what learns beside it, as somebody has stored it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        drawn = torch.randn(WIDTH, WIDTH) * (0.3 if dtype.is_floating_point else 20)
+        self.stored = nn.Parameter(drawn > 0 if dtype is torch.bool else drawn.to(dtype), requires_grad=False)
+        self.scale = nn.Parameter(torch.rand(WIDTH) / (1 if dtype.is_floating_point else 60))
+        self.down, self.up = nn.Linear(WIDTH, 2, bias=False), nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Any:
+        return F.linear(x, self.stored.to(x.dtype)) * self.scale + self.up(self.down(x))
+
+
+class Tower(Part):
+    """A frozen layer that computes in its own 16 bits."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.tower = nn.Linear(WIDTH, WIDTH).to(dtype).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        return self.tower(x.to(self.tower.weight.dtype)).to(x.dtype)
+
+
 class Listed(Part):
     def __init__(self) -> None:
         super().__init__()

@@ -140,6 +140,11 @@ BESIDE = {
 }
 """Another engine in the program, of another model, and what is done with it after the first one's forward or step."""
 
+STORED_SHARE = 0.15
+"""Of the programs, those with a frozen weight in fewer bits than what learns."""
+STORED_IN_16_BITS = tuple(f"{kind}(torch.{name})" for kind in ("Stored", "Tower") for name in ("bfloat16", "float16"))
+STORED_IN_8_BITS = ("Stored(torch.float8_e4m3fn)", "Stored(torch.float8_e5m2)")
+STORED_IN_BYTES = ("Stored(torch.int8)", "Stored(torch.bool)")
 SPLIT_SHARE = 0.3
 """Of the programs in bf16, those whose masters the store has in halves."""
 CLIPPINGS = (0.0, 0.0, 0.01, 1.0)
@@ -315,6 +320,14 @@ class Program:
         )
         return replace(self, setting=setting, clipping=0.0 if early else clipping)
 
+    def _with_stored(self, draw: random.Random) -> Program:
+        """With a frozen weight for one of its leaves, in fewer bits than the setting's weights have."""
+        leaf = draw.choice([number for number in sorted(self._used()) if not PART.search(self.parts[number])])
+        made_in_it = self.setting.dialect and self.under_init  # 16 bits, too, are made in the configuration's dtype
+        kinds = STORED_IN_8_BITS if self.setting.bf16 or made_in_it else (*STORED_IN_8_BITS, *STORED_IN_16_BITS)
+        takes_bytes = "fused=True" not in self.optimizer
+        return self._with_part(leaf, draw.choice((*kinds, *STORED_IN_BYTES) if takes_bytes else kinds))
+
     def _with_part(self, number: int, text: str) -> Program:
         return replace(self, parts=(*self.parts[:number], text, *self.parts[number + 1 :]))
 
@@ -367,7 +380,7 @@ def program(seed: int, *, num_ranks: int = 1, nvme_share: float = 0.1) -> Progra
             after_backward = (*after_backward, rare)
         else:
             after_step = (*after_step, rare)
-    return Program(
+    made = Program(
         seed=seed,
         parts=tuple(parts),
         marks=tuple(marks),
@@ -387,6 +400,7 @@ def program(seed: int, *, num_ranks: int = 1, nvme_share: float = 0.1) -> Progra
         optimizer=draw.choice(OPTIMIZERS) if draw.random() < 0.25 else "",
         num_ranks=num_ranks,
     )._allowed(split=draw.random() < SPLIT_SHARE, clipping=draw.choice(CLIPPINGS))
+    return made._with_stored(draw) if draw.random() < STORED_SHARE else made
 
 
 def _setting(draw: random.Random, nvme_share: float) -> Setting:
