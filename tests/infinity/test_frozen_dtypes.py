@@ -16,6 +16,7 @@ from tests.support.reference import differing_bits
 
 WIDTH = 70
 NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8, torch.uint8, torch.bool]
+OTHER_8_BITS = [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu]
 
 
 class Layer(nn.Module):
@@ -117,7 +118,7 @@ def test_they_train_as_in_plain_torch(
         ]
 
 
-@pytest.mark.parametrize("dtype", NARROW, ids=str)
+@pytest.mark.parametrize("dtype", [*NARROW, *OTHER_8_BITS], ids=str)
 def test_they_are_written_under_gathered_parameters_and_exported(dtype: torch.dtype, tmp_path: Path) -> None:
     config = config_of(tmp_path, stage=3, device="nvme")
     with infinity.Init(config=config):
