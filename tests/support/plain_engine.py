@@ -24,9 +24,10 @@ EPS = 1e-8
 
 def cast_weights(model: nn.Module, *, with_buffers: bool = True) -> None:
     """fp32 parameters to bf16 in place, as a bf16 section asks, and ``with_buffers`` all of an fp32 model's that its
-    state dict holds and Transformers does not list as to be kept; what has another dtype keeps it."""
+    state dict holds and Transformers does not list as to be kept; what has another dtype keeps it. Weights in 8 bits
+    do not say what their model came in."""
     params = list(nn.Module.parameters(model))  # also those that the model's own ``parameters()`` hides
-    all_fp32 = all(param.dtype is torch.float32 for param in params)
+    all_fp32 = all(param.dtype is torch.float32 for param in params if param.dtype.itemsize > 1)
     kept = {name for module in model.modules() for name in getattr(module, "_keep_in_fp32_modules_strict", None) or ()}
     values = [
         buffer
