@@ -396,6 +396,19 @@ def test_transformers_reads_what_was_trained_here(max_shard_size: str, tmp_path:
             assert torch.equal(engine(input_ids=tokens).logits, logits)
 
 
+def test_a_frozen_base_in_16_bits_is_read_back_as_transformers_would_read_it(tmp_path: Path) -> None:
+    """Its config.json named fp32, in which what learns is: from_pretrained() made all of it twice as large."""
+    model: Any = _llama()
+    model.bfloat16().requires_grad_(False)
+    model.model.norm.float().requires_grad_(True)
+    model.save_pretrained(tmp_path / "theirs")
+    with infinity.initialize(model=model, config=config(tmp_path))[0] as engine:
+        engine.save_pretrained(tmp_path / "ours")
+    ours, theirs = (json.loads((tmp_path / side / "config.json").read_text()) for side in ("ours", "theirs"))
+    assert ours == theirs
+    assert_same(read_back(tmp_path / "ours"), read_back(tmp_path / "theirs"))
+
+
 def test_a_body_is_loaded_into_a_model_with_a_head(tmp_path: Path) -> None:
     """As Transformers does: with and without the body's prefix."""
     model: Any = _llama()
