@@ -292,8 +292,11 @@ def _told(lines: Sequence[str]) -> str:
 
 
 def _staging_areas(model: nn.Module) -> list[StagingArea]:
-    staged = (staged_param(param) for param in parameters(model))
-    return list(dict.fromkeys(s.area for s in staged if s is not None))
+    """Raises WeightsError for one that an ``initialize`` before gave up."""
+    found = [staged for param in parameters(model) if (staged := staged_param(param)) is not None]
+    for staged in found:
+        staged.check_kept()
+    return list(dict.fromkeys(staged.area for staged in found))
 
 
 def _ending(areas: Sequence[StagingArea], model: nn.Module, collectives: Collectives) -> list[StagingArea]:

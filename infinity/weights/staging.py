@@ -80,6 +80,11 @@ class StagingArea(owners.Owner):
         """What this rank's shards take on disks; once the store is closed, it is free."""
         return self.store.tenant_stats().swap_bytes if isinstance(self.store, DaemonStore) else 0
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the shards are gone: an engine has them, or was refused."""
+        return not self._let_go.alive
+
     def close_store(self) -> None:
         """Remove the staged shards. The connection stays: the engine goes on with it. Idempotent."""
         if self._let_go.detach() is None:
@@ -396,6 +401,7 @@ class StagedParam:
 
     def _read_into(self, values: torch.Tensor, first: int) -> None:
         """Fill ``values``, 1-D, with the elements from ``first`` on."""
+        self.check_kept()
         position, done = first - self.start, 0
         while done < values.numel():
             number, inner = divmod(position + done, self.piece_numel)
@@ -413,6 +419,12 @@ class StagedParam:
                 (piece,) = lease.pieces(ObjectKind.STAGING)
                 if numel:
                     piece[:numel].copy_(values(self.start + offset, numel))
+
+    def check_kept(self) -> None:
+        """Raises WeightsError where nobody has its values any more."""
+        if self.area.is_closed:
+            problem = "was held by Init until an infinity.initialize() that failed: its values went with that"
+            raise WeightsError(self.name, problem, "build the model anew")
 
     def discard(self) -> None:
         """The parameter begins anew."""

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import infinity
-from infinity.errors import ConfigError
+from infinity.errors import ConfigError, WeightsError
 from infinity.tiers.collectives import Collectives
 from infinity.weights.access import ShardedParameter
 from infinity.weights.staging import StagingArea, staged_param
@@ -252,3 +252,19 @@ def test_the_configuration_is_taken_by_either_name(name: str, tmp_path: Path) ->
 def test_an_argument_that_nobody_knows_is_a_type_error() -> None:
     with pytest.raises(TypeError, match="no_such"):
         infinity.Init(no_such=True)
+
+
+@pytest.mark.parametrize("device", ["none", "cpu", "nvme"])
+def test_what_an_initialize_that_was_refused_gave_up_is_refused_by_name(device: str, tmp_path: Path) -> None:
+    """It was a KeyError of 0, or a connection that is closed."""
+    offload = {"device": device, **({"nvme_path": str(tmp_path)} if device == "nvme" else {})}
+    zero = {**CONFIG["zero_optimization"], "offload_param": offload}
+    with infinity.Init(config={**CONFIG, "zero_optimization": zero}):
+        model = _build()
+        model.codes = nn.Parameter(torch.zeros(3, dtype=torch.int16), requires_grad=False)
+    with pytest.raises(ConfigError, match=r"model\.codes"):
+        infinity.initialize(model=model, config={**CONFIG, "zero_optimization": zero})
+    del model.codes
+    for again in (lambda: _trained(model, zero_optimization=zero), lambda: model[0].weight.sum()):  # type: ignore[index]
+        with pytest.raises(WeightsError, match=r"Linear\.weight .* that failed.* build the model anew"):
+            again()
