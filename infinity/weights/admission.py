@@ -159,11 +159,9 @@ def _admit_dtypes(named: Iterable[tuple[str, nn.Parameter]], weight_dtype: torch
     first = None
     for name, param in named:
         if param.dtype not in (torch.float32, weight_dtype):
-            raise ConfigError(
-                f"model.{name}",
-                str(param.dtype),
-                f"the config makes weights {weight_dtype}: cast the model to it or to fp32, or change the config",
-            )
+            cast = "cast this one, too" if weight_dtype is torch.float32 else "cast the model to it or to fp32"
+            remedy = f"the config makes weights {weight_dtype}: {cast}, or change the config"
+            raise ConfigError(f"model.{name}", str(param.dtype), remedy)
         first = first or (name, param.dtype)
         if param.dtype is not first[1]:
             raise ConfigError(

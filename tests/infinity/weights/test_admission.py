@@ -380,8 +380,8 @@ def test_what_is_narrower_stays_beside_weights_that_learn_and_alone_is_refused()
         model = adapted(frozen=dtype, trained=torch.float32)
         admit(model, torch.float32)
         model.requires_grad_(True)
-        with pytest.raises(ConfigError, match=r"the config makes weights torch.float32"):
-            admit(model, torch.float32)
+        with pytest.raises(ConfigError, match=r"the config makes weights torch.float32: cast this one, too"):
+            admit(model, torch.float32)  # and not the whole model, of which what is frozen may stay
         admit(model, torch.float32, trains=False)
 
 
