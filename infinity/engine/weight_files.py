@@ -155,8 +155,8 @@ def save_model_of_transformers(
         config = copy.deepcopy(module.config)
         config.architectures = [type(module).__name__]
         # as there: what the first weights are, of a frozen base in 16 bits under a head in fp32, too
-        first = next(param.dtype for param in runtime.sharded.params if param.dtype.is_floating_point)
-        config.dtype = str(first).removeprefix("torch.")
+        floating = (param.dtype for param in runtime.sharded.params if param.dtype.is_floating_point)
+        config.dtype = str(next(floating, runtime.sharded.precision.weight)).removeprefix("torch.")
         config.save_pretrained(path)
         if module.can_generate() and getattr(module, "generation_config", None) is not None:
             module.generation_config.save_pretrained(path)
