@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -127,9 +128,10 @@ def test_a_write_of_other_values_or_by_one_rank_alone_is_told(tmp_path: Path) ->
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Engine:
+def engine(tmp_path: Path) -> Iterator[Engine]:
     engine, *_ = infinity.initialize(model=build(), config=config("cpu", str(tmp_path), bf16=False))
-    return engine
+    yield engine
+    engine.destroy()
 
 
 def test_a_change_without_a_modifier_is_refused_by_name(engine: Engine) -> None:

@@ -49,6 +49,10 @@ class Forked:
             socket.send_fds(self._socket, [b"fork"], [file.fileno(), *fds])
         self.pid = int(self._socket.recv(64))
 
+    def __del__(self) -> None:
+        """Of an engine that nobody destroyed nobody waits for the daemon."""
+        self._socket.close()
+
     def poll(self) -> int | None:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.wait(0)

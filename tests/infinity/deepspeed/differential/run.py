@@ -14,7 +14,6 @@ import json
 import os
 import re
 import signal
-import socket
 import sys
 import tempfile
 import time
@@ -75,14 +74,11 @@ def main(words: Sequence[str]) -> None:
 
 def _run_ranks(names: list[str], ranks: int, directory: Path, *, plainly: bool) -> dict[str, Any]:
     directory.mkdir()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
     if ranks == 1:
-        _rank(0, 1, port, names, str(directory), plainly)
+        _rank(0, 1, names, str(directory), plainly)
     else:
         with contextlib.suppress(Exception):  # ranks that end early leave the cases that they have answered
-            spawn(_rank, (ranks, port, names, str(directory), plainly), nprocs=ranks)  # type: ignore[no-untyped-call]
+            spawn(_rank, (ranks, names, str(directory), plainly), nprocs=ranks)  # type: ignore[no-untyped-call]
     logs = [_read_log(directory / f"rank-{rank}") for rank in range(ranks)]
     return {name: _together([log.get(name) for log in logs]) for name in names}
 
@@ -101,7 +97,7 @@ def _together(answers: list[Any]) -> dict[str, Any]:
     return {"value": values[0] if len(values) == 1 else values, "seconds": round(max(a["seconds"] for a in answers), 2)}
 
 
-def _rank(rank: int, ranks: int, port: int, names: list[str], directory: str, plainly: bool) -> None:
+def _rank(rank: int, ranks: int, names: list[str], directory: str, plainly: bool) -> None:
     """As test suites start ranks: no launcher, and the process group begun by hand before any engine."""
     import deepspeed  # type: ignore[import-not-found]
 
@@ -109,11 +105,10 @@ def _rank(rank: int, ranks: int, port: int, names: list[str], directory: str, pl
     importlib.import_module("torch._dynamo")  # as the first optimizer does
     gc.freeze()  # between cases only what cases have made is looked at: 5 ms, and not 300
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_SIZE": str(ranks)}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     deepspeed.init_distributed(
         dist_backend="gloo",
-        init_method=f"tcp://127.0.0.1:{port}",
+        init_method=f"file://{directory}/rendezvous",  # a port may be another's by the time that it is asked for
         rank=rank,
         world_size=ranks,
         auto_mpi_discovery=False,
