@@ -23,7 +23,7 @@ from infinity.config import Config, read_environment
 from infinity.deepspeed.asserted import asserted, asserting
 from infinity.deepspeed.callers import locals_of
 from infinity.deepspeed.client_states import packed, unpacked
-from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of, optimizer_name
+from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of, get_log_level, optimizer_name
 from infinity.deepspeed.distributed import get_world_group
 from infinity.deepspeed.kinds import get_zero_config
 from infinity.deepspeed.logs import logger
@@ -168,8 +168,7 @@ class DeepSpeedEngine(Engine):
 
     def log_level(self) -> str | None:
         """What the configuration says, None if it says nothing."""
-        level: str | None = self._raw.get("log_level")
-        return level
+        return get_log_level(self._raw)
 
     def torch_autocast_lower_precision_safe_modules(self) -> list[str]:
         """The classes of layers that the configuration names, or those that autocast narrows."""
