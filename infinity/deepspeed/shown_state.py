@@ -53,7 +53,7 @@ class ShownState(FixedState):
         groups = enumerate(self._params())
         return {number: [_gradient(runtime, param) for param in params] for number, params in groups}
 
-    def __getitem__(self, key: Any) -> dict[str, Any]:
+    def __getitem__(self, key: Any) -> FixedState:
         runtime, rule = self._runtime(), self._of().rule
         is_group = key in self._groups
         params: list[nn.Parameter] = self._params()[self._groups[key]] if is_group else [key]
@@ -78,7 +78,7 @@ class ShownState(FixedState):
             if isinstance(number, torch.Tensor):
                 copy = shard_copies.hand_out(runtime, params[0], number.view(1), f"optimizer.state[…][{label!r}]")
                 shown[label] = copy.view(number.shape)
-        return shown
+        return FixedState(shown)
 
     @property
     def _is_over(self) -> bool:

@@ -26,6 +26,7 @@ from infinity.update.stored_state import (
     Packing,
     StoredState,
     check_retired,
+    check_shown,
     has_step_of_its_own,
     hooks_around_step,
     refuse_group,
@@ -95,6 +96,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 f"infinity.initialize() and have {[len(params) for params in found]}, or others, which would not be "
                 "heeded: make all groups before it, and change their options, such as lr, only"
             )
+        check_shown(self)
         if self.taken_over is not None:
             check_retired(self.taken_over, self.param_groups)
 

@@ -18,7 +18,8 @@ _BEFORE = "_infinity_before"
 _REPLACED = ("step", "add_param_group", "state_dict", "load_state_dict")
 REMEDY = (
     "read it with infinity.utils.safe_get_full_optimizer_state(param, name), write it with "
-    "safe_set_full_optimizer_state, keep it with engine.save_checkpoint()"
+    "safe_set_full_optimizer_state, keep it with engine.save_checkpoint(), begin anew with "
+    "optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})"
 )
 
 
@@ -109,6 +110,14 @@ def check_retired(optimizer: torch.optim.Optimizer, groups: Sequence[dict[str, A
             f".{'state' if same_groups else 'param_groups'} of the {type(optimizer).__name__} that was passed to "
             "infinity.initialize() was replaced, which the engine does not see: change the options of its groups, such "
             "as lr, only, and load with engine.load_checkpoint()"
+        )
+
+
+def check_shown(optimizer: torch.optim.Optimizer) -> None:
+    """Raises EngineStateError if the engine's own optimizer was given another ``state``, which nobody would read."""
+    if not isinstance(optimizer.state, FixedState):
+        raise EngineStateError(
+            f".state of the engine's optimizer was replaced, and its state is in the engine's store: {REMEDY}"
         )
 
 

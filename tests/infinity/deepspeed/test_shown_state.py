@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,6 +140,40 @@ def test_it_cannot_be_changed(change: str, engine: Any) -> None:
     train(engine, 1)
     with pytest.raises(EngineStateError, match="safe_set_full_optimizer_state"):
         CHANGES[change](engine.optimizer.state, engine.module[0].weight)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_nor_can_the_states_of_a_parameter(change: str, engine: Any) -> None:
+    """They were dicts of their own, and what was done to one was done to nothing, without a word."""
+    train(engine, 1)
+    with pytest.raises(EngineStateError, match="safe_set_full_optimizer_state"):
+        CHANGES[change](engine.optimizer.state[engine.module[0].weight], "exp_avg")
+
+
+def test_another_state_in_its_place_is_refused(engine: Any) -> None:
+    train(engine, 1)
+    engine.optimizer.state = defaultdict(dict)
+    with pytest.raises(EngineStateError, match=r"\.state of the engine's optimizer was replaced.*load_state_dict"):
+        train(engine, 1)
+
+
+def test_the_states_begin_anew_as_the_refusal_says(engine: Any) -> None:
+    model = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 3))
+    train(engine, 2)
+    model.load_state_dict(engine.full_state_dict())
+    optimizer = engine.optimizer
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": {}})
+    assert len(optimizer.state) == 0
+    train(engine, 2)
+    groups: list[dict[str, Any]] = [{"params": model[0].parameters()}, {"params": model[2].parameters(), "lr": 0.1}]
+    plain = torch.optim.AdamW(groups)
+    for step in range(2):
+        rows = torch.randn(2, 6, generator=torch.Generator().manual_seed(step))
+        model(rows).square().mean().backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        plain.step()
+        plain.zero_grad()
+    assert all(torch.equal(value, model.state_dict()[name]) for name, value in engine.full_state_dict().items())
 
 
 def test_the_optimizer_may_serve_another_engine(engine: Any) -> None:
