@@ -12,6 +12,7 @@ from torch import nn
 
 from infinity import zero
 from infinity.deepspeed.distributed import init_distributed
+from infinity.deepspeed.model_parallel import refuse_split
 from infinity.deepspeed.raw_config import raw_config
 from infinity.deepspeed.swap_dirs import make_swap_dirs
 from infinity.plan.precision import Precision
@@ -24,10 +25,15 @@ Call = TypeVar("Call", bound=Callable[..., Any])
 class Init(zero.Init):
     """``infinity.Init``, which starts torch.distributed if nobody has, for a rank that is alone, too: Transformers asks
     for its rank while it loads. Parameters in 16 bits, which ``from_pretrained`` makes by its file, get the dtype that
-    the configuration enables: fp32 without ``bf16`` and ``fp16``."""
+    the configuration enables: fp32 without ``bf16`` and ``fp16``. By ``mpu`` every rank must have the whole model."""
+
+    def __init__(self, *args: Any, mpu: Any = None, **kwargs: Any) -> None:
+        self._mpu = mpu
+        super().__init__(*args, **kwargs)
 
     def __enter__(self) -> Init:
         init_distributed()
+        refuse_split(self._mpu)
         if self._enabled and self._has_config:
             make_swap_dirs(raw_config(self._config_source))
         super().__enter__()

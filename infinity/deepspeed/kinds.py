@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import Enum, IntEnum, StrEnum
 from typing import Any, Final
 
@@ -36,6 +37,14 @@ class ZeroParamType(Enum):
     NORMAL = 1
     PARTITIONED = 2
     REMOTE = 3
+
+
+@dataclass
+class fragment_address:  # noqa: N801
+    """Where a parameter's part lies in its group's flat one. DeepSpeed pickles it into its checkpoints."""
+
+    numel: int
+    start: int
 
 
 def get_zero_config(param_dict: Mapping[str, Any]) -> DeepSpeedZeroConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Sequence
 
 import torch.distributed as dist
@@ -25,11 +26,44 @@ logger.__class__ = _TrainersLogger  # whoever has asked for it by its name keeps
 _LEVELS = {name: getattr(logging, name.upper()) for name in ("debug", "info", "warning", "error", "critical")}
 
 
+class LoggerFactory:
+    """Makes loggers that write to standard output."""
+
+    @staticmethod
+    def create_logger(name: str | None = None, level: int = logging.WARNING) -> logging.Logger:
+        """The logger of that name, with one more handler. Raises ValueError without a name."""
+        if name is None:
+            raise ValueError("a logger needs a name")
+        made = logging.getLogger(name)
+        made.setLevel(level)
+        made.propagate = False
+        handler = logging.StreamHandler(stream=sys.stdout)
+        handler.setLevel(level)
+        handler.setFormatter(
+            logging.Formatter("[%(asctime)s] [%(levelname)s] [%(filename)s:%(lineno)d:%(funcName)s] %(message)s")
+        )
+        made.addHandler(handler)
+        return made
+
+
+def get_dist_msg(message: str, ranks: Sequence[int] | None = None) -> str | None:
+    """The message with this rank's number; None where torch.distributed runs and it is not among ``ranks``, which
+    [-1] makes all."""
+    runs = dist.is_available() and dist.is_initialized()
+    rank = dist.get_rank() if runs else -1
+    return None if runs and (not ranks or not (ranks[0] == -1 or rank in ranks)) else f"[Rank {rank}] {message}"
+
+
+def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
+    """Print what ``get_dist_msg`` gives, whatever the level of logs."""
+    if (told := get_dist_msg(message, ranks)) is not None:
+        print(told, flush=True)
+
+
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Log on the ranks that are named; without names, or with -1 among them, on all."""
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else -1
-    if not ranks or -1 in ranks or rank in ranks or rank == -1:
-        logger.log(level, "[Rank %d] %s", rank, message)
+    """Log what ``get_dist_msg`` gives."""
+    if (told := get_dist_msg(message, ranks)) is not None:
+        logger.log(level, "%s", told)
 
 
 @functools.cache

@@ -1,12 +1,41 @@
-"""``utils.bwc``: what an object for model parallelism says under any of its names; each is one rank's world without."""
+"""What an object for model parallelism (``mpu``) says under any of its names; each is one rank's world without.
+
+Scripts that come of Megatron pass theirs where every rank has the whole model, too: then it changes nothing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Final
 
+from infinity.deepspeed.distributed import get_data_parallel_world_size
+from infinity.errors import ConfigError
+
 _TENSOR: Final = ("tensor_model_parallel", "slice_parallel", "model_parallel")
 _PIPELINE: Final = ("pipeline_model_parallel", "pipe_parallel")
+_SPLIT: Final = (*_TENSOR, *_PIPELINE, "sequence_parallel", "context_parallel")
+"""What a model can be split by over ranks."""
+
+
+def refuse_split(mpu: Any) -> None:
+    """Raises ConfigError unless every rank has the whole model by what ``mpu`` says, and all of them share it. Asked
+    where torch.distributed runs: such objects hold its groups."""
+    if mpu is None:
+        return
+    if not hasattr(mpu, "get_data_parallel_world_size"):
+        name = getattr(mpu, "__name__", type(mpu).__name__)
+        raise ConfigError("mpu", name, "there is no model parallelism: pass the plain module without it")
+    for kind in _SPLIT:
+        if (size := _method(mpu, (kind,), "world_size")) is not None and size() != 1:
+            raise ConfigError(
+                f"mpu.get_{kind}_world_size()",
+                size(),
+                "there is no model parallelism, ZeRO-3 shards every weight over all ranks: start the script with 1",
+            )
+    shares, ranks = mpu.get_data_parallel_world_size(), get_data_parallel_world_size()
+    if shares != ranks:
+        remedy = f"all of the {ranks} ranks share the model: leave mpu out"
+        raise ConfigError("mpu.get_data_parallel_world_size()", shares, remedy)
 
 
 def _said(mpu: Any, kinds: Sequence[str], what: str) -> Any:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.graph import _get_grad_fn_or_grad_acc
 
 from infinity.deepspeed.experts import is_moe_param
+from infinity.deepspeed.model_parallel import refuse_split
 
 Item = TypeVar("Item")
 Norm = torch.Tensor | float
@@ -92,6 +93,7 @@ def combine_grad_norm_groups(norm_groups: Iterable[Norm], norm_type: float = 2) 
 
 def get_weight_norm(parameters: nn.Parameter | Iterable[nn.Parameter], norm_type: float = 2.0, mpu: Any = None) -> Norm:
     """The norm of all weights, which must be in memory."""
+    refuse_split(mpu)
     return nn.utils.get_total_norm(list(_each(parameters)), norm_type)
 
 
@@ -102,6 +104,7 @@ def get_flattened_grad_norm(
     grad_norm_mask: Any = None,
 ) -> Norm:
     """The norm of all gradients that are in memory."""
+    refuse_split(mpu)
     return nn.utils.get_total_norm([p.grad for p in _each(parameters) if p.grad is not None], norm_type)
 
 
@@ -113,6 +116,7 @@ def clip_tensors_by_global_norm(
     eps: float = 1e-6,
 ) -> Norm:
     """Multiply all by what brings their common norm down to ``max_norm``; the norm before."""
+    refuse_split(mpu)
     norm = nn.utils.get_total_norm(input_tensors) if global_norm is None else global_norm
     factor = max_norm / (norm + eps)
     if factor < 1:
@@ -174,6 +178,7 @@ class CheckOverflow:
     def __init__(
         self, param_groups: Any = None, mpu: Any = None, zero_reduce_scatter: bool = False, deepspeed: Any = None
     ) -> None:
+        refuse_split(mpu)
         self.params = [param for group in param_groups or () for param in group]
 
     def check_using_norm(self, norm_group: Iterable[Norm], reduce_overflow: bool = True) -> bool:

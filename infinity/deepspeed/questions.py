@@ -155,7 +155,6 @@ ABSENT: Final[Mapping[str, str]] = {
     "clip_fp32_gradients": "write gradient_clipping into the configuration, or call clip_grad_norm_ on the parameters",
     "losses": "add up what the engine returned",
     "quantizer": "quantisation is not built: train in bf16, fp16 or fp32",
-    "mpu": "there is no model parallelism",
     **dict.fromkeys(
         ("train_batch", "eval_batch", "set_dataloader", "set_batch_fn", "is_first_stage", "is_last_stage"),
         "they are of a pipeline's engine, and there is no pipeline parallelism: call engine(), engine.backward() and "

@@ -23,6 +23,7 @@ from infinity.deepspeed.constants import TORCH_DISTRIBUTED_DEFAULT_PORT
 from infinity.deepspeed.distributed import init_distributed, refuse_uncounted_ranks
 from infinity.deepspeed.experts import is_moe_param
 from infinity.deepspeed.model_dtypes import as_given, cast, sections_for
+from infinity.deepspeed.model_parallel import refuse_split
 from infinity.deepspeed.optimizers import TESTED_TYPES, DeepSpeedCPUAdam, is_zero_supported_optimizer
 from infinity.deepspeed.raw_config import raw_config, section_of, stage_of
 from infinity.deepspeed.swap_dirs import make_swap_dirs
@@ -94,7 +95,7 @@ def initialize(
         training_data: a dataset, to get a loader of micro-batches back.
         lr_scheduler: a scheduler on ``optimizer``, or a function from the engine's optimizer to one.
         distributed_port: where ranks meet if MASTER_PORT is not set.
-        mpu: refused: there is no model parallelism.
+        mpu: an object of Megatron's kind by which every rank has the whole model; any other is refused.
         dist_init_required: False: torch.distributed is not started here.
         collate_fn: makes a micro-batch of its samples.
         config: a dict or a path, DeepSpeed's JSON.
@@ -109,8 +110,6 @@ def initialize(
     """
     if model is None:
         raise ConfigError("model", None, "pass the module to train")
-    if mpu is not None:
-        raise ConfigError("mpu", type(mpu).__name__, "there is no model parallelism: pass the plain module without it")
     if mesh_param is not None:
         raise ConfigError("mesh_param", mesh_param, "there is no sequence parallelism: leave it out")
     for name, param in named_parameters(model):
@@ -120,6 +119,7 @@ def initialize(
     raw = raw_config(config, args, config_params)
     make_swap_dirs(raw)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    refuse_split(mpu)
     refuse_uncounted_ranks()
     for former in [each for each in _engines if each.holds(model)]:
         _log.info("the model goes over from an engine that it had")
@@ -161,6 +161,7 @@ def initialize(
     if not isinstance(engine, DeepSpeedEngine):
         raise AssertionError("another engine than asked for")
     engine.speak(raw, added)
+    engine.mpu = mpu
     if hasattr(args, "local_rank"):
         args.local_rank = engine.local_rank
     if made is not None:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from infinity.errors import ConfigError
+from infinity.deepspeed.model_parallel import refuse_split
 from infinity.zero import ZeroParamStatus
 from io_daemon.disk.kernel_text import read_text
 
@@ -54,8 +54,7 @@ def clip_grad_norm_(
     """``torch.nn.utils.clip_grad_norm_`` of gradients that are in memory; the engine's own are its configuration's.
 
     Ranks may have other gradients each: all are clipped by the mean of their norms, which is given back."""
-    if mpu is not None:
-        raise ConfigError("mpu", type(mpu).__name__, "there is no model parallelism: leave it out")
+    refuse_split(mpu)
     params = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     norm = nn.utils.get_total_norm([param.grad for param in params if param.grad is not None], norm_type)
     if dist.is_available() and dist.is_initialized():
@@ -69,8 +68,7 @@ def get_global_norm_of_tensors(
     input_tensors: Sequence[torch.Tensor], norm_type: float = 2.0, mpu: Any = None
 ) -> torch.Tensor:
     """The norm of all elements of all tensors, 0-D."""
-    if mpu is not None:
-        raise ConfigError("mpu", type(mpu).__name__, "there is no model parallelism: leave it out")
+    refuse_split(mpu)
     return nn.utils.get_total_norm(input_tensors, norm_type)
 
 

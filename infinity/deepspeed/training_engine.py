@@ -82,6 +82,8 @@ class DeepSpeedEngine(Engine):
     deals_to_one = True
     gradient_average = enable_backward_allreduce = warn_unscaled_loss = True
     has_moe_layers = False
+    mpu: Any = None
+    """What was passed as such, by which every rank has the whole model."""
     sparse_tensor_module_names: frozenset[str] = frozenset()
     """Modules whose gradients are sparse: gradients are dense."""
 

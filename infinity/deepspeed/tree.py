@@ -36,7 +36,7 @@ _OFFLOAD_CONFIG = _of(
 ) | _of(f"{_OURS}.kinds", "OffloadDeviceEnum")
 _STATES = _of("infinity.zero", "OffloadStateTypeEnum")
 _ACCELERATOR = _of(f"{_OURS}.accelerators", "get_accelerator")
-_LOGS = _of(f"{_OURS}.logs", "logger log_dist log_dist_once set_log_level_from_string")
+_LOGS = _of(f"{_OURS}.logs", "logger log_dist log_dist_once set_log_level_from_string LoggerFactory")
 _ON_DEVICE = _of(f"{_OURS}.building", "OnDevice")
 _GROUPS = _of(
     f"{_OURS}.distributed",
@@ -90,6 +90,7 @@ _STATE_ACCESS = _of(
     "safe_set_full_fp32_param safe_set_full_grad safe_set_full_optimizer_state safe_set_local_fp32_param "
     "safe_set_local_grad safe_set_local_optimizer_state safe_update_full_grad_vectorized",
 ) | _of(f"{_OURS}.state_access", "safe_get_full_fp32_param safe_get_local_fp32_param")
+_FRAGMENT = _of(f"{_OURS}.kinds", "fragment_address")
 _LEAVES = _of(
     "infinity.utils",
     "get_z3_leaf_modules set_z3_leaf_module z3_leaf_parameter set_z3_leaf_modules set_z3_leaf_modules_by_name "
@@ -209,6 +210,7 @@ TREE: Final[Mapping[str, Names]] = {
     "monitor.monitor": _of(f"{_OURS}.monitors", "MonitorMaster"),
     "ops": _renamed(f"{_OURS}.op_builders", __compatible_ops__="compatible_ops", __installed_ops__="installed_ops"),
     "ops.adagrad": _ADAGRAD,
+    "ops.adagrad.cpu_adagrad": _ADAGRAD,
     "ops.adam": _ADAM,
     "ops.adam.cpu_adam": _of(f"{_OURS}.optimizers", "DeepSpeedCPUAdam"),
     "ops.adam.fused_adam": _of(f"{_OURS}.optimizers", "FusedAdam"),
@@ -216,6 +218,8 @@ TREE: Final[Mapping[str, Names]] = {
     "ops.lamb": _LAMB,
     "ops.lamb.fused_lamb": _LAMB,
     "ops.lion": _LION,
+    "ops.lion.cpu_lion": _of(f"{_OURS}.optimizers", "DeepSpeedCPULion"),
+    "ops.lion.fused_lion": _of(f"{_OURS}.optimizers", "FusedLion"),
     "ops.op_builder": _BUILDERS | _of(f"{_OURS}.op_builders", "OpBuilder"),
     "ops.op_builder.all_ops": _of(f"{_OURS}.op_builders", "ALL_OPS"),
     "pipe": _PIPELINE,
@@ -320,6 +324,7 @@ TREE: Final[Mapping[str, Names]] = {
     "utils": _LOGS
     | _ON_DEVICE
     | _STATE_ACCESS
+    | _FRAGMENT
     | _LEAVES
     | _MODULES
     | _GROUPS
@@ -333,12 +338,17 @@ TREE: Final[Mapping[str, Names]] = {
     "utils.debug": _of(f"{_OURS}.debugging", "printflock"),
     "utils.groups": _GROUPS | _OWN_GROUPS | _EXPERT_GROUPS,
     "utils.init_on_device": _ON_DEVICE,
-    "utils.logging": _LOGS,
+    "utils.logging": _LOGS | _of(f"{_OURS}.logs", "get_dist_msg print_dist"),
     "utils.nvtx": _of(f"{_OURS}.ranges", "instrument_w_nvtx"),
     "utils.pin_memory": _of(f"{_OURS}.page_locked", "NativePinnedMemory"),
     "utils.static_cache": _of(f"{_OURS}.static_cache", "DeepSpeedStaticCache DeepSpeedStaticLayer"),
-    "utils.tensor_fragment": _STATE_ACCESS,
-    "utils.timer": _of(f"{_OURS}.throughput", "ThroughputTimer"),
+    "utils.tensor_fragment": _STATE_ACCESS | _FRAGMENT,
+    "utils.timer": _of(f"{_OURS}.throughput", "ThroughputTimer")
+    | _of(
+        f"{_OURS}.timers",
+        "SynchronizedWallClockTimer NoopTimer FORWARD_MICRO_TIMER FORWARD_GLOBAL_TIMER BACKWARD_MICRO_TIMER "
+        "BACKWARD_GLOBAL_TIMER STEP_MICRO_TIMER STEP_GLOBAL_TIMER",
+    ),
     "utils.torch": _of(f"{_OURS}.building", "required_torch_version"),
     "utils.z3_leaf_module": _LEAVES,
     "utils.zero_to_fp32": _FP32_WEIGHTS,
@@ -358,6 +368,7 @@ RUNNABLE: Final[Mapping[str, tuple[str, ...]]] = {
 }
 """What ``python -m`` runs for a place: a module of ours, and words before the user's."""
 ALIASES: Final[Mapping[str, str]] = {
+    "dist": "comm",
     "zero": "runtime.zero",
     "checkpointing": "runtime.activation_checkpointing.checkpointing",
 }

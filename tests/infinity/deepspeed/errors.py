@@ -87,7 +87,7 @@ SCRIPTS: dict[str, str] = {
     "Inference by tensor parallelism": "deepspeed.init_inference(model, mp_size=2, dtype=torch.float32)",
     "Inference in 8 bits": "deepspeed.init_inference(model, dtype=torch.int8)",
     "The profiler by call": "from deepspeed.profiling.flops_profiler import get_model_profile",
-    "Timers": "from deepspeed.utils.timer import SynchronizedWallClockTimer",
+    "Timers": "from deepspeed.utils.timer import CudaEventTimer",
     "Optimized linear layers": "from deepspeed.linear import OptimizedLinear, LoRAConfig",
     "Data efficiency": 'start(data_efficiency={"enabled": True, "data_sampling": {"enabled": True}})',
     "Progressive layer drop": 'start(progressive_layer_drop={"enabled": True, "theta": 0.5})',

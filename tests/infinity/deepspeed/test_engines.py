@@ -7,6 +7,7 @@ import base64
 import gc
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,8 +333,29 @@ def test_configurations_come_from_arguments_files_and_old_names(tmp_path: Path) 
             deepspeed.initialize(model=_net(), config=name)
     with pytest.raises(ConfigError, match="differ: pass one of them"):
         deepspeed.initialize(model=_net(), args=args, config=_config(stage=2))
-    with pytest.raises(ConfigError, match="there is no model parallelism"):
+    with pytest.raises(ConfigError, match="mpu = 'object': there is no model parallelism"):
         deepspeed.initialize(model=_net(), config=_config(), mpu=object())
+
+
+@pytest.mark.parametrize(
+    ("kind", "size", "told"),
+    [
+        ("tensor_model_parallel", 2, r"mpu\.get_tensor_model_parallel_world_size\(\) = 2: there is no model"),
+        ("pipe_parallel", 2, r"mpu\.get_pipe_parallel_world_size\(\) = 2: there is no model parallelism"),
+        ("sequence_parallel", 4, r"mpu\.get_sequence_parallel_world_size\(\) = 4: there is no model parallelism"),
+        ("data_parallel", 3, r"mpu\.get_data_parallel_world_size\(\) = 3: all of the 1 ranks share the model"),
+    ],
+)
+def test_an_object_for_model_parallelism_may_not_split_the_model(kind: str, size: int, told: str) -> None:
+    """One by which every rank has the whole model changes nothing: differential/published.py."""
+    mpu = SimpleNamespace(get_data_parallel_world_size=lambda: 1)
+    setattr(mpu, f"get_{kind}_world_size", lambda: size)
+    with pytest.raises(ConfigError, match=told):
+        deepspeed.initialize(model=_net(), config=_config(), mpu=mpu)
+    with pytest.raises(ConfigError, match=told), deepspeed.zero.Init(config_dict_or_path=_config(), mpu=mpu):
+        _net()
+    with pytest.raises(ConfigError, match=told):
+        deepspeed.runtime.utils.clip_grad_norm_(_net().parameters(), 1.0, mpu=mpu)
 
 
 def test_what_is_passed_goes_before_the_configuration() -> None:

@@ -31,7 +31,7 @@ from tests.support.warm_daemons import use_if_told
 TOPICS: Final = (
     "configuration", "schedules", "starting", "training", "backwards", "precision", "buffers", "parameters", "state",
     "leaves", "checkpoints", "moments", "defaults", "parts", "collectives", "found", "names", "tools",
-    "idioms",
+    "idioms", "published",
 )  # fmt: skip
 TIMEOUT_S: Final = 60
 
