@@ -235,6 +235,10 @@ def apply_section(settings: ActivationCheckpointing, store: ActivationStore | No
     wait that the engine's daemon keeps."""
     if store is not None:
         _process.stores = [*(each for each in _process.stores if not each.is_closed), store]
+    if settings.contiguous_memory_optimization and settings.number_checkpoints is None:
+        # files say so whose scripts never call ``configure``, which asks for the number
+        _log.info("contiguous_memory_optimization without number_checkpoints: inputs wait each in memory of its own")
+        settings = settings.model_copy(update={"contiguous_memory_optimization": False})
     if settings == _process.settings:
         return
     if _process.by_user:

@@ -42,7 +42,7 @@ ABSENT: Final[Mapping[str, str]] = {
         ("get_fp32_grad_for_param get_fp32_grad_partitions all_grad_tensors", _GRADIENTS),
         ("reduce_gradients get_grads_to_reduce", "gradients are reduced while engine.backward() goes on"),
         ("check_overflow has_overflow has_overflow_serial", _OVERFLOW),
-        ("scaled_global_norm get_grad_norm_direct", _NORM),
+        ("scaled_global_norm get_grad_norm_direct _global_grad_norm", _NORM),
         ("get_lr set_lr", _RATES),
         ("refresh_fp32_params", "load_checkpoint and safe_set_full_fp32_param keep both copies alike"),
     )
@@ -87,9 +87,26 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     bit16_groups = fp16_groups
 
+    @property
+    def loss_scale(self) -> float:
+        """What the loss is multiplied by now; 1 without fp16. What is set goes on as by ``override_loss_scale``."""
+        return self.scale.value
+
+    @loss_scale.setter
+    def loss_scale(self, loss_scale: float) -> None:
+        self.override_loss_scale(loss_scale)
+
+    cur_scale = loss_scale
+
     def override_loss_scale(self, loss_scale: float) -> None:
         """Multiply losses by ``loss_scale`` from now on; a dynamic scale goes on from there."""
         self.scale.value = float(loss_scale)
+
+    def _norm(self) -> float:
+        """The engine's norm of the last step's gradients; 0 before the first step."""
+        engine = self._of()
+        norm = engine.get_global_grad_norm()
+        return 0.0 if norm is None and not engine.global_steps else norm  # type: ignore[return-value]
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, **others: Any) -> None:
         """``engine.backward`` of a loss that is not to be divided by the number of micro-batches."""
@@ -133,6 +150,8 @@ class BasicOptimizer(DeepSpeedOptimizer):
 class _HalfOptimizer(DeepSpeedOptimizer):
     """Stage 0 in 16 bits."""
 
+    _global_grad_norm = property(DeepSpeedOptimizer._norm)
+
     @property
     def low_precision_dtype(self) -> torch.dtype:
         """The dtype of the weights in forward."""
@@ -171,6 +190,8 @@ class FP16_UnfusedOptimizer(_HalfOptimizer):  # noqa: N801
 
 class ZeROOptimizer(DeepSpeedOptimizer):
     """What shards, or keeps masters."""
+
+    _global_grad_norm = property(DeepSpeedOptimizer._norm)
 
     @property
     def reduce_scatter(self) -> bool:

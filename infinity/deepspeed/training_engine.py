@@ -96,7 +96,8 @@ class DeepSpeedEngine(Engine):
         """Destroyed, and the weights are the model's again."""
         by_accelerate = bool(locals_of("accelerate.accelerator", "_prepare_deepspeed"))
         self._users_backward = UsersBackward(self._loop, by_accelerate=by_accelerate)
-        if by_accelerate and self._loop.update is not None and not self.settings.io_daemon.update_in_backward:
+        asks = by_accelerate or self.settings.zero_optimization.stage > 0
+        if asks and self._loop.update is not None and not self.settings.io_daemon.update_in_backward:
             self._loop.update.ask_for_norm()
         if self._loop.update is not None and self._skips_overflow:
             self._loop.update.check_overflow()
@@ -407,6 +408,15 @@ class DeepSpeedEngine(Engine):
         with asserting():
             super().set_train_batch_size(train_batch_size)
 
+    @property
+    def training_dataloader(self) -> Any:
+        """The loader that ``initialize`` made of its ``training_data``, or what the script has put in its place."""
+        return vars(self).get("_training_dataloader", self._loop.training_loader)
+
+    @training_dataloader.setter
+    def training_dataloader(self, loader: Any) -> None:
+        vars(self)["_training_dataloader"] = loader
+
     def devices_of(self, state: OffloadStateTypeEnum) -> set[torch.device]:
         """Where states of the type are. What streams from disk comes to host memory."""
         return self._offloaded.devices_of(state)
@@ -440,7 +450,8 @@ class DeepSpeedEngine(Engine):
         """
         if self._runtime.collectives.is_forked:
             return
-        self._users_backward.settle()
+        if "_users_backward" in vars(self):  # not where ``initialize`` is refused before the engine could ``speak``
+            self._users_backward.settle()
         if keep_weights and self._loop.phases.phase is StepPhase.IDLE:
             hand_back(self._runtime, self._loop.config)
             self._has_handed_back = True

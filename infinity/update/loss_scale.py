@@ -24,8 +24,12 @@ class LossScale(Protocol):
 
     @property
     def cur_scale(self) -> float:
-        """``value`` under a name of DeepSpeed's."""
+        """``value`` under a name of DeepSpeed's, which scripts set."""
         return self.value
+
+    @cur_scale.setter
+    def cur_scale(self, value: float) -> None:
+        self.value = float(value)
 
     @property
     def loss_scale(self) -> float:

@@ -174,6 +174,15 @@ def test_configure_reads_a_file_and_what_is_given_goes_before_it(tmp_path: Path,
     assert not process.settings.profile, "configure() goes before the engine's configuration"
 
 
+def test_a_section_of_one_piece_that_nobody_configures_is_no_refusal(process: Any) -> None:
+    """Files say so of scripts that never call ``configure``, which asks for the number."""
+    one_piece = {"contiguous_memory_optimization": True, "partition_activations": True}
+    trained(checkpointing.checkpoint, activation_checkpointing=one_piece)
+    assert not process.settings.contiguous_memory_optimization
+    with pytest.raises(ConfigError, match="how many calls there are"):
+        checkpointing.configure(None, deepspeed_config={"train_batch_size": 1, "activation_checkpointing": one_piece})
+
+
 def test_what_cannot_be_done_is_refused_by_name() -> None:
     class TwoRanks:
         def get_model_parallel_world_size(self) -> int:

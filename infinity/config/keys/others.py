@@ -18,7 +18,7 @@ ACTIVATIONS: tuple[Key, ...] = (
         works(f"activation_checkpointing.{name}", note)
         for name, note in (
             ("cpu_checkpointing", "inputs of infinity.checkpointing.checkpoint wait for backward in host memory"),
-            ("contiguous_memory_optimization", "they wait in one piece of memory; needs number_checkpoints"),
+            ("contiguous_memory_optimization", "they wait in one piece of memory, as large as number_checkpoints says"),
             ("number_checkpoints", "checkpointed calls of one forward"),
             ("synchronize_checkpoint_boundary", "the device is waited for at the ends of each call"),
             ("profile", "the time of each call is logged, in forward and in backward"),

@@ -358,6 +358,15 @@ def test_an_object_for_model_parallelism_may_not_split_the_model(kind: str, size
         deepspeed.runtime.utils.clip_grad_norm_(_net().parameters(), 1.0, mpu=mpu)
 
 
+def test_a_late_refusal_is_the_one_that_is_read() -> None:
+    """The engine was made by then, and its end, before it knew its configuration, was an AttributeError instead."""
+    model = _net()
+    with pytest.raises(TypeError, match="has no len"):
+        deepspeed.initialize(model=model, config=_config(), training_data=iter("ab"))
+    engine = _start(model, _config())
+    engine.destroy()
+
+
 def test_what_is_passed_goes_before_the_configuration() -> None:
     scheduler = {"type": "WarmupLR", "params": {}}
     engine, optimizer, _, schedule = deepspeed.initialize(

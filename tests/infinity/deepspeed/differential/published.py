@@ -210,3 +210,58 @@ def methods_of_the_module(_directory: Path, stage: int) -> Any:
         engine.step()
         losses.append(float(loss))
     return losses, sums(engine)
+
+
+@cases_over({f"{stage}-{dtype}": (stage, dtype) for stage in (1, 2, 3) for dtype in ("fp32", "bf16")})
+def the_optimizers_own_norm(_directory: Path, given: tuple[int, str]) -> Any:
+    stage, dtype = given
+    options = config(stage, gradient_clipping=0.0, **({"bf16": {"enabled": True}} if dtype == "bf16" else {}))
+    engine = start(stack(), options)
+    before = float(engine.optimizer._global_grad_norm)
+    norms = []
+    for x, y in batches(2, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32):
+        engine.backward(engine(x, y))
+        engine.step()
+        norms.append(round(float(engine.optimizer._global_grad_norm), 2))
+    return before, norms, float(engine.get_global_grad_norm()) == float(engine.optimizer._global_grad_norm)
+
+
+@cases_over({str(stage): stage for stage in (1, 2, 3)}, relative=1e-3)
+def scales_that_scripts_set(_directory: Path, stage: int) -> Any:
+    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
+    engine = start(stack(), config(stage, fp16=fp16))
+    engine.optimizer.cur_scale = 8.0
+    seen = [engine.optimizer.cur_scale, engine.optimizer.loss_scale, engine.optimizer.loss_scaler.cur_scale]
+    engine.optimizer.loss_scaler.cur_scale = min(engine.optimizer.cur_scale, 4.0)
+    seen += [engine.optimizer.cur_scale, engine.optimizer.loss_scaler.loss_scale]
+    losses = []
+    for x, y in batches(3, dtype=torch.float16):
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+        seen.append(engine.optimizer.cur_scale)
+    engine.optimizer.loss_scale = 2.0
+    return seen, losses, engine.optimizer.cur_scale
+
+
+@case()
+def loaders_that_scripts_put_there(_directory: Path) -> Any:
+    rows = [(x[0], y[0]) for x, y in batches(8)]
+    engine = start(stack(), config(2))
+    before = engine.training_dataloader
+    engine.training_dataloader = engine.deepspeed_io(rows, num_local_io_workers=0)
+    losses = []
+    for x, y in engine.training_dataloader:
+        loss = engine(x, y)
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    return before is None, len(engine.training_dataloader), len(losses)
+
+
+@case()
+def a_section_of_activations_that_nobody_configures(_directory: Path) -> Any:
+    section = {"partition_activations": True, "contiguous_memory_optimization": True}
+    engine = start(stack(), config(2, activation_checkpointing=section))
+    return train(engine, 2)
