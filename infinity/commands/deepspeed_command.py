@@ -108,8 +108,8 @@ def _nodes(parsed: argparse.Namespace) -> Nodes:
     path = Path(parsed.hostfile)
     if path.is_file():
         nodes = nodes_of_hostfile(path.read_text().splitlines(), str(path))
-    elif parsed.hostfile != DLTS_HOSTFILE:
-        raise ConfigError("--hostfile", parsed.hostfile, "is not there")
+    elif parsed.hostfile not in ("", DLTS_HOSTFILE):
+        raise ConfigError("--hostfile", parsed.hostfile, "is not there: leave it out where this machine runs all ranks")
     elif parsed.num_nodes > 1 and not parsed.no_ssh:
         raise ConfigError("--num_nodes", parsed.num_nodes, "several nodes are named in a hostfile: pass --hostfile")
     else:

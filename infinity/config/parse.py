@@ -185,8 +185,9 @@ def _unknown(prefix: str, name: str) -> str:
     if close := difflib.get_close_matches(name, sorted(everywhere), n=1, cutoff=0.8):
         return f"unknown key here; did you mean {everywhere[close[0]]}?"
     if len(siblings) > SIBLINGS_LISTED_MAX:
-        return f"unknown key; the closest is {difflib.get_close_matches(name, sorted(siblings), n=1, cutoff=0.0)[0]}"
-    return f"unknown key; known here: {', '.join(sorted(siblings))}"
+        closest = difflib.get_close_matches(name, sorted(siblings), n=1, cutoff=0.0)[0]
+        return f"unknown key, which does nothing: remove it; the closest is {closest}"
+    return f"unknown key, which does nothing: remove it; known here: {', '.join(sorted(siblings))}"
 
 
 def _is_off(key: Key, value: object) -> bool:

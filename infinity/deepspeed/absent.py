@@ -96,7 +96,8 @@ ABSENT: Final[Mapping[str, str]] = {
     "runtime.weight_quantizer": _QUANTISED,
     "runtime.compiler": "use engine.compile() or torch.compile()",
     "compile": "DeepCompile is not built: use engine.compile()",
-    "profiling": "write the section flops_profiler into the configuration: torch's counter counts",
+    "profiling": "write the section flops_profiler into the configuration, or count any model's forward by "
+    "torch.utils.flop_counter.FlopCounterMode",
     "monitor": "write tensorboard, csv_monitor or wandb into the configuration, and figures to engine.monitor",
     "datastates": _OWN_CHECKPOINTS,
     "runtime.checkpoint_engine": _OWN_CHECKPOINTS,

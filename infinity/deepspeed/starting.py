@@ -54,13 +54,25 @@ _NOT_SERVED: Final[Mapping[str, str]] = {
     "replace_with_kernel_inject": "the model's own modules run as they are: leave it out",
     "injection_policy": "the model's own modules run as they are: leave it out",
     "injection_policy_tuple": "the model's own modules run as they are: leave it out",
+    "kernel_inject": "the model's own modules run as they are: leave it out",
+    "injection_dict": "the model's own modules run as they are: leave it out",
+    "use_triton": "the model's own modules run as they are: leave it out",
+    "training_mp_size": "there is no tensor parallelism: weights are sharded over all ranks, leave it out",
+    "ep_size": "there is no expert parallelism: leave it out",
     "enable_cuda_graph": "weights come and go, which no graph can hold: leave it out",
     "moe": "there is no expert parallelism: leave it out",
     "quant": "quantisation is not built: leave it out",
     "checkpoint": "load weights before: infinity.load_pretrained(model, path)",
     "base_dir": "load weights before: infinity.load_pretrained(model, path)",
-    "triangular_masking": "the model's own modules run as they are: leave it out",
+    "checkpoint_config": "load weights before: infinity.load_pretrained(model, path)",
+    "ckpt_config": "load weights before: infinity.load_pretrained(model, path)",
+    "save_mp_checkpoint_path": "there is no tensor parallelism: save by engine.save_16bit_model()",
 }
+_OF_REPLACED_LAYERS: Final = frozenset({
+    "replace_method", "triangular_masking", "tm", "return_tuple", "max_out_tokens", "max_tokens", "min_out_tokens",
+    "min_tokens", "transposed_mode", "triton_autotune", "keep_module_on_host", "set_empty_params",
+})  # fmt: skip
+"""Options of inference that say how layers of DeepSpeed's own run; there are none, so that they mean nothing."""
 _MUPS: Final = {name.lower(): name for name in ("MuAdam", "MuAdamW", "MuSGD")}
 
 
@@ -227,8 +239,8 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepS
     Args:
         model: built plainly or under ``zero.Init``.
         config: DeepSpeed's options of inference, of which ``zero`` (the section ``zero_optimization``, stage 3) and
-            ``dtype`` mean something here; a whole training configuration is taken, too. Where neither says in which
-            dtype, it is fp16, as DeepSpeed's.
+            ``dtype`` mean something here, and how replaced layers would run means nothing; a whole training
+            configuration is taken, too. Where neither says in which dtype, it is fp16, as DeepSpeed's.
         kwargs: the same options.
 
     Returns:
@@ -240,9 +252,10 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepS
     options = {**(raw_config(config) if config is not None else {}), **kwargs}
     for name, why in _NOT_SERVED.items():
         value = options.pop(name, None)
-        if value is True or value not in (None, False, 1, {}, {"tp_size": 1}, {"enabled": False}):
+        if value is True or (value not in (None, False, 1, "", {}, {"enabled": False}) and not _is_of_one(value)):
             raise ConfigError(name, value, why)
-    raw = {name: value for name, value in options.items() if name not in ("zero", "dtype")}
+    refuse_split(options.pop("mpu", None))
+    raw = {name: value for name, value in options.items() if name not in {"zero", "dtype", *_OF_REPLACED_LAYERS}}
     dtype = options.get("dtype", None if options.keys() & {"bf16", "bfloat16", "fp16"} else torch.float16)
     if dtype not in _DTYPES:
         raise ConfigError("dtype", dtype, "weights are fp32, bf16 or fp16")
@@ -254,6 +267,11 @@ def init_inference(model: nn.Module, config: Any = None, **kwargs: Any) -> DeepS
         raw.pop(name, None)
     engine, _, _, _ = initialize(model=model, config=raw)
     return engine.eval()
+
+
+def _is_of_one(value: Any) -> bool:
+    """Whether a section of tensor parallelism says that each rank has whole layers."""
+    return isinstance(value, Mapping) and value.keys() <= {"tp_size", "enabled"} and value.get("tp_size", 1) == 1
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

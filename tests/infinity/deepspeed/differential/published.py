@@ -265,3 +265,18 @@ def a_section_of_activations_that_nobody_configures(_directory: Path) -> Any:
     section = {"partition_activations": True, "contiguous_memory_optimization": True}
     engine = start(stack(), config(2, activation_checkpointing=section))
     return train(engine, 2)
+
+
+OPTIONS = {
+    "method": {"mp_size": 1, "replace_method": "auto", "replace_with_kernel_inject": False},
+    "tokens": {"tensor_parallel": {"tp_size": 1}, "max_out_tokens": 64, "min_out_tokens": 2, "return_tuple": False},
+    "nothing": {"enable_cuda_graph": False, "checkpoint": None, "base_dir": "", "injection_policy": None},
+    "in-a-dict": {"config": {"tensor_parallel": {"enabled": True, "tp_size": 1}, "replace_method": "auto"}},
+}
+
+
+@cases_over(OPTIONS)
+def options_of_inference(_directory: Path, given: dict[str, Any]) -> Any:
+    x, y = batches(1)[0]
+    engine = deepspeed.init_inference(stack(), dtype=torch.float32, **given)
+    return float(engine(x, y)), float(engine.module(x, y))
