@@ -18,8 +18,8 @@ _BEFORE = "_infinity_before"
 _REPLACED = ("step", "add_param_group", "state_dict", "load_state_dict")
 REMEDY = (
     "read it with infinity.utils.safe_get_full_optimizer_state(param, name), write it with "
-    "safe_set_full_optimizer_state, keep it with engine.save_checkpoint(), begin anew with "
-    "optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})"
+    "safe_set_full_optimizer_state, keep it with engine.save_checkpoint(); where it lies in "
+    "memory, begin anew with optimizer.load_state_dict({**optimizer.state_dict(), 'state': {}})"
 )
 
 
