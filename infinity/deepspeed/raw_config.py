@@ -5,13 +5,17 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
+import logging
 import os
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from infinity.config.complaints import Complaints
 from infinity.config.load import load, read_text
 from infinity.errors import ConfigError
+
+_log = logging.getLogger(__name__)
+_OFFLOADS_WEIGHTS: Final = ("offload_param", "cpu_offload_param", "cpu_offload_params")
 
 
 def raw_config(config: Any, args: Any = None, config_params: Any = None) -> dict[str, Any]:
@@ -55,6 +59,17 @@ def zero_of(raw: Mapping[str, Any]) -> Any:
     """The section ``zero_optimization``; a boolean in its place is its old form."""
     zero = raw.get("zero_optimization", {})
     return {"stage": int(zero)} if isinstance(zero, bool) else zero
+
+
+def without_idle_offload(raw: dict[str, Any]) -> dict[str, Any]:
+    """The same below stage 3 without ``offload_param``, which DeepSpeed takes from there on only: with a warning."""
+    zero, stage = zero_of(raw), stage_of(raw)
+    if not isinstance(zero, Mapping) or not isinstance(stage, int) or stage >= 3:
+        return raw
+    idle = [key for key in _OFFLOADS_WEIGHTS if zero.get(key) and section_of(zero, key).get("device") != "none"]
+    for key in idle:
+        _log.warning("zero_optimization.%s = %r: weights stay whole at stage %d: write stage 3", key, zero[key], stage)
+    return {**raw, "zero_optimization": {key: zero[key] for key in zero if key not in idle}} if idle else raw
 
 
 def stage_of(raw: Mapping[str, Any]) -> Any:

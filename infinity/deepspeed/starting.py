@@ -25,7 +25,7 @@ from infinity.deepspeed.experts import is_moe_param
 from infinity.deepspeed.model_dtypes import as_given, cast, sections_for
 from infinity.deepspeed.model_parallel import refuse_split
 from infinity.deepspeed.optimizers import TESTED_TYPES, DeepSpeedCPUAdam, is_zero_supported_optimizer
-from infinity.deepspeed.raw_config import raw_config, section_of, stage_of
+from infinity.deepspeed.raw_config import raw_config, section_of, stage_of, without_idle_offload
 from infinity.deepspeed.swap_dirs import make_swap_dirs
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
@@ -129,7 +129,8 @@ def initialize(
             remedy = "there is no expert parallelism: every rank has every expert, leave allreduce=False out"
             raise ConfigError(f"{name}.allreduce", False, remedy)
     raw = raw_config(config, args, config_params)
-    make_swap_dirs(raw)
+    taken = without_idle_offload(raw)
+    make_swap_dirs(taken)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     refuse_split(mpu)
     refuse_uncounted_ranks()
@@ -138,7 +139,7 @@ def initialize(
         former.destroy()
     cast(model, raw)
     added = sections_for(model, raw)
-    with_schedule = {"gradient_clipping": CLIPPING, **raw, **added}
+    with_schedule = {"gradient_clipping": CLIPPING, **taken, **added}
     if optimizer is not None and section_of(raw, "optimizer"):
         _log.info("the optimizer that was passed goes before the configuration's section")
         with_schedule.pop("optimizer")

@@ -85,6 +85,24 @@ def in_16_bits(directory: Path, given: tuple[dict[str, Any], str]) -> Any:
     return trained(filled(file, directory, precision))
 
 
+IDLE: dict[str, dict[str, Any]] = {
+    "0-cpu": {"stage": 0, "offload_param": {"device": "cpu", "pin_memory": True}},
+    "1-nvme": {"stage": 1, "offload_param": {"device": "nvme", "nvme_path": NVME, "buffer_count": 5}},
+    "2-cpu": {"stage": 2, "offload_param": {"device": "cpu"}},
+    "2-as-of-old": {"stage": 2, "cpu_offload_param": True},
+    "2-none": {"stage": 2, "offload_param": {"device": "none"}},
+}
+"""Weights to be offloaded where they are whole."""
+
+
+@cases_over(IDLE)
+def offloaded_below_stage_3(directory: Path, given: dict[str, Any]) -> Any:
+    place = directory / "swap"
+    zero = filled(given, place, "")
+    losses = trained({"train_batch_size": 4, "optimizer": ADAM, "zero_optimization": zero})
+    return losses, place.exists()
+
+
 REFUSED: dict[str, dict[str, Any]] = {
     "sizes-in-quotes": {"zero_optimization": {"stage": 3, "reduce_bucket_size": "5e8"}},
     "a-fraction-of-an-element": {"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 3686.4}},
