@@ -33,6 +33,7 @@ from benchmarks.place import add_directory
 from benchmarks.side import Side, keep_results
 from infinity.commands.demo.footprint import FootprintSampler, process_tree, pss_bytes
 from infinity.files.direct import BLOCK_BYTES, BlockWriter, open_direct, read_block
+from infinity.files.pieces import bytes_of
 from io_daemon.command.scratch import scratch_directory
 
 MIB = 1 << 20
@@ -196,7 +197,7 @@ def _copy(source: Path, target: Path) -> None:
             readers.submit(read_block, descriptor, begin, begin + BLOCK_BYTES) for begin in islice(begins, READS_AHEAD)
         )
         while ahead:
-            writer.append(ahead.popleft().result())
+            writer.append(bytes_of(ahead.popleft().result()))
             ahead.extend(
                 readers.submit(read_block, descriptor, begin, begin + BLOCK_BYTES) for begin in islice(begins, 1)
             )

@@ -17,6 +17,7 @@ from typing import Final
 
 from infinity.checkpoint.disk import disk_errors
 from infinity.checkpoint.manifest import MANIFEST, SHARED_STATE
+from infinity.checkpoint.model_states import MODEL_STATES
 from infinity.checkpoint.sealed import read_sealed
 from infinity.errors import CheckpointError
 from infinity.files.aside import sync
@@ -69,7 +70,7 @@ def _files_of(directory: Path) -> frozenset[str]:
     except (CheckpointError, ValueError, KeyError, TypeError):
         with disk_errors(directory, "read"):
             there = os.listdir(directory)
-        named = frozenset(name for name in there if name == SHARED_STATE or _RANKS.fullmatch(name))
+        named = frozenset(name for name in there if name in (SHARED_STATE, MODEL_STATES) or _RANKS.fullmatch(name))
     return named | {MANIFEST, NEW_LATEST}
 
 

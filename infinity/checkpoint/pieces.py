@@ -13,7 +13,7 @@ from infinity.checkpoint.manifest import DTYPES, PIECE_NUMEL_MAX, Piece
 from infinity.checkpoint.sealed import checksum_of
 from infinity.errors import CheckpointError
 from infinity.files.direct import BlockWriter, read_block
-from infinity.files.pieces import as_bytes, bytes_of, pieces
+from infinity.files.pieces import bytes_of, pieces
 
 
 class PieceWriter:
@@ -32,11 +32,10 @@ class PieceWriter:
     def add(self, tensor: str, kind: str, first: int, values: torch.Tensor) -> None:
         """Append ``values`` [numel], elements from ``first`` on of one kind of one tensor, at a multiple of their
         size."""
-        data = as_bytes(values)
+        data = bytes_of(values)
         with disk_errors(self.path, "written"):
             self._file.align(values.element_size())
-            checksum = checksum_of(bytes_of(data))
-            self.pieces.append(Piece(tensor, kind, first, values.numel(), self._file.num_bytes, checksum))
+            self.pieces.append(Piece(tensor, kind, first, values.numel(), self._file.num_bytes, checksum_of(data)))
             self._file.append(data)
 
     def add_all(self, tensor: str, kind: str, values: torch.Tensor) -> None:

@@ -28,6 +28,7 @@ from infinity.checkpoint.manifest import (
     pieces_of_json,
     rank_state_name,
 )
+from infinity.checkpoint.model_states import MODEL_STATES, verify_model_states
 from infinity.checkpoint.pieces import PieceFile
 from infinity.checkpoint.read_ahead import ReadAhead, Wanted
 from infinity.checkpoint.sealed import checksum_of, read_sealed
@@ -150,6 +151,11 @@ class StoredCheckpoint:
         for name in (SHARED_STATE, *map(rank_state_name, range(self.manifest.world_size))):
             try:
                 self._read_state(name)
+            except CheckpointError as error:
+                yield error
+        if MODEL_STATES in self.manifest.files:
+            try:
+                verify_model_states(self.path)
             except CheckpointError as error:
                 yield error
         order = [self._wanted(*placed) for tensor in self._pieces.values() for placed in tensor]

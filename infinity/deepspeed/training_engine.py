@@ -18,12 +18,15 @@ import torch
 from torch import nn
 
 from infinity.checkpoint.manifest import MANIFEST, pieces_name
+from infinity.checkpoint.model_states import write_model_states
 from infinity.checkpoint.sealed import read_sealed
+from infinity.checkpoint.writing import Files
 from infinity.config import Config, read_environment
 from infinity.deepspeed.asserted import asserted, asserting
 from infinity.deepspeed.callers import locals_of
 from infinity.deepspeed.client_states import packed, unpacked
 from infinity.deepspeed.config_classes import DeepSpeedConfig, aio_of, get_log_level, optimizer_name
+from infinity.deepspeed.constants import CHECKPOINT_PARALLEL_DIMS, CHECKPOINT_PP_DEGREE, CHECKPOINT_TP_DEGREE
 from infinity.deepspeed.distributed import get_world_group
 from infinity.deepspeed.kinds import get_zero_config
 from infinity.deepspeed.logs import logger
@@ -33,6 +36,7 @@ from infinity.deepspeed.questions import ABSENT, OF_CONFIG, OF_ZERO, data_types
 from infinity.deepspeed.raw_config import section_of
 from infinity.deepspeed.throughput import ThroughputTimer
 from infinity.deepspeed.users_backward import UsersBackward
+from infinity.deepspeed.version import DIALECT
 from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.engine import Engine
 from infinity.engine.compiling import Compiled
@@ -42,7 +46,7 @@ from infinity.errors import ConfigError, EngineStateError
 from infinity.files.aside import remove
 from infinity.observe.monitors import Monitor
 from infinity.plan.precision import DTYPES
-from infinity.plan.registered import named_parameters, parameters
+from infinity.plan.registered import named_buffers, named_parameters, parameters
 from infinity.states import StepPhase
 from infinity.weights.owners import owner_of
 from infinity.zero import OffloadStateTypeEnum
@@ -488,7 +492,7 @@ class DeepSpeedEngine(Engine):
         state: dict[str, Any] = self.module.state_dict(**given, prefix=prefix, keep_vars=keep_vars)
         for name, param in named_parameters(self.module) if exclude_frozen_parameters else ():
             if not param.requires_grad:
-                del state[f"{prefix}{name}"]
+                state.pop(f"{prefix}{name}", None)  # a module's own state_dict() may lack it
         return state
 
     def save_fp16_model(self, save_dir: str | os.PathLike[str], save_filename: str = "pytorch_model.bin") -> bool:
@@ -547,21 +551,47 @@ class DeepSpeedEngine(Engine):
     ) -> bool:
         """Save as ``infinity.Engine.save_checkpoint`` does, and ``zero_to_fp32.py`` and ``zero_to_torch.py`` beside it.
 
-        Ranks that name different tags save under rank 0's: a checkpoint is one for all. They do so with a warning,
-        without one or not at all, as ``checkpoint.tag_validation`` says. ``client_state`` may hold objects of any class
-        that can be pickled.
+        Below stage 3, where weights are whole, ``mp_rank_00_model_states.pt`` has them, too, as scripts read them there
+        (``["module"]``); not of an asynchronous save. Ranks that name different tags save under rank 0's: a checkpoint
+        is one for all. They do so with a warning, without one or not at all, as ``checkpoint.tag_validation`` says.
+        ``client_state`` may hold objects of any class that can be pickled.
         """
-        saved = super().save_checkpoint(
+        exclude_frozen = bool(exclude_frozen_parameters)  # frameworks pass None on
+
+        def write_states(aside: Path) -> Files:
+            state = self._model_states(client_state or {}, exclude_frozen=exclude_frozen)
+            return write_model_states(aside, state) if self.global_rank == 0 else {}
+
+        self._save_checkpoint(
             save_dir,
             self._common_tag(tag),
             packed(client_state),
             bool(save_latest),
-            bool(exclude_frozen_parameters),  # frameworks pass None on
+            exclude_frozen,
             asynchronous=asynchronous,
+            write_more=None if asynchronous or self.zero_optimization_partition_weights() else write_states,
         )
         for name, ours in SCRIPTS.items() if self.global_rank == 0 else ():
             self._put_script(Path(save_dir) / name, Path(__file__).with_name(ours).read_text())
-        return saved
+        return True
+
+    def _model_states(self, client_state: Mapping[str, Any], *, exclude_frozen: bool) -> dict[str, Any]:
+        """What DeepSpeed's file of a model has, but for what belongs to its shards. Hooks of a module's may ask all
+        ranks, as any call of ``state_dict()``."""
+        module = self.module_state_dict(exclude_frozen_parameters=exclude_frozen)
+        schedule: Any = self._loop.lr_scheduler
+        return {
+            "module": module,
+            "buffer_names": [name for name, _ in named_buffers(self.module, remove_duplicate=False) if name in module],
+            "lr_scheduler": schedule.state_dict() if hasattr(schedule, "state_dict") else None,
+            **self._loop.counters,
+            "dp_world_size": self.world_size,
+            "mp_world_size": 1,
+            CHECKPOINT_PARALLEL_DIMS: {CHECKPOINT_PP_DEGREE: 1, CHECKPOINT_TP_DEGREE: 1},
+            "ds_config": self.config,
+            "ds_version": DIALECT,
+            **client_state,
+        }
 
     def _put_script(self, script: Path, text: str) -> None:
         """A script beside checkpoints, whole or as it was. They are whole without it: what fails is logged, and this

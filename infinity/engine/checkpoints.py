@@ -18,7 +18,7 @@ from infinity.checkpoint.stored import StoredCheckpoint
 from infinity.engine.late_save import LateSave
 from infinity.engine.loading import Loading, Wanted
 from infinity.engine.loop import TrainingLoop
-from infinity.engine.saving import Saving
+from infinity.engine.saving import Saving, WriteMore
 from infinity.errors import CheckpointError, DaemonLostError, EngineStateError
 from infinity.files.place import local_path
 from infinity.states import StepPhase
@@ -74,6 +74,22 @@ class Checkpoints(nn.Module):
             ConfigError: a tag or a value that cannot be kept.
             EngineStateError: backward has updated some weights of a step that is not over.
         """
+        self._save_checkpoint(
+            save_dir, tag, client_state, save_latest, exclude_frozen_parameters, asynchronous=asynchronous
+        )
+        return True
+
+    def _save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | None,
+        client_state: Mapping[str, Any] | None,
+        save_latest: bool,
+        exclude_frozen_parameters: bool,
+        *,
+        asynchronous: bool,
+        write_more: WriteMore | None = None,
+    ) -> None:
         loop, directory = self._loop, local_path("save_dir", save_dir)
         loop.refuse_before_step("save_checkpoint()")
         with _whole_state(loop):
@@ -86,7 +102,14 @@ class Checkpoints(nn.Module):
                 )
 
             def prepared() -> Saving:
-                return Saving(loop, directory, tag, client_state, exclude_frozen=exclude_frozen_parameters)
+                return Saving(
+                    loop,
+                    directory,
+                    tag,
+                    client_state,
+                    exclude_frozen=exclude_frozen_parameters,
+                    write_more=write_more,
+                )
 
             saving = _together(loop, prepared, "prepare a checkpoint", directory)
             if loop.is_within_step and loop.runtime.collectives.rank == 0:
@@ -99,7 +122,6 @@ class Checkpoints(nn.Module):
             else:
                 saving.run(latest=save_latest)
                 return_freed()  # what pieces passed through; not of an asynchronous save, for which training waits
-        return True
 
     def wait_for_checkpoint(self) -> None:
         """Block until the last asynchronous save is published. Collective, between steps; nothing to wait for is fine.

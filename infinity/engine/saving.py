@@ -42,6 +42,8 @@ from io_daemon.shared.protocol import ObjectKind
 
 _log = logging.getLogger(__name__)
 
+WriteMore = Callable[[Path], Files]
+"""Adds files of a dialect's own to a checkpoint's directory; called on every rank, for the files of that rank."""
 Histories = Sequence[tuple[float, ...] | None]
 Merged = dict[str, tuple[float, ...]]
 
@@ -64,9 +66,10 @@ class Saving:
         client_state: Mapping[str, Any] | None,
         *,
         exclude_frozen: bool,
+        write_more: WriteMore | None = None,
     ) -> None:
         self._loop, self._runtime, self._collectives = loop, loop.runtime, loop.runtime.collectives
-        self._directory = directory
+        self._directory, self._write_more = directory, write_more
         self.tag = check_tag(f"global_step{loop.global_steps}" if tag is None else tag)
         self._runtime.check_readable("save_checkpoint")
         self._params = described_params(self._runtime)
@@ -163,7 +166,8 @@ class Saving:
                 for name, (_, buffer) in self._buffers.items() if rank == 0 else ():
                     writer.add_all(name, BUFFER, flattened(buffer.detach(), memory_order(buffer)))
 
-            return write_rank(aside, rank, write, self._own)
+            files = write_rank(aside, rank, write, self._own)
+        return files if self._write_more is None else files | self._write_more(aside)
 
     def publish(self, aside: Path, files: Files, histories: Merged, *, latest: bool) -> None:
         """Every rank has written its files: make them the checkpoint. Rank 0 calls it."""

@@ -19,6 +19,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, Final
 
+import numpy as np
 import torch
 
 from infinity.files.pieces import bytes_of
@@ -126,24 +127,24 @@ class BlockWriter:
         self._behind = WriteBehind()
         self._block: torch.Tensor | None = None
 
-    def append(self, data: torch.Tensor) -> None:
-        """Append ``data``, uint8 [numel] on the CPU. Raises the OSError of an earlier block."""
+    def append(self, data: memoryview) -> None:
+        """Append bytes. Raises the OSError of an earlier block."""
         done = 0
-        while done < data.numel():
+        while done < len(data):
             at = self.num_bytes % BLOCK_BYTES
             if self._block is None:
                 self._block = self._behind.take()
             part = data[done : done + BLOCK_BYTES - at]
-            self._block[at : at + part.numel()].copy_(part)
-            done += part.numel()
-            self.num_bytes += part.numel()
+            np.copyto(self._block.numpy()[at : at + len(part)], np.frombuffer(part, dtype=np.uint8))
+            done += len(part)
+            self.num_bytes += len(part)
             if self.num_bytes % BLOCK_BYTES == 0:
                 self._hand_over(self._block, BLOCK_BYTES)
 
     def align(self, num_bytes: int) -> None:
         """Append zeros until the size is a multiple of ``num_bytes``."""
         if missing := -self.num_bytes % num_bytes:
-            self.append(torch.zeros(missing, dtype=torch.uint8, device="cpu"))
+            self.append(memoryview(bytes(missing)))
 
     def finish(self) -> None:
         """Have it all on the drive. Raises OSError."""

@@ -20,6 +20,7 @@ from infinity.checkpoint.read_ahead import ReadAhead, Wanted
 from infinity.errors import CheckpointError
 from infinity.files import direct
 from infinity.files.direct import ALIGNMENT, BLOCK_BYTES, NUM_BLOCKS, BlockWriter, open_direct, read_block
+from infinity.files.pieces import bytes_of
 
 NUMELS = (3, 1, 5000, BLOCK_BYTES // 4, 7, 2 * BLOCK_BYTES // 4 + 11, 64)
 DTYPES = (torch.bfloat16, torch.uint8, torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.float64)
@@ -232,7 +233,7 @@ def test_memory_is_a_few_blocks_and_every_write_is_aligned(stored: Path, monkeyp
     data = torch.arange(5 * BLOCK_BYTES + 12345, dtype=torch.int64).to(torch.uint8)
     writer = BlockWriter(stored)
     for first in range(0, data.numel(), 1_000_003):
-        writer.append(data[first : first + 1_000_003])
+        writer.append(bytes_of(data[first : first + 1_000_003]))
     writer.finish()
     writer.close()
     assert len(made) <= NUM_BLOCKS

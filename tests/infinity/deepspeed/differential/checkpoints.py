@@ -36,6 +36,33 @@ def resumed(directory: Path, given: dict[str, Any]) -> Any:
     )  # fmt: skip
 
 
+WHOLE = {"0": {"stage": 0}, "1": {"stage": 1}, "2": {"stage": 2}, "2-offload": {"stage": 2, "offload_optimizer": CPU}}
+
+
+@cases_over(WHOLE, ranks=2)
+def whole_weights_in_a_file(directory: Path, zero: dict[str, Any]) -> Any:
+    """What scripts read of a checkpoint without an engine."""
+    model = stack()
+    frozen = next(model.parameters())
+    frozen.requires_grad = False
+    engine = start(model, config(zero["stage"], zero=zero, scheduler=SCHEDULER))
+    train(engine, 2)
+    found = []
+    for exclude_frozen in (False, True):
+        engine.save_checkpoint(
+            str(directory), tag="t", client_state={"epoch": 3}, exclude_frozen_parameters=exclude_frozen
+        )
+        deepspeed.comm.barrier()
+        state = torch.load(directory / "t" / "mp_rank_00_model_states.pt")
+        told = [state[key] for key in ("buffer_names", "global_steps", "global_samples", "skipped_steps", "epoch")]
+        sizes = [state["dp_world_size"], state["mp_world_size"], state["lr_scheduler"]["last_batch_iteration"]]
+        sums_of = {name: value.double().abs().sum().item() for name, value in state["module"].items()}
+        stage = state["ds_config"]["zero_optimization"]["stage"]
+        deepspeed.comm.barrier()
+        found.append((told, sizes, sums_of, stage))
+    return found
+
+
 @cases_over({key: PLACES[key] for key in ("0", "1", "2", "3")}, ranks=2)
 def resumed_by_two(directory: Path, given: dict[str, Any]) -> Any:
     engine = start(stack(), given)
