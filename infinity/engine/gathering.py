@@ -151,9 +151,9 @@ class Gathering:
 
     @transforms.apart
     def _overlook_unchanged(self, params: Sequence[ShardedParam]) -> None:
-        for param in params:
-            if self._sharded.policy.shards_weights and param.is_written() and not self.keeps_writes(param):
-                self._written.overlook_unchanged(param)
+        if self._sharded.policy.shards_weights:
+            written = [param for param in params if param.is_written() and not self.keeps_writes(param)]
+            self._written.overlook_unchanged(written)
 
     @transforms.apart
     def _keep(self, params: Sequence[ShardedParam], modifier_rank: int) -> None:

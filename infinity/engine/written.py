@@ -88,17 +88,28 @@ class Written:
         as_before = masters.to(values.dtype).view(torch.int16) == values.view(torch.int16)
         return torch.where(as_before, masters, values.float())
 
-    def overlook_unchanged(self, param: ShardedParam) -> None:
-        """Take no notice of what all ranks wrote to sharded weights if it has every bit of what the store has.
-        Collective."""
+    def overlook_unchanged(self, params: Sequence[ShardedParam]) -> None:
+        """Take no notice of what all ranks wrote to sharded weights, those that were, if it has every bit of what the
+        store has. Collective, once for all of them."""
+        if not params:
+            return
+        as_before = [self._is_as_before(param) for param in params]
+        # each rank knows its own part alone, and has written the whole
+        found = [
+            f"{param.name} {param.checksum():08x}" if is_so else f"changed on rank {self._collectives.rank}"
+            for param, is_so in zip(params, as_before, strict=True)
+        ]
+        named = params[0].name + f" and {len(params) - 1} others" * (len(params) > 1)
+        what = f"compare what was written to {named} in GatheredParameters(), which keeps it for a modifier_rank"
+        apart = set(self._collectives.unlike(found, what))
+        for place, param in enumerate(params):
+            if as_before[place] and place not in apart:
+                param.overlook_change()
+
+    def _is_as_before(self, param: ShardedParam) -> bool:
         first, numel = self._io.own_range(param)
         written = param.allocate()[first : first + numel].detach().cpu()
-        is_as_before = torch.equal(written.view(torch.uint8), self._io.own_weights(param).view(torch.uint8))
-        # each rank knows its own part alone, and has written the whole
-        found = f"{param.checksum():08x}" if is_as_before else f"changed on rank {self._collectives.rank}"
-        what = f"compare what was written to {param.name} in GatheredParameters(), which keeps it for a modifier_rank"
-        if not self._collectives.unlike([found], what) and is_as_before:
-            param.overlook_change()
+        return torch.equal(written.view(torch.uint8), self._io.own_weights(param).view(torch.uint8))
 
     def _has_master(self, param: ShardedParam) -> bool:
         return self._sharded.group_of[param.index].placement.trainable and bool(self._sharded.precision.master)
