@@ -16,10 +16,10 @@ SAMPLE = (
 )  # fmt: skip
 
 
-def _run(names: Sequence[str], settings: Sequence[str], timeout_s: float) -> str:
+def _run(names: Sequence[str], settings: Sequence[str], timeout_s: float, *, num_ranks: int = 1) -> str:
     words = [sys.executable, "-m", "tests.infinity.deepspeed.unmodified.run", *names, "--settings", *settings]
     ended = subprocess.run(
-        [sys.executable, "-m", "infinity", "as-deepspeed", *words],
+        [sys.executable, "-m", "infinity", "as-deepspeed", *words, "--num-ranks", str(num_ranks)],
         cwd=REPOSITORY, env=quiet_environment(), capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-2000:]
@@ -30,7 +30,20 @@ def test_a_sample_has_the_same_bits() -> None:
     assert _run(SAMPLE, ["z3-nvme"], 280) == "5 runs: 3 equal, 2 as decided, 0 open"
 
 
+def test_a_sample_on_two_ranks_is_as_distributed_data_parallel() -> None:
+    names = ("adapters.trained_as[lora]", "accelerated.clipped_to[the_same]", "trainers.the_best_is_loaded")
+    assert _run(names, ["z3"], 280, num_ranks=2) == "3 runs: 3 equal, 0 as decided, 0 open"
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_all_have_the_same_bits_or_differ_as_decided() -> None:
     assert _run([], ["z2", "z2-cpu", "z3", "z3-cpu", "z3-nvme"], 3600).endswith(" 0 open")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("setting", ["z2-cpu", "z3", "z3-nvme"])
+def test_all_on_two_ranks_are_as_distributed_data_parallel_or_differ_as_decided(setting: str) -> None:
+    names = ["trainers", "accelerated", "adapters", "loaded"]  # plain loops are of one process
+    assert _run(names, [setting], 3600, num_ranks=2).endswith(" 0 open")

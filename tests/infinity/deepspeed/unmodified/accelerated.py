@@ -10,7 +10,7 @@ from accelerate import Accelerator, DeepSpeedPlugin, DistributedType
 from torch.utils.data import DataLoader
 from transformers import LlamaForCausalLM, get_scheduler, set_seed
 
-from tests.infinity.deepspeed.unmodified.nets import Rows, llama_config, padded, weights
+from tests.infinity.deepspeed.unmodified.nets import Rows, llama_config, padded, read, weights
 from tests.infinity.deepspeed.unmodified.run import program, programs_over
 
 
@@ -108,9 +108,7 @@ def unwrapped_and_saved(given: Any) -> Any:
     state = accelerator.get_state_dict(made[0])
     accelerator.unwrap_model(made[0]).save_pretrained("saved", state_dict=state, save_function=accelerator.save)
     accelerator.save_model(made[0], "modelled")
-    from safetensors.torch import load_file
-
-    return {"saved": load_file("saved/model.safetensors"), "modelled": load_file("modelled/model.safetensors")}
+    return {"saved": read("saved/model.safetensors"), "modelled": read("modelled/model.safetensors")}
 
 
 @program

@@ -18,10 +18,9 @@ from peft import (
     VeraConfig,
     get_peft_model,
 )
-from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, set_seed
 
-from tests.infinity.deepspeed.unmodified.nets import Rows, saved_llama
+from tests.infinity.deepspeed.unmodified.nets import Rows, read, saved_llama
 from tests.infinity.deepspeed.unmodified.run import program, programs_over
 from tests.infinity.deepspeed.unmodified.trainers import arguments, history
 
@@ -35,7 +34,7 @@ def adapted(given: Any, config: Any, then: Any = None, **others: Any) -> dict[st
     trainer = Trainer(model=model, args=args, train_dataset=Rows(), **others)
     trainer.train()
     trainer.save_model("saved")
-    found = {"history": history(trainer), "adapter": load_file("saved/adapter_model.safetensors")}
+    found = {"history": history(trainer), "adapter": read("saved/adapter_model.safetensors")}
     return {**found, **(then(trainer) if then else {})}
 
 
@@ -120,7 +119,7 @@ def two_adapters(given: Any) -> Any:
     trainer.save_model("saved")
     of_other = _logits(trainer.model)
     trainer.model.set_adapter("default")
-    adapter = load_file("saved/other/adapter_model.safetensors")
+    adapter = read("saved/other/adapter_model.safetensors")
     return {"history": history(trainer), "adapter": adapter, "logits": [of_other, _logits(trainer.model)]}
 
 
@@ -133,9 +132,9 @@ def saved_by_the_engine(given: Any) -> Any:
         engine.save_pretrained("whole")
         engine.save_pretrained("chosen", selected_adapters=["default"], is_main_process=True)
         loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(saved_llama()), "whole")
-        chosen = load_file("chosen/adapter_model.safetensors")
+        chosen = read("chosen/adapter_model.safetensors")
         with deepspeed.zero.GatheredParameters(list(loaded.parameters()), enabled=given is not None):
             logits = _logits(loaded)
-        return {"whole": load_file("whole/adapter_model.safetensors"), "chosen": chosen, "logits": logits}
+        return {"whole": read("whole/adapter_model.safetensors"), "chosen": chosen, "logits": logits}
 
     return adapted(given, LoraConfig(r=4, **_TARGETS), then)

@@ -17,7 +17,7 @@ from transformers import (
     set_seed,
 )
 
-from tests.infinity.deepspeed.unmodified.nets import Rows, llama_config, saved_llama, weights
+from tests.infinity.deepspeed.unmodified.nets import Rows, llama_config, saved, saved_llama, weights
 from tests.infinity.deepspeed.unmodified.run import program, programs_over
 from tests.infinity.deepspeed.unmodified.trainers import arguments, history
 
@@ -42,7 +42,7 @@ def evaluated(given: Any, made: Any, data: Any = None) -> dict[str, Any]:
 def from_a_directory(given: Any, options: dict[str, Any]) -> Any:
     set_seed(0)
     model = LlamaForCausalLM(llama_config(**options.get("config", {}))).to(options.get("dtype", torch.float32))
-    model.save_pretrained("model", **options.get("save", {}))
+    saved(model, "model", **options.get("save", {}))
     return evaluated(given, lambda: AutoModelForCausalLM.from_pretrained("model", **options.get("load", {})))
 
 
@@ -81,7 +81,7 @@ def a_base_of_a_bigger_model(given: Any) -> Any:
 def an_encoder_of_shared_weights(given: Any) -> Any:
     set_seed(0)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    BertForMaskedLM(BertConfig(vocab_size=64, **sizes)).save_pretrained("bert")
+    saved(BertForMaskedLM(BertConfig(vocab_size=64, **sizes)), "bert")
     return evaluated(given, lambda: BertForMaskedLM.from_pretrained("bert"))
 
 

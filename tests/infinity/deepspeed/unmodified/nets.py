@@ -3,10 +3,13 @@
 # mypy: ignore-errors
 from __future__ import annotations
 
+import os
+import time
 from typing import Any
 
 import deepspeed
 import torch
+from safetensors.torch import load_file
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, set_seed
 
@@ -51,8 +54,25 @@ def llama_config(**others: Any) -> LlamaConfig:
 def saved_llama(directory: str = "model", **others: Any) -> str:
     """A directory, as save_pretrained writes it."""
     set_seed(0)
-    LlamaForCausalLM(llama_config(**others)).save_pretrained(directory)
+    return saved(LlamaForCausalLM(llama_config(**others)), directory)
+
+
+def saved(model: Any, directory: str, **options: Any) -> str:
+    """The model in a directory, whole, which rank 0 writes. Nothing connects the ranks before they load it."""
+    if os.environ["RANK"] == "0" and not os.path.exists(directory):
+        model.save_pretrained(f"{directory}.new", **options)
+        os.rename(f"{directory}.new", directory)
+    until = time.monotonic() + 60
+    while not os.path.exists(directory) and time.monotonic() < until:
+        time.sleep(0.01)
     return directory
+
+
+def read(path: str) -> dict[str, torch.Tensor]:
+    """What rank 0 has saved."""
+    if torch.distributed.is_initialized():
+        torch.distributed.barrier()
+    return load_file(path)
 
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -11,12 +11,14 @@ import argparse
 import contextlib
 import importlib
 import json
+import math
 import os
 import re
 import signal
 import socket
 import sys
 import tempfile
+import time
 import traceback
 import warnings
 from collections.abc import Callable, Mapping
@@ -32,6 +34,10 @@ Program = Callable[[dict[str, Any] | None], Mapping[str, Any]]
 PROGRAMS: Final[dict[str, Program]] = {}
 TOPICS: Final = ("trainers", "accelerated", "adapters", "loaded", "loops")
 TIMEOUT_S: Final = 200
+WITHIN: Final = 1e-4
+"""Of the largest: an optimizer that divides by the size of gradients makes much of the last bits of small ones."""
+PARTING_S: Final = 30.0
+"""A rank waits so long for the others' answers before it ends."""
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": "swap"}
 _SMALL = {"stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 10_000, "reduce_bucket_size": 10_000}
 SETTINGS: Final[dict[str, dict[str, Any]]] = {
@@ -163,27 +169,51 @@ def load_programs() -> None:
         importlib.import_module(f"tests.infinity.deepspeed.unmodified.{topic}")
 
 
-def answer(name: str, setting: str) -> dict[str, Any]:
-    """What the program returns in a process of its own, or its error."""
-    with tempfile.TemporaryDirectory() as directory:
-        pid = os.fork()
-        if pid == 0:
-            _child(name, setting, Path(directory))
+def answer(name: str, setting: str, num_ranks: int = 1) -> dict[str, Any]:
+    """What the program returns on rank 0, in processes of its own, or the first rank's error."""
+    with tempfile.TemporaryDirectory() as place, socket.socket() as probe:
+        directory = Path(place)
+        (directory / "swap").mkdir()
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        probe.bind(("127.0.0.1", 0))
+        world = {"WORLD_SIZE": f"{num_ranks}", "LOCAL_WORLD_SIZE": f"{num_ranks}", "MASTER_ADDR": "127.0.0.1"}
+        world["MASTER_PORT"] = str(probe.getsockname()[1])
+        probe.close()
+        pids = []
+        for rank in range(num_ranks):
+            pids.append(os.fork())
+            if pids[-1] == 0:
+                os.environ |= {**world, "RANK": f"{rank}", "LOCAL_RANK": f"{rank}"}
+                if setting == "plain":
+                    os.environ["ACCELERATE_USE_CPU"] = "true"  # it starts several ranks on GPUs alone otherwise
+                _child(name, setting, directory)
+        _wait(pids, directory)
+        answers = []
+        for rank in range(num_ranks):
+            path = directory / f"answer-{rank}.pt"
+            ended = {"error": "the process ended", "log": (directory / f"log-{rank}").read_text()[-3000:]}
+            answers.append(torch.load(path, weights_only=False) if path.exists() else ended)
+        return next((each for each in answers if "error" in each), answers[0])
+
+
+def _wait(pids: list[int], directory: Path) -> None:
+    """Until all have ended, or one has answered and the others have had time to: what waits inside a library for a rank
+    that is gone hears no alarm."""
+    left, until = set(pids), math.inf
+    while left and time.monotonic() < until:
+        left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
+        if until == math.inf and any(directory.glob("answer-*")):
+            until = time.monotonic() + 2 * PARTING_S
+        time.sleep(0.02)
+    for pid in left:
+        os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
-        path = Path(directory) / "answer.pt"
-        if not path.exists():
-            return {"error": "the process ended", "log": (Path(directory) / "log").read_text()[-3000:]}
-        return torch.load(path, weights_only=False)
 
 
 def _child(name: str, setting: str, directory: Path) -> None:
     os.chdir(directory)
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
-    Path("swap").mkdir()
-    log = os.open("log", os.O_WRONLY | os.O_CREAT)
+    rank = os.environ["RANK"]
+    log = os.open(f"log-{rank}", os.O_WRONLY | os.O_CREAT)
     os.dup2(log, 1)
     os.dup2(log, 2)
     signal.signal(signal.SIGALRM, _give_up)
@@ -195,7 +225,10 @@ def _child(name: str, setting: str, directory: Path) -> None:
             found = dict(PROGRAMS[name](config_of(setting)))
     except BaseException as error:  # noqa: BLE001 (it is the answer)
         found = {"error": f"{type(error).__name__}: {error}", "trace": traceback.format_exc()}
-    torch.save(found, "answer.pt")
+    torch.save(found, f"answer-{rank}.pt")
+    until = time.monotonic() + PARTING_S
+    while len(list(Path().glob("answer-*"))) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < until:
+        time.sleep(0.01)  # others may still be in the last collective, of which plain torch leaves nobody out
     sys.stdout.flush()
     os._exit(0)
 
@@ -204,25 +237,35 @@ def _give_up(_number: int, _frame: object) -> None:
     raise TimeoutError(f"no answer within {TIMEOUT_S} s")
 
 
-def differences(plain: Any, ours: Any, place: str = "") -> list[str]:
-    """Where the bits are others."""
+def differences(plain: Any, ours: Any, place: str = "", *, within: float = 0.0) -> list[str]:
+    """Where the bits are others, or the values, by more than ``within`` of the largest."""
     if isinstance(plain, Mapping):
         missing = [f"{place}.{key}: only in one" for key in plain.keys() ^ ours.keys()]
         return missing + [
-            line for key in plain if key in ours for line in differences(plain[key], ours[key], f"{place}.{key}")
+            line
+            for key in plain
+            if key in ours
+            for line in differences(plain[key], ours[key], f"{place}.{key}", within=within)
         ]
     if isinstance(plain, (list, tuple)):
         if len(plain) != len(ours):
             return [f"{place}: {len(plain)} entries, found {len(ours)}"]
         pairs = enumerate(zip(plain, ours, strict=True))
-        return [line for at, (each, other) in pairs for line in differences(each, other, f"{place}[{at}]")]
+        return [
+            line for at, (each, other) in pairs for line in differences(each, other, f"{place}[{at}]", within=within)
+        ]
     if isinstance(plain, torch.Tensor):
         if plain.shape != ours.shape or plain.dtype != ours.dtype:
             return [f"{place}: {plain.dtype} {tuple(plain.shape)}, found {ours.dtype} {tuple(ours.shape)}"]
         if torch.equal(plain, ours):
             return []
-        return [f"{place}: tensors differ by {(plain.double() - ours.double()).abs().max().item():.2e}"]
-    return [] if plain == ours or (plain != plain and ours != ours) else [f"{place}: {plain!r} != {ours!r}"]
+        apart = (plain.double() - ours.double()).abs().max().item()
+        allowed = within * plain.double().abs().max().item()
+        return [] if apart <= allowed else [f"{place}: tensors differ by {apart:.2e}"]
+    if plain == ours or (plain != plain and ours != ours):
+        return []
+    is_close = isinstance(plain, float) and isinstance(ours, float) and math.isclose(plain, ours, rel_tol=within)
+    return [] if is_close else [f"{place}: {plain!r} != {ours!r}"]
 
 
 def undecided(name: str, lines: list[str]) -> list[str]:
@@ -231,11 +274,11 @@ def undecided(name: str, lines: list[str]) -> list[str]:
     return [line for line in lines if not re.match(pattern, line)]
 
 
-def verdict(plain: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
-    """Empty if the bits are the same."""
+def verdict(plain: Mapping[str, Any], ours: Mapping[str, Any], num_ranks: int = 1) -> list[str]:
+    """Empty if the bits are the same. On several ranks gradients of micro-batches are summed in another order."""
     if "error" in plain:
         return [f"plain: {plain['error']}"]
-    return [ours["error"]] if "error" in ours else differences(plain, ours)
+    return [ours["error"]] if "error" in ours else differences(plain, ours, within=0.0 if num_ranks == 1 else WITHIN)
 
 
 def main() -> int:
@@ -243,6 +286,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("names", nargs="*")
     parser.add_argument("--settings", nargs="+", choices=list(SETTINGS), default=list(SETTINGS))
+    parser.add_argument("--num-ranks", type=int, default=1, help="plain is then torch's DistributedDataParallel")
     parser.add_argument("--traces", action="store_true")
     parser.add_argument("--json", type=Path, help="verdicts are added to it; those that it has are not run again")
     options = parser.parse_args()
@@ -252,10 +296,10 @@ def main() -> int:
     found: dict[str, dict[str, list[str]]] = json.loads(options.json.read_text()) if kept else {}
     for name in [each for each in PROGRAMS if not options.names or each.startswith(tuple(options.names))]:
         missing = [setting for setting in options.settings if setting not in found.setdefault(name, {})]
-        plain = answer(name, "plain") if missing else {}
+        plain = answer(name, "plain", options.num_ranks) if missing else {}
         for setting in missing:
-            ours = answer(name, setting)
-            found[name][setting] = lines = verdict(plain, ours)
+            ours = answer(name, setting, options.num_ranks)
+            found[name][setting] = lines = verdict(plain, ours, options.num_ranks)
             told = f"{len(lines)} differ" if undecided(name, lines) else f"as decided: {DECIDED.get(name, ('', ''))[1]}"
             print(f"{name} {setting}: {told if lines else 'equal'}", flush=True)
             for line in lines[:4]:
