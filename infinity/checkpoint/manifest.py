@@ -101,7 +101,7 @@ class FileEntry:
 
     num_bytes: int
     checksum: int | None = None
-    """None for pieces, each of which has its own."""
+    """None for files whose parts have their own: pieces, and the records of ``torch.save``."""
 
 
 @dataclass(frozen=True, kw_only=True)

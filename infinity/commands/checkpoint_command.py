@@ -93,7 +93,7 @@ def _show(stored: StoredCheckpoint) -> None:
     for column in ("file", "bytes", "crc32c"):
         files.add_column(column, justify="left" if column == "file" else "right")
     for name, file in manifest.files.items():
-        files.add_row(name, f"{file.num_bytes:,}", "each piece" if file.checksum is None else f"{file.checksum:08x}")
+        files.add_row(name, f"{file.num_bytes:,}", "within it" if file.checksum is None else f"{file.checksum:08x}")
     console.print(files)
 
 
