@@ -17,7 +17,7 @@ from infinity.config.complaints import Complaints
 from infinity.config.load import load
 from infinity.config.old_names import modernise
 from infinity.deepspeed.asserted import asserted
-from infinity.deepspeed.raw_config import section_of
+from infinity.deepspeed.raw_config import section_of, without_idle_offload
 from infinity.deepspeed.zero_config_classes import DeepSpeedZeroConfig
 from infinity.errors import ConfigError
 
@@ -96,7 +96,9 @@ class DeepSpeedConfig(View):
         given = load(config, complaints)
         complaints.raise_all()
         parsed = parse_config(
-            {"gradient_clipping": CLIPPING, **_without_norm(given)}, world_size=world_size, check_paths=False
+            {"gradient_clipping": CLIPPING, **_without_norm(without_idle_offload(given))},
+            world_size=world_size,
+            check_paths=False,
         )
         raw = modernise(given, Complaints()).raw
         sections = {field: getattr(parsed, field) for field in type(parsed).model_fields}

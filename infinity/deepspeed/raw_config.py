@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import contextlib
 import copy
-import logging
 import os
 from collections.abc import Mapping
 from typing import Any, Final
@@ -14,7 +13,6 @@ from infinity.config.complaints import Complaints
 from infinity.config.load import load, read_text
 from infinity.errors import ConfigError
 
-_log = logging.getLogger(__name__)
 _OFFLOADS_WEIGHTS: Final = ("offload_param", "cpu_offload_param", "cpu_offload_params")
 
 
@@ -61,15 +59,20 @@ def zero_of(raw: Mapping[str, Any]) -> Any:
     return {"stage": int(zero)} if isinstance(zero, bool) else zero
 
 
-def without_idle_offload(raw: dict[str, Any]) -> dict[str, Any]:
-    """The same below stage 3 without ``offload_param``, which DeepSpeed takes from there on only: with a warning."""
+def idle_offload(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``zero_optimization`` offloads weights where it does nothing: below stage 3, where they stay whole."""
     zero, stage = zero_of(raw), stage_of(raw)
     if not isinstance(zero, Mapping) or not isinstance(stage, int) or stage >= 3:
-        return raw
-    idle = [key for key in _OFFLOADS_WEIGHTS if zero.get(key) and section_of(zero, key).get("device") != "none"]
-    for key in idle:
-        _log.warning("zero_optimization.%s = %r: weights stay whole at stage %d: write stage 3", key, zero[key], stage)
-    return {**raw, "zero_optimization": {key: zero[key] for key in zero if key not in idle}} if idle else raw
+        return {}
+    asked = {key: zero[key] for key in _OFFLOADS_WEIGHTS if zero.get(key)}
+    return {key: value for key, value in asked.items() if section_of(zero, key).get("device") != "none"}
+
+
+def without_idle_offload(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """The same without ``idle_offload``, which infinity's own configuration refuses."""
+    idle = idle_offload(raw)
+    kept = {key: value for key, value in zero_of(raw).items() if key not in idle} if idle else {}
+    return {**raw, "zero_optimization": kept} if idle else dict(raw)
 
 
 def stage_of(raw: Mapping[str, Any]) -> Any:

@@ -25,7 +25,7 @@ from infinity.deepspeed.experts import is_moe_param
 from infinity.deepspeed.model_dtypes import as_given, cast, sections_for
 from infinity.deepspeed.model_parallel import refuse_split
 from infinity.deepspeed.optimizers import TESTED_TYPES, DeepSpeedCPUAdam, is_zero_supported_optimizer
-from infinity.deepspeed.raw_config import raw_config, section_of, stage_of, without_idle_offload
+from infinity.deepspeed.raw_config import idle_offload, raw_config, section_of, stage_of, without_idle_offload
 from infinity.deepspeed.swap_dirs import make_swap_dirs
 from infinity.deepspeed.training_engine import DeepSpeedEngine
 from infinity.entry import initialize as initialize_engine
@@ -129,6 +129,8 @@ def initialize(
             remedy = "there is no expert parallelism: every rank has every expert, leave allreduce=False out"
             raise ConfigError(f"{name}.allreduce", False, remedy)
     raw = raw_config(config, args, config_params)
+    for key, value in idle_offload(raw).items():
+        _log.warning("zero_optimization.%s = %r: weights stay whole below stage 3: write stage 3", key, value)
     taken = without_idle_offload(raw)
     make_swap_dirs(taken)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)

@@ -19,6 +19,7 @@ from infinity.config.old_names import modernise
 from infinity.config.section import Count, Fraction, Positive
 from infinity.config.sections import ZeroOptimization
 from infinity.deepspeed.config_model import DeepSpeedConfigModel
+from infinity.deepspeed.raw_config import without_idle_offload
 
 PREFIX: Final = "stage3_"
 """Fields lack it: ``stage3_max_live_parameters`` is ``max_live_parameters``, and either can be written."""
@@ -66,7 +67,7 @@ class ZeroSection(DeepSpeedConfigModel):
             # where it is checked alone, weights must be the ones that are sharded, and the path may be missing
             path = {"nvme_path": own.get("nvme_path") or "."} if own.get("device") == "nvme" else {}
             section = {"stage": 3, cls.place: {**own, **path}}
-        parse_config({"zero_optimization": section}, check_paths=False, before_trainer=True)
+        parse_config(without_idle_offload({"zero_optimization": section}), check_paths=False, before_trainer=True)
         modern: dict[str, Any] = modernise({"zero_optimization": section}, Complaints()).raw["zero_optimization"]
         if given.keys() == cls.model_fields.keys():  # an assignment, of which pydantic reads the new value alone
             return given

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
+from torch import nn
 
+import infinity.deepspeed as deepspeed
 from infinity.deepspeed import config_classes, zero_config_classes
 from infinity.errors import CombinedConfigError, ConfigError
 
@@ -140,3 +142,18 @@ def test_offload_sections_alone() -> None:
 def test_clipping_is_read_of_a_raw_configuration_with_its_default() -> None:
     read = config_classes.get_gradient_clipping
     assert (read({}), read({"gradient_clipping": 0}), read({"gradient_clipping": 0.5})) == (1.0, 0.0, 0.5)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_weights_to_be_offloaded_below_stage_3_are_told_as_they_were_given(stage: int) -> None:
+    """The real one takes the section, and asks for it at stage 3 alone."""
+    raw = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "Adam"},
+        "zero_optimization": {"stage": stage, "offload_param": {"device": "cpu"}},
+    }
+    engine = deepspeed.initialize(model=nn.Linear(4, 4), config=raw)[0]
+    told = (engine.zero_offload_param(), DeepSpeedConfig(raw).zero_config.offload_param)
+    assert [section.device for section in told] == ["cpu", "cpu"]
+    assert engine.config == raw
+    engine.destroy()
