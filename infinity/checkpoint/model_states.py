@@ -4,7 +4,7 @@ whole: scripts read it by ``torch.load(path)["module"]``. Infinity itself goes b
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,17 +33,13 @@ class _Appended:
         """It has all been taken; ``finish`` of the file has it on the drive."""
 
 
-def write_model_states(aside: Path, state: Mapping[str, Any]) -> Files:
+def write_model_states(aside: Path, state: dict[str, Any]) -> Files:
     """The file, on the disk. Raises CheckpointError."""
     path = aside / MODEL_STATES
-    with disk_errors(path, "written"):
-        file = BlockWriter(path)
+    with disk_errors(path, "written"), closing(BlockWriter(path)) as file:
         appended: Any = _Appended(file)
-        try:
-            torch.save(dict(state), appended)
-            file.finish()
-        finally:
-            file.close()
+        torch.save(state, appended)
+        file.finish()
     return {MODEL_STATES: FileEntry(num_bytes=file.num_bytes)}
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import TracebackType
@@ -148,14 +149,13 @@ class StoredCheckpoint:
             yield error
 
     def _faults(self, tell: Callable[[int], None]) -> Iterator[CheckpointError]:
-        for name in (SHARED_STATE, *map(rank_state_name, range(self.manifest.world_size))):
-            try:
-                self._read_state(name)
-            except CheckpointError as error:
-                yield error
+        states = (SHARED_STATE, *map(rank_state_name, range(self.manifest.world_size)))
+        checks: list[Callable[[], object]] = [partial(self._read_state, name) for name in states]
         if MODEL_STATES in self.manifest.files:
+            checks.append(partial(verify_model_states, self.path))
+        for check in checks:
             try:
-                verify_model_states(self.path)
+                check()
             except CheckpointError as error:
                 yield error
         order = [self._wanted(*placed) for tensor in self._pieces.values() for placed in tensor]

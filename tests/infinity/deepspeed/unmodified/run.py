@@ -199,11 +199,11 @@ def answer(name: str, setting: str, num_ranks: int = 1) -> dict[str, Any]:
 def _wait(pids: list[int], directory: Path) -> None:
     """Until all have ended, or one has answered and the others have had time to: what waits inside a library for a rank
     that is gone hears no alarm."""
-    left, until = set(pids), math.inf
+    left, until, has_answer = set(pids), time.monotonic() + TIMEOUT_S + PARTING_S, False
     while left and time.monotonic() < until:
         left -= {pid for pid in left if os.waitpid(pid, os.WNOHANG)[0]}
-        if until == math.inf and any(directory.glob("answer-*")):
-            until = time.monotonic() + 2 * PARTING_S
+        if not has_answer and any(directory.glob("answer-*")):
+            has_answer, until = True, time.monotonic() + 2 * PARTING_S
         time.sleep(0.02)
     for pid in left:
         os.kill(pid, signal.SIGKILL)
