@@ -48,25 +48,29 @@ _DTYPES: Final = {
     torch.float32: None, "fp32": None, "float": None, "float32": None, None: None,
 }  # fmt: skip
 _NOT_SERVED: Final[Mapping[str, str]] = {
-    "tensor_parallel": "there is no tensor parallelism: weights are sharded over all ranks, leave it out",
-    "tp": "there is no tensor parallelism: weights are sharded over all ranks, leave it out",
-    "mp_size": "there is no tensor parallelism: weights are sharded over all ranks, leave it out",
-    "replace_with_kernel_inject": "the model's own modules run as they are: leave it out",
-    "injection_policy": "the model's own modules run as they are: leave it out",
-    "injection_policy_tuple": "the model's own modules run as they are: leave it out",
-    "kernel_inject": "the model's own modules run as they are: leave it out",
-    "injection_dict": "the model's own modules run as they are: leave it out",
-    "use_triton": "the model's own modules run as they are: leave it out",
-    "training_mp_size": "there is no tensor parallelism: weights are sharded over all ranks, leave it out",
-    "ep_size": "there is no expert parallelism: leave it out",
-    "enable_cuda_graph": "weights come and go, which no graph can hold: leave it out",
-    "moe": "there is no expert parallelism: leave it out",
-    "quant": "quantisation is not built: leave it out",
-    "checkpoint": "load weights before: infinity.load_pretrained(model, path)",
-    "base_dir": "load weights before: infinity.load_pretrained(model, path)",
-    "checkpoint_config": "load weights before: infinity.load_pretrained(model, path)",
-    "ckpt_config": "load weights before: infinity.load_pretrained(model, path)",
-    "save_mp_checkpoint_path": "there is no tensor parallelism: save by engine.save_16bit_model()",
+    name: why
+    for names, why in (
+        (
+            "tensor_parallel tp mp_size training_mp_size",
+            "there is no tensor parallelism: weights are sharded over all ranks, leave it out",
+        ),
+        (
+            (
+                "replace_with_kernel_inject kernel_inject injection_policy injection_policy_tuple injection_dict "
+                "use_triton"
+            ),
+            "the model's own modules run as they are: leave it out",
+        ),
+        ("enable_cuda_graph", "weights come and go, which no graph can hold: leave it out"),
+        ("moe ep_size", "there is no expert parallelism: leave it out"),
+        ("quant", "quantisation is not built: leave it out"),
+        (
+            "checkpoint checkpoint_config ckpt_config base_dir",
+            "load weights before: infinity.load_pretrained(model, path)",
+        ),
+        ("save_mp_checkpoint_path", "there is no tensor parallelism: save by engine.save_16bit_model()"),
+    )
+    for name in names.split()
 }
 _OF_REPLACED_LAYERS: Final = frozenset({
     "replace_method", "triangular_masking", "tm", "return_tuple", "max_out_tokens", "max_tokens", "min_out_tokens",
